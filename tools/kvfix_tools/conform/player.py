@@ -35,11 +35,9 @@ _STEPS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The connector under test. config: its kv_connector_extra_config. lose: function that deletes its stored KV."""
-
-    connector: str
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    lose: str = ""
+    connector: str  # under test
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # its kv_connector_extra_config
+    lose: str = ""  # function that deletes its stored KV
 
     def options(self, **changed: Any) -> Options:
         """Return the options of the lab's engine for a scenario: two layers, 128 tokens in a step."""

@@ -12,11 +12,9 @@ _ENGINES = "there are two engines, and NIXL is a stand-in"
 
 
 class Side(NamedTuple):
-    """A stand-in. connector, offloading: options of the lab. stand_in: the part that is a stand-in; "" if unknown."""
-
-    connector: str
-    stand_in: str
-    offloading: str = ""
+    connector: str  # option of the lab
+    stand_in: str  # the part that is a stand-in; "" if unknown
+    offloading: str = ""  # option of the lab
 
     @property
     def lacks(self) -> set[str]:

@@ -26,27 +26,20 @@ NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
 
 
 class Violation(NamedTuple):
-    """A violation. rule: of the contract. code: of the lab's or the ledger's rule. where: scenario or fuzzer seed.
-
-    schedule: the shortest steps that show it. options: options of the lab's engine that differ from their defaults.
-    """
-
-    rule: str
-    code: str
-    where: str
+    rule: str  # of the contract
+    code: str  # of the lab's or the ledger's rule
+    where: str  # scenario or fuzzer seed
     message: str
-    schedule: list[str]
-    options: dict[str, Any]
+    schedule: list[str]  # the shortest steps that show it
+    options: dict[str, Any]  # of the lab's engine, if they differ from their defaults
     history: list[str]
 
 
 class Case(NamedTuple):
-    """The result of one scenario. reason: the violation, or why the scenario tested nothing."""
-
-    name: str
+    name: str  # of the scenario
     rule: str
     outcome: str
-    reason: str
+    reason: str  # the violation, or why the scenario tested nothing
     seconds: float
 
 

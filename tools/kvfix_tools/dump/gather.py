@@ -20,15 +20,10 @@ STACKS, RECORDERS = 20, 5.0
 
 
 class Gathered(NamedTuple):
-    """stacks: py-spy's threads, or None with a reason in `why_no_stacks`.
-
-    recorder: text of the recorder file, or None with a reason in `why_no_recorder`.
-    """
-
     process: Process
-    stacks: list[dict[str, Any]] | None
+    stacks: list[dict[str, Any]] | None  # py-spy's threads
     why_no_stacks: str
-    recorder: str | None
+    recorder: str | None  # text of the recorder file
     why_no_recorder: str
 
 

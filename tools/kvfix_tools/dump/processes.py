@@ -15,21 +15,16 @@ _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
 
 class Process(NamedTuple):
-    """One process. began: clock ticks after boot. settings: from its environment at the start. owner: user id.
-
-    directory: the folder for its recorder files.
-    """
-
     pid: int
     parent: int
     name: str
     state: str
-    began: int
+    began: int  # clock ticks after boot
     threads: int
     command: list[str]
-    settings: dict[str, str]
-    owner: int
-    directory: str
+    settings: dict[str, str]  # from its environment at the start
+    owner: int  # user id
+    directory: str  # the folder for its recorder files
 
 
 def tree(pid: int) -> list[Process]:

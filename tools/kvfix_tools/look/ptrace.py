@@ -50,31 +50,21 @@ class Refused(Exception):
 
 
 class Machine(NamedTuple):
-    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences of the machines.
-
-    arguments, answer: arguments and result of a function.
-    place, stack, flags: program counter, stack pointer and flags.
-    number, called: number and arguments of a system call.
-    forgets: True if a system call number of -1 stops the kernel from restarting a system call.
-    returns: the return address; None if it is on the stack.
-    vectors: the register set with all vector registers.
-    trap, multiple: the breakpoint instruction, and the alignment of its address in bytes.
-    back: bytes from the program counter of a thread stopped in a system call to the address to which this call returns.
-    """
+    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences of the machines."""
 
     arguments: tuple[int, ...]
     answer: int
-    place: int
+    place: int  # the program counter
     stack: int
     flags: int
-    number: int
-    called: tuple[int, ...]
-    forgets: bool
-    returns: int | None
-    vectors: int
-    trap: re.Pattern[bytes]
-    multiple: int
-    back: int
+    number: int  # of a system call
+    called: tuple[int, ...]  # arguments of a system call
+    forgets: bool  # True if a system call number of -1 stops the kernel from restarting a system call
+    returns: int | None  # the return address; None if it is on the stack
+    vectors: int  # the register set with all vector registers
+    trap: re.Pattern[bytes]  # the breakpoint instruction
+    multiple: int  # alignment of the breakpoint instruction in bytes
+    back: int  # bytes from the program counter of a thread in a system call to the address to which this call returns
 
 
 #: The instruction brk with any number.

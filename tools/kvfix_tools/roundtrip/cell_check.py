@@ -30,13 +30,10 @@ class Refused(Exception):
 
 
 class Transfer:
-    """Moves KV between the KV cache and host buffers, for one cell.
+    """Moves KV between the KV cache and host buffers, for one cell."""
 
-    host: these buffers; None if the backend does not expose them. operations: the operations that it runs, as text.
-    """
-
-    host: Region | None = None
-    operations = ""
+    host: Region | None = None  # the host buffers; None if the backend does not expose them
+    operations = ""  # the operations that it runs, as text
 
     def store(self, slots: torch.Tensor) -> None:
         """Copy the KV of these slots [tokens] to the host, and return when the copy is complete."""
@@ -52,24 +49,17 @@ class Transfer:
 
 @dataclass
 class Result:
-    """The result of a cell.
-
-    verdict: passed, failed, refused or crashed (with `reason`). moved, verified: bytes.
-    store, load: seconds of the fastest store and load. plain_store, plain_load: seconds of plain copies of this size.
-    check_seconds: seconds of a whole check with filling and verifying, if it was timed.
-    """
-
     cell: Cell
-    verdict: str = "passed"
+    verdict: str = "passed"  # or failed, refused, crashed
     findings: list[Mismatch] = field(default_factory=list)
     reason: str = ""
-    moved: int = 0
-    verified: int = 0
-    store: float = 0.0
+    moved: int = 0  # bytes
+    verified: int = 0  # bytes
+    store: float = 0.0  # seconds of the fastest store
     load: float = 0.0
-    plain_store: float = 0.0
+    plain_store: float = 0.0  # seconds of a plain copy of this size
     plain_load: float = 0.0
-    check_seconds: float = 0.0
+    check_seconds: float = 0.0  # of a whole check with filling and verifying, if it was timed
     operations: str = ""
     race: str = ""
 

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvfix_tools.roundtrip.cell_check import Result
-
 
 @contextlib.contextmanager
 def applied(wanted: bool) -> Iterator[None]:
@@ -85,12 +83,3 @@ KNOWN = (
         ("hnd", "hnd-block-first"),
     ),
 )
-
-
-def known_bug(result: Result, applied: list[str]) -> KnownBug | None:
-    """Return the known bug that a failed cell shows, or None. applied: codes of applied fixes."""
-    if result.verdict not in ("failed", "crashed"):
-        return None
-    cell = result.cell
-    shown = (bug for bug in KNOWN if cell.backend in bug.backends and cell.layout in bug.layouts)
-    return next((bug for bug in shown if bug.fix not in applied), None)

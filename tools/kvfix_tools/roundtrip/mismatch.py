@@ -29,15 +29,12 @@ _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 
 @dataclass
 class Mismatch:
-    """Wrong words of one check of one region.
-
-    first: text about the first wrong word. address: its byte in the region. classes: number of words of each class.
-    """
+    """Wrong words of one check of one region."""
 
     stage: str
-    first: str
-    address: int
-    classes: Counter[str]
+    first: str  # text about the first wrong word
+    address: int  # of the first wrong word: its byte in the region
+    classes: Counter[str]  # number of words of each class
 
     @property
     def words(self) -> int:

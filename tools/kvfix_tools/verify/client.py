@@ -30,17 +30,14 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Metrics:
-    """Sums over all engines of the server. Counters are in tokens, except `requests` and `preemptions`.
-
-    blocks, block: number of GPU blocks, and tokens of one block; 0 if unknown.
-    """
+    """Sums over all engines of the server. Counters are in tokens, except `requests` and `preemptions`."""
 
     requests: float
     queried: float
     hits: float
     preemptions: float
-    blocks: int
-    block: int
+    blocks: int  # number of GPU blocks; 0 if unknown
+    block: int  # tokens of one block; 0 if unknown
 
     @property
     def capacity(self) -> int:
@@ -50,17 +47,11 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. first: seconds until the first token. prompt_tokens: as counted by the server.
-
-    cached: tokens of the prompt from any cache; None unless the server runs with --enable-prompt-tokens-details.
-    counted: tokens from the connector by the metrics; None if they were not read, or other clients hide the number.
-    """
-
     answer: Answer
-    first: float
-    prompt_tokens: int
-    cached: int | None
-    counted: int | None = None
+    first: float  # seconds until the first token
+    prompt_tokens: int  # as counted by the server
+    cached: int | None  # from any cache; None unless the server runs with --enable-prompt-tokens-details
+    counted: int | None = None  # from the connector by the metrics; None if unread, or other clients hide the number
 
     @property
     def hits(self) -> int | None:

@@ -28,10 +28,8 @@ SMALLEST = -9999.0
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer. tokens: its tokens. logprobs: for each token, {token: log probability} of the likeliest tokens."""
-
     tokens: tuple[str, ...]
-    logprobs: tuple[dict[str, float], ...]
+    logprobs: tuple[dict[str, float], ...]  # for each token, {token: log probability} of the likeliest tokens
 
 
 def has_numbers(answer: Answer) -> bool:
@@ -41,15 +39,12 @@ def has_numbers(answer: Answer) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of a log probability, in nats.
-
-    position: index of the answered token. token, computed, cached: the token, and its two log probabilities.
-    """
+    """The largest difference of a log probability, in nats."""
 
     size: float
-    position: int
+    position: int  # index of the answered token
     token: str = ""
-    computed: float = 0.0
+    computed: float = 0.0  # log probability of the token
     cached: float = 0.0
 
 

@@ -34,18 +34,12 @@ NARROW = (
 
 @dataclass
 class Case:
-    """One prompt.
-
-    control: difference between two answers without the connector; None without a clean pair of answers.
-    warm: the answer of the warm round.
-    cached: {mode: difference between the computed answer and the answer with KV from the connector}.
-    """
-
     prompt: Prompt
     tokens: int
     computed: Reply
-    control: float | None = None
-    warm: Reply | None = None
+    control: float | None = None  # difference between two answers without the connector, if they are clean
+    warm: Reply | None = None  # the answer of the warm round
+    #: {mode: difference between the computed answer and the answer with KV from the connector}
     cached: dict[str, Difference] = field(default_factory=dict)
 
     @property
@@ -71,21 +65,16 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run.
-
-    shared_with: an adapter that got KV of another adapter.
-    not_numbers: number of prompts of the survey whose answer became NaN with KV from the connector. NaN stays in the
-        engine's memory, and spoils the later rounds.
-    """
+    """The results of a run. NaN of the survey stays in the engine's memory, and spoils the later rounds."""
 
     sizes: Sizes
     judge: Judge
     cases: list[Case]
     preemptions: int
     flushed_by: str
-    not_numbers: int
+    not_numbers: int  # number of prompts of the survey whose answer became NaN with KV from the connector
     confirmations: list[Confirmation] = field(default_factory=list)
-    shared_with: str = ""
+    shared_with: str = ""  # an adapter that got KV of another adapter
 
     @property
     def compared(self) -> int:
