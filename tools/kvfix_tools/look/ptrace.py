@@ -14,8 +14,8 @@ import os
 import platform
 import re
 import signal
-import struct
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -158,7 +158,7 @@ class Stopped:
 
         The kernel restarts an interrupted system call, or the call has returned EINTR.
         """
-        machine, registers = self._machine, self._unpacked(self.registers)
+        machine, registers = self._machine, array("Q", self.registers)
         number, *arguments, stack, place = (int(word, 0) for word in call.split())
         found = [registers[at] for at in machine.called]
         return (
@@ -169,7 +169,7 @@ class Stopped:
 
     def call(self, function: int, *arguments: int) -> int:
         """Call a C function. Return the lower 32 bits of its result. Raise OSError if it crashes."""
-        machine, registers = self._machine, self._unpacked(self.registers)
+        machine, registers = self._machine, array("Q", self.registers)
         for at, argument in zip(machine.arguments, arguments, strict=False):
             registers[at] = argument & 2**64 - 1
         stack = (registers[machine.stack] - _BELOW) & -16
@@ -182,17 +182,13 @@ class Stopped:
             registers[machine.number] = 2**64 - 1  # the kernel must not restart a system call before the function
         registers[machine.stack], registers[machine.place] = stack, function
         registers[machine.flags] &= ~_FLAGS
-        _set(self._thread, _REGISTERS, struct.pack(f"<{len(registers)}Q", *registers))
+        _set(self._thread, _REGISTERS, registers.tobytes())
         _ptrace(_CONT, self._thread)
         ended = _wait(self._thread, lambda number, event: not event and number in _ENDS)
-        after = self._unpacked(_get(self._thread, _REGISTERS))
+        after = array("Q", _get(self._thread, _REGISTERS))
         if ended != signal.SIGTRAP or after[machine.place] - self._trap not in (0, 1):
             raise OSError(f"the function ended with signal {ended} at {after[machine.place]:#x}")
         return ctypes.c_int32(after[machine.answer] & 2**32 - 1).value
-
-    @staticmethod
-    def _unpacked(registers: bytes) -> list[int]:
-        return list(struct.unpack(f"<{len(registers) // 8}Q", registers))
 
 
 @contextmanager
