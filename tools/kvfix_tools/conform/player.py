@@ -108,8 +108,6 @@ class Player:
         findings = [found for each in engines for found in each.findings]
         return Played(findings, sum(each.steps for each in engines), counts, self.engine.log)
 
-    # ------------------------------------------------------------------ steps
-
     def admit(
         self, name: str, prompt: list[int], max_tokens: int = 1, in_other_connector: bool = False, **more: Any
     ) -> None:

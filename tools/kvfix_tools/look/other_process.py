@@ -54,8 +54,6 @@ class Process:
             (found[1] for path in self._mapped if (found := re.search(r"python(3\.\d+)", path.rpartition("/")[2]))), ""
         )
 
-    # ------------------------------------------------------------------ memory and files
-
     def has_mapped(self, address: int) -> bool:
         with suppress(OSError):
             return len(self.read(address, 1)) == 1
@@ -73,8 +71,6 @@ class Process:
 
     def _opened(self, path: str, flags: int) -> int:
         return shared_folder.opened(os.open(self._proc / "root", os.O_PATH | os.O_DIRECTORY), path, flags)
-
-    # ------------------------------------------------------------------ calls
 
     def address(self, name: str) -> int:
         """Return the address of a function of Python or the C library, or of a breakpoint instruction (TRAP)."""

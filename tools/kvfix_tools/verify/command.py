@@ -75,7 +75,10 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
             f"{reference.url} has no /metrics of vLLM, so kvfix cannot count tokens from the connector."
             " Use the port of the engine, not of a proxy"
         ) from None
-    maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
+    # vLLM reports the context length for the base model only, not for adapters.
+    base = next((each for each in models if each["id"] == chosen.get("parent")), chosen)
+    context = int(chosen.get("max_model_len") or base.get("max_model_len") or 0)
+    maker, sizes = _plan(options, reference, metrics, context)
     rounds = Rounds(subject, reference, maker, sizes, metrics.capacity, options.clients, screen.progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
@@ -111,12 +114,6 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
         )
     maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
     return maker, Sizes(options.chunk, block, longest, model_length)
-
-
-def _context_length(models: list[dict[str, Any]], chosen: dict[str, Any]) -> int:
-    """Return the model's context length in tokens. vLLM reports it for the base model only, not for adapters."""
-    base = next((each for each in models if each["id"] == chosen.get("parent")), chosen)
-    return int(chosen.get("max_model_len") or base.get("max_model_len") or 0)
 
 
 def _adapters(models: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:

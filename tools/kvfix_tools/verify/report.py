@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,7 +234,7 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
     if outcome.preemptions:
         text.append(f"Under load, vLLM preempted {outcome.preemptions} times.")
     if code == DIFFERENT:
-        text += ["", *_example(outcome), *_known(outcome, vllm)]
+        text += ["", *_example(outcome), *_known(vllm)]
     if code == NOTHING_PROVEN and (outcome.hits or 0) < outcome.expected / 2:
         text += ["", *look_at()]
     return text
@@ -279,19 +280,13 @@ def _example(outcome: Outcome) -> list[str]:
     return text
 
 
-def _known(outcome: Outcome, vllm: str) -> list[str]:
+def _known(vllm: str) -> list[str]:
     text = ["", "Next steps:"]
-    if is_packed(vllm):
-        text += [
-            f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released. KVF020 fixes this:",
-            "    kvfix run -- vllm serve ...; then empty all disks and remote caches; see kvfix explain KVF020.",
-        ]
+    with suppress(InvalidVersion):
+        if Version(vllm) >= Version("0.26"):  # packs K and V of a head
+            text += [
+                f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released."
+                " KVF020 fixes this:",
+                "    kvfix run -- vllm serve ...; then empty all disks and remote caches; see kvfix explain KVF020.",
+            ]
     return text + [f"  {line}" for line in NARROW]
-
-
-def is_packed(vllm: str) -> bool:
-    """Return True from vLLM 0.26 on, which packs K and V of a head."""
-    try:
-        return Version(vllm) >= Version("0.26")
-    except InvalidVersion:
-        return False

@@ -76,8 +76,6 @@ class Rounds:
         outcome.shared_with = self._shared_with(cases, others)
         return outcome
 
-    # The survey
-
     def _survey(self) -> None:
         """Find the chunk size, unless it is given. Hits are whole chunks."""
         sizes = replace(self.sizes, chunk=self.sizes.chunk or self.sizes.block)
@@ -116,8 +114,6 @@ class Rounds:
                 return other
         return ""
 
-    # The rounds
-
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
         """Run the cold round, with the controls: they run while the GPU's prefix cache still holds the prompts."""
         cases: list[Case] = []
@@ -149,8 +145,6 @@ class Rounds:
             case.cached[UNDER_LOAD] = difference(case.computed.answer, reply.answer)
         return int(self.reference.metrics().preemptions - before.preemptions)
 
-    # Suspects
-
     def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
         """Return (kind, mode) with answers above the limit, worst first. If a kind differs in the mode ALONE, it is not
         repeated under load."""
@@ -180,8 +174,6 @@ class Rounds:
             if is_decided(confirmation.differs, confirmation.asked, needed):
                 break
         return confirmation
-
-    # The server
 
     def flush(self) -> None:
         """Empty the GPU's prefix cache with vLLM's own request, or with other prompts that use all blocks."""
