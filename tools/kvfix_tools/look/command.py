@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 import sys
 import time
 from contextlib import suppress
@@ -140,7 +139,5 @@ def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -
 
 def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
     """Write the state into a file that only its owner can read."""
-    text = jsonlib.dumps(_answer(last, found, []))
-    handle = os.open(Path(file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as opened:
-        opened.write(text)
+    Path(file).touch(0o600)
+    Path(file).write_text(jsonlib.dumps(_answer(last, found, [])), encoding="utf-8")
