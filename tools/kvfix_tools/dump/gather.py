@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from kvfix.engine_state.places import HOOKS
 from kvfix_tools import recording
 from kvfix_tools.dump.processes import Process, own_text, ready
 
-#: Time limits in seconds: for the stacks of one process, and for the recorders of all processes.
-STACKS, RECORDERS = 20, 5.0
+#: Time limits in seconds: for the stacks and for the recorder of one process.
+STACKS, RECORDER = 20, 5.0
 
 
 class Gathered(NamedTuple):
@@ -29,8 +30,9 @@ class Gathered(NamedTuple):
 
 def gather(tree: list[Process]) -> list[Gathered]:
     """Read all processes. Recorders come first, because a process that py-spy has stopped does not answer."""
-    recorded = recorders(tree)
-    return [Gathered(process, *stacks(process.pid), *recorded[process.pid]) for process in tree]
+    with ThreadPoolExecutor(max(1, len(tree))) as pool:
+        recorded = list(pool.map(recorder, tree))
+    return [Gathered(process, *stacks(process.pid), *read) for process, read in zip(tree, recorded, strict=True)]
 
 
 def program(name: str) -> str | None:
@@ -57,53 +59,32 @@ def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
         return None, f"py-spy: {error}"
 
 
-def recorders(tree: list[Process]) -> dict[int, tuple[str | None, str]]:
-    """Return {process: (text of its recorder file, or None and the reason)}."""
-    found: dict[int, tuple[str | None, str]] = {}
-    waiting: dict[int, tuple[Process, set[Path]]] = {}
-    for process in tree:
-        why = _not_ready(process)
-        if why:
-            found[process.pid] = None, why
-            continue
-        before = set(_files(process))
-        try:
-            os.kill(process.pid, signal.SIGUSR2)
-            waiting[process.pid] = process, before
-        except OSError as error:
-            found[process.pid] = None, f"no recorder: the process cannot be signalled ({error.strerror})"
-    until = time.monotonic() + RECORDERS
-    while waiting and time.monotonic() < until:
-        for pid, (process, before) in list(waiting.items()):
-            new = sorted(set(_files(process)) - before)
-            if new:
-                found[pid] = _text(process, new[-1])
-                del waiting[pid]
-        time.sleep(0.02)
-    for pid in waiting:
-        found[pid] = None, f"no recorder: the main thread did not run Python code for {RECORDERS:g} s; see its stacks"
-    return found
-
-
-def _text(process: Process, file: Path) -> tuple[str | None, str]:
-    try:
-        return own_text(process, file), ""
-    except OSError as error:
-        return None, f"no recorder: the file cannot be read ({error})"
-
-
-def _files(process: Process) -> list[Path]:
-    return list(Path(process.directory).glob(f"kvfix-{process.pid}-*-signal.jsonl"))
-
-
-def _not_ready(process: Process) -> str:
-    """Return why this process must not be signalled; "" if it has announced that it answers the signal."""
+def recorder(process: Process) -> tuple[str | None, str]:
+    """Return the text of the recorder file that the process writes at a signal, or None and the reason."""
     announced = ready(process)
     if not announced:
-        return "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
+        return None, "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
     if announced.get("began") != process.began:
-        return "no recorder: the recorder with this process id belongs to a process that has ended"
-    return ""
+        return None, "no recorder: the recorder with this process id belongs to a process that has ended"
+    before = _files(process)
+    try:
+        os.kill(process.pid, signal.SIGUSR2)
+    except OSError as error:
+        return None, f"no recorder: the process cannot be signalled ({error.strerror})"
+    until = time.monotonic() + RECORDER
+    while time.monotonic() < until:
+        new = sorted(_files(process) - before)
+        if new:
+            try:
+                return own_text(process, new[-1]), ""
+            except OSError as error:
+                return None, f"no recorder: the file cannot be read ({error})"
+        time.sleep(0.02)
+    return None, f"no recorder: the main thread did not run Python code for {RECORDER:g} s; see its stacks"
+
+
+def _files(process: Process) -> set[Path]:
+    return set(Path(process.directory).glob(f"kvfix-{process.pid}-*-signal.jsonl"))
 
 
 def ranks(of: Gathered) -> list[str]:

@@ -93,7 +93,8 @@ def _described(pid: int) -> Process | None:
         return None
     try:
         shown = psutil.Process(pid).as_dict(["ppid", "name", "num_threads", "cmdline", "uids"])
-        state, began = _state_and_start(pid)
+        # man proc_pid_stat, from field 3 on: psutil has neither the kernel's letter nor the start in clock ticks.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (psutil.NoSuchProcess, OSError):
         return None
     environment, owner = _environment(pid), shown["uids"].effective
@@ -102,8 +103,8 @@ def _described(pid: int) -> Process | None:
         pid=pid,
         parent=shown["ppid"],
         name=shown["name"],
-        state=state,
-        began=began,
+        state=fields[0],
+        began=int(fields[19]),
         threads=shown["num_threads"],
         command=redact.command(word for word in shown["cmdline"] or () if word),
         settings={key: redact.setting(key, value) for key, value in environment.items() if key.startswith(_SHOWN)},
@@ -115,12 +116,6 @@ def _described(pid: int) -> Process | None:
 def _own_folder(shared: str, owner: int) -> str:
     """Return the folder of a user as connector_events/dump.py names it."""
     return os.path.join(shared, f"kvfix-{owner}")
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """Return the kernel's state letter and the start in clock ticks. psutil provides neither."""
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], int(fields[19])
 
 
 def _environment(pid: int) -> dict[str, str]:

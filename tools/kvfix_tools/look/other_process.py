@@ -156,11 +156,10 @@ _PROCESSES: dict[int, Process] = {}
 
 def process(pid: int) -> Process:
     """Return a process that nothing else traces. Raise Refused."""
-    found = _PROCESSES.get(pid)
-    if found is None or not found.is_alive():
-        for each in [each for each, known in list(_PROCESSES.items()) if not known.is_alive()]:
+    for each, known in list(_PROCESSES.items()):
+        if not known.is_alive():
             _PROCESSES.pop(each, None)
-        found = _PROCESSES[pid] = Process(pid)
+    found = _PROCESSES.get(pid) or _PROCESSES.setdefault(pid, Process(pid))
     tracer = found.status()["TracerPid"]
     if tracer != "0":
         raise Refused(f"process {pid} is traced by process {tracer}", f"End process {tracer} first.")

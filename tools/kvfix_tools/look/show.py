@@ -38,16 +38,17 @@ def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
     versions: dict[str, str] = {}
     for each in processes:
         versions |= each.get("versions") or {}
-    found = []
-    for fix in catalogue.handling(verdict.code, verdict.message):
-        ours = [target for target in fix.targets if not target.helper]
+    return [
+        fix.code
+        for fix in catalogue.handling(verdict.code, verdict.message)
+        if fix.code not in applied
         # If the release in the engine is unknown, the release installed for kvfix's Python counts.
-        if fix.code not in applied and any(
+        and any(
             _within(versions.get(target.dist) or installed_source.version(target.dist), target.broken)
-            for target in ours
-        ):
-            found.append(fix.code)
-    return found
+            for target in fix.targets
+            if not target.helper
+        )
+    ]
 
 
 def _within(version: str, broken: str) -> bool:
