@@ -30,24 +30,19 @@ OPTIONS = ["--kv-transfer-config", '{"kv_connector_extra_config": {"remote_url":
 
 @contextmanager
 def hanging(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("hanging_process.py")), *arguments],
-        env=clean_environment(KVFIX_DUMP_DIR=str(folder), LMCACHE_CHUNK_SIZE="64", **SECRETS),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "hangs\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    command = [sys.executable, str(Path(__file__).with_name("hanging_process.py")), *arguments]
+    environment = clean_environment(KVFIX_DUMP_DIR=str(folder), LMCACHE_CHUNK_SIZE="64", **SECRETS)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "hangs\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def members(bundle: str) -> dict[str, str]:
     with tarfile.open(bundle) as archive:
-        files = {entry.name.partition("/")[2]: archive.extractfile(entry) for entry in archive.getmembers()}
-        return {name: file.read().decode() for name, file in files.items() if file is not None}
+        return {each.name.partition("/")[2]: archive.extractfile(each).read().decode() for each in archive.getmembers()}
 
 
 def dumped(pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

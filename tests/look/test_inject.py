@@ -30,15 +30,14 @@ def assert_answers(process: subprocess.Popen[str]) -> None:
 def target(does: str, python: str = sys.executable) -> Iterator[subprocess.Popen[str]]:
     command = [python, str(Path(__file__).with_name("injected_program.py")), does]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe, text=True)
-    try:
-        remove_files(process)  # of a process of an earlier run, with the same number
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-        remove_files(process)
+    with subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            remove_files(process)  # of a process of an earlier run, with the same number
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+            remove_files(process)
 
 
 def files(process: subprocess.Popen[str]) -> list[Path]:

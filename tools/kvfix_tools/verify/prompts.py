@@ -64,13 +64,13 @@ class Sizes:
         return not self.context or self.whole + 2 * self.block + TOKENS < self.context
 
 
+@dataclass
 class Maker:
-    """Makes prompts. vocabulary: token ids to draw from; if empty, every prompt is a text."""
+    """Makes prompts."""
 
-    def __init__(self, vocabulary: list[int], tokens_per_word: float, drawn: random.Random) -> None:
-        self.vocabulary = vocabulary
-        self.tokens_per_word = tokens_per_word
-        self.drawn = drawn
+    vocabulary: list[int]  # token ids to draw from; if empty, every prompt is a text
+    tokens_per_word: float
+    drawn: random.Random
 
     def kinds(self, count: int) -> list[str]:
         """Return the kinds of `count` prompts, in the order of the requests."""

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvfix_tools.verify.client import Reply, Server
 from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is_decided
@@ -38,18 +38,17 @@ class Inconclusive(Exception):
     """Nothing can be proven. The text says why, and what to check."""
 
 
+@dataclass
 class Rounds:
-    def __init__(
-        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, capacity: int, clients: int,
-        say: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        """sizes: if chunk is 0, the survey finds the chunk size. capacity: tokens whose KV fits on the GPU; 0 if
-        unknown. say: called with the progress.
-        """
-        self.subject, self.reference, self.maker, self.sizes = subject, reference, maker, sizes
-        self.capacity, self.clients, self.say = capacity, clients, say
-        self.flushed_by = ""
-        self.not_numbers = 0
+    subject: Server
+    reference: Server
+    maker: Maker
+    sizes: Sizes  # if chunk is 0, the survey finds the chunk size
+    capacity: int  # tokens whose KV fits on the GPU; 0 if unknown
+    clients: int
+    say: Callable[[str], None]  # shows the progress
+    flushed_by: str = ""
+    not_numbers: int = 0
 
     def run(self, requests: int, others: list[str]) -> Outcome:
         """Run all rounds. others: adapters of the same base model."""
@@ -106,11 +105,10 @@ class Rounds:
 
     def _shared_with(self, cases: list[Case], others: list[str]) -> str:
         """Return an adapter that gets KV of another adapter, for a prompt that was never sent to it; or ""."""
-        case = next((case for case in cases if case.hits), None)
-        for other in others if case else []:
-            assert case is not None
+        hits = [case.prompt for case in cases if case.hits]
+        for other in others if hits else []:
             self.flush()
-            if self._measured(self.subject, case.prompt, 1, other).counted:
+            if self._measured(self.subject, hits[0], 1, other).counted:
                 return other
         return ""
 
