@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from kvfix.ledger import Finding
 from kvfix_tools.conform import sides
+from kvfix_tools.conform.scenarios import Scenario
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
@@ -49,6 +50,10 @@ class Subject:
         if name in OF_VLLM:  # the lab chooses the size of the memory
             extra = {key: value for key, value in self.config.items() if not key.startswith("cpu_bytes_to_use")}
         return Options(connector=name, offloading=self.side.offloading, chunk_size=16, extra=extra, **sizes)
+
+    def schedule(self, scenario: Scenario) -> Schedule:
+        """Return the schedule of a scenario. Its steps are of type Step."""
+        return Schedule(self.options(**scenario.options), tuple(scenario.schedule))
 
     @functools.cached_property
     def side(self) -> sides.Side | None:
@@ -154,7 +159,7 @@ class Player:
 
 
 def play(schedule: Schedule) -> Played:
-    """Play the schedule of a scenario to its end, or until the engine dies. Its steps are of type Step."""
+    """Play the schedule of a scenario to its end, or until the engine dies."""
     player = Player(schedule.options)
     with suppress(EngineDied):  # the findings include it
         for step in schedule.steps:

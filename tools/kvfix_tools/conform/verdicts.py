@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding
     from kvfix_tools.conform.player import Subject
     from kvfix_tools.lab.fuzz.fuzz import Played
+    from kvfix_tools.lab.fuzz.schedule import Schedule
     from kvfix_tools.lab.options import Options
 
 #: Seconds to shrink one violation, and all violations together.
@@ -120,16 +121,14 @@ class Run:
     def scenario(self, name: str) -> Case:
         """Play a scenario, and add its violations to `found`."""
         from kvfix_tools.conform import player
-        from kvfix_tools.lab.fuzz.schedule import Schedule
 
         scenario = next(each for each in SCENARIOS if each.name == name)
         start = time.monotonic()
         why = next((NEEDS[need] for need in ("alone", *scenario.needs) if need in self.subject.lacks), "")
         outcome = NOT_APPLICABLE
         if not why:
-            schedule = Schedule(self.subject.options(**scenario.options), tuple(scenario.schedule))
-            done = self._done(player.play(schedule))
-            found = self._violations(scenario.name, scenario.rule, schedule, done, player.play)
+            schedule = self.subject.schedule(scenario)
+            done, found = self._play(scenario.name, scenario.rule, schedule, player.play)
             untested = (WITHOUT[count] for count in scenario.proof if not done.counts.get(count))
             why = found[0].message if found else next(untested, "")
             outcome = VIOLATED if found else NOT_APPLICABLE if why else OK
@@ -145,22 +144,19 @@ class Run:
         until = time.monotonic() + seconds
         for seed in itertools.takewhile(lambda _: time.monotonic() <= until, seeds):
             progress(f"seed {seed}")
-            schedule = player.drawn(seed, self.subject)
-            self._violations(f"seed {seed}", "granted", schedule, self._done(fuzz.play(schedule)), fuzz.play)
+            self._play(f"seed {seed}", "granted", player.drawn(seed, self.subject), fuzz.play)
             self.seeds += 1
 
-    def _done(self, done: Played) -> Played:
-        self.steps += done.steps
-        self.counts.update(done.counts)
-        return done
-
-    def _violations(
-        self, where: str, about: str, schedule: Any, done: Played, play: Callable[[Any], Played]
-    ) -> list[Violation]:
+    def _play(
+        self, where: str, about: str, schedule: Schedule, play: Callable[[Schedule], Played]
+    ) -> tuple[Played, list[Violation]]:
+        """Play a schedule, and add its violations to `found`. Return the result, and these violations."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
 
-        made = []
+        made, done = [], play(schedule)
+        self.steps += done.steps
+        self.counts.update(done.counts)
         by_signature = {fuzz.signature(each): each for each in done.violations[::-1]}
         if any(found.code == WRONG_CONTENT.code for found in by_signature.values()):  # wrong text is a consequence
             by_signature = {each: found for each, found in by_signature.items() if found.code != WRONG_TEXT.code}
@@ -168,15 +164,14 @@ class Run:
             rule = of_finding(found.code, about)
             if (rule, wanted) not in self.found:
                 start, most = time.monotonic(), min(self._shrinking, _SHRINK)
-                steps, found, done = player.shortest(schedule, wanted, most, play, done)
+                steps, found, shown = player.shortest(schedule, wanted, most, play, done)
                 self._shrinking -= time.monotonic() - start
                 self.found[rule, wanted] = Violation(
-                    rule, found.code, where, str(found), [_said(step) for step in steps],
-                    _changed(schedule.options),
-                    _history(done, found),
+                    rule, found.code, where, str(found), [_said(step) for step in steps], _changed(schedule.options),
+                    _history(shown, found),
                 )  # fmt: skip
             made.append(self.found[rule, wanted])
-        return made
+        return done, made
 
 
 def run(
