@@ -18,10 +18,10 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 #: Time limit of a call in seconds.
 _SECONDS = 20.0
@@ -91,6 +91,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 #: Work in a stopped thread. The argument calls a C function there: (address, arguments).
 Work = Callable[[Callable[..., int]], int]
+Registers: TypeAlias = "array[int]"
 
 
 @lru_cache(maxsize=1)
@@ -139,78 +140,71 @@ def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
 
 
 def _performed(thread: int, wait: str, trap: int, work: Work) -> int | str | None:
+    assert MACHINE is not None
     try:
-        with stopped(thread, trap) as found:
-            return None if wait and not found.is_in(wait) else work(found.call)
+        with _stopped(thread, MACHINE) as registers:
+            if wait and not _is_in(MACHINE, registers, wait):
+                return None
+            return work(partial(_call, MACHINE, thread, trap, registers))
     except OSError as error:
         return str(error)
 
 
-class Stopped:
-    """A stopped thread. trap: address of a breakpoint instruction in its process."""
+def _is_in(machine: Machine, registers: Registers, call: str) -> bool:
+    """Return True if the thread waits in this system call, given as in `man proc_pid_syscall`.
 
-    def __init__(self, thread: int, trap: int, machine: Machine) -> None:
-        self._thread, self._trap, self._machine = thread, trap, machine
-        self.registers = _get(thread, _REGISTERS)
+    The kernel restarts an interrupted system call, or the call has returned EINTR.
+    """
+    number, *arguments, stack, place = (int(word, 0) for word in call.split())
+    found = [registers[at] for at in machine.called]
+    return (
+        [registers[machine.number], registers[machine.stack], *found[1:]] == [number, stack, *arguments[1:]]
+        and found[0] in (arguments[0], 2**64 - errno.EINTR)
+        and registers[machine.place] in (place, place - machine.back)
+    )
 
-    def is_in(self, call: str) -> bool:
-        """Return True if the thread waits in this system call, given as in `man proc_pid_syscall`.
 
-        The kernel restarts an interrupted system call, or the call has returned EINTR.
-        """
-        machine, registers = self._machine, array("Q", self.registers)
-        number, *arguments, stack, place = (int(word, 0) for word in call.split())
-        found = [registers[at] for at in machine.called]
-        return (
-            [registers[machine.number], registers[machine.stack], *found[1:]] == [number, stack, *arguments[1:]]
-            and found[0] in (arguments[0], 2**64 - errno.EINTR)
-            and registers[machine.place] in (place, place - machine.back)
-        )
-
-    def call(self, function: int, *arguments: int) -> int:
-        """Call a C function. Return the lower 32 bits of its result. Raise OSError if it crashes."""
-        machine, registers = self._machine, array("Q", self.registers)
-        for at, argument in zip(machine.arguments, arguments, strict=False):
-            registers[at] = argument & 2**64 - 1
-        stack = (registers[machine.stack] - _BELOW) & -16
-        if machine.returns is None:
-            stack -= 8
-            _ptrace(_POKEDATA, self._thread, stack, self._trap)
-        else:
-            registers[machine.returns] = self._trap
-        if machine.forgets:
-            registers[machine.number] = 2**64 - 1  # the kernel must not restart a system call before the function
-        registers[machine.stack], registers[machine.place] = stack, function
-        registers[machine.flags] &= ~_FLAGS
-        _set(self._thread, _REGISTERS, registers.tobytes())
-        _ptrace(_CONT, self._thread)
-        ended = _wait(self._thread, lambda number, event: not event and number in _ENDS)
-        after = array("Q", _get(self._thread, _REGISTERS))
-        if ended != signal.SIGTRAP or after[machine.place] - self._trap not in (0, 1):
-            raise OSError(f"the function ended with signal {ended} at {after[machine.place]:#x}")
-        return ctypes.c_int32(after[machine.answer] & 2**32 - 1).value
+def _call(machine: Machine, thread: int, trap: int, before: Registers, function: int, *arguments: int) -> int:
+    """Call a C function. Return the lower 32 bits of its result. Raise OSError if it crashes."""
+    registers = before[:]
+    for at, argument in zip(machine.arguments, arguments, strict=False):
+        registers[at] = argument & 2**64 - 1
+    stack = (registers[machine.stack] - _BELOW) & -16
+    if machine.returns is None:
+        stack -= 8
+        _ptrace(_POKEDATA, thread, stack, trap)
+    else:
+        registers[machine.returns] = trap
+    if machine.forgets:
+        registers[machine.number] = 2**64 - 1  # the kernel must not restart a system call before the function
+    registers[machine.stack], registers[machine.place] = stack, function
+    registers[machine.flags] &= ~_FLAGS
+    _set(thread, _REGISTERS, registers.tobytes())
+    _ptrace(_CONT, thread)
+    ended = _wait(thread, lambda number, event: not event and number in _ENDS)
+    after = array("Q", _get(thread, _REGISTERS))
+    if ended != signal.SIGTRAP or after[machine.place] - trap not in (0, 1):
+        raise OSError(f"the function ended with signal {ended} at {after[machine.place]:#x}")
+    return ctypes.c_int32(after[machine.answer] & 2**32 - 1).value
 
 
 @contextmanager
-def stopped(thread: int, trap: int) -> Iterator[Stopped]:
-    """Stop the thread, and let it run afterwards. Raise OSError."""
-    machine = MACHINE
-    assert machine is not None
+def _stopped(thread: int, machine: Machine) -> Iterator[Registers]:
+    """Stop the thread, yield its registers, and let it run afterwards. Raise OSError."""
     _ptrace(_SEIZE, thread)
     try:
         _ptrace(_INTERRUPT, thread)
         _wait(thread, lambda _, event: bool(event))
-        found = Stopped(thread, trap, machine)
-        vectors, blocked = _vectors(thread, machine), ctypes.c_uint64()
+        registers, vectors, blocked = _get(thread, _REGISTERS), _vectors(thread, machine), ctypes.c_uint64()
         _ptrace(_GETSIGMASK, thread, 8, ctypes.addressof(blocked))
         # A breakpoint while SIGTRAP is blocked would unblock SIGTRAP permanently.
         _block(thread, blocked.value & ~(1 << signal.SIGTRAP - 1))
         try:
-            yield found
+            yield array("Q", registers)
         finally:
             _block(thread, blocked.value)
             _set(thread, *vectors)
-            _set(thread, _REGISTERS, found.registers)
+            _set(thread, _REGISTERS, registers)
     finally:
         with suppress(ProcessLookupError):
             _ptrace(_DETACH, thread)
