@@ -17,15 +17,6 @@ runner.prepare(lmcache)
 scenario = find(slug)
 
 
-def originals() -> dict[str, int]:
-    """{function that a fix may wrap: what stands in its class or module}."""
-    from kvfix import catalogue, installed_source
-
-    targets = [target for fix in catalogue.fixes() for target in fix.targets if target.module in sys.modules]
-    found = {each.name: installed_source.live_function(sys.modules[each.module], each.function) for each in targets}
-    return {name: id(function[2]) for name, function in found.items() if function is not None}
-
-
 with runner.quiet():
     if flag:
         engine = LabEngine(scenario.options)
@@ -37,7 +28,5 @@ with runner.quiet():
         engine.run()
         print("ended", flush=True)
         time.sleep(600)
-    scenario.played()
-    BEFORE = originals()
     while True:
         print("violated" if scenario.played().findings else "clean", flush=True)
