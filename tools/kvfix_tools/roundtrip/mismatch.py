@@ -67,7 +67,8 @@ def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
         kinds[where] = CLASSES.index(kind)
 
     name("shifted by bytes", _shifted(region, wrong))
-    name("bit flip", _bits(wrong.found ^ _words(region, wrong.expected)) <= FEW_BITS)
+    flipped = wrong.found ^ _words(region, wrong.expected)
+    name("bit flip", sum((flipped >> bit) & 1 for bit in range(64)) <= FEW_BITS)
     name("misplaced", known)
     differ = {field: getattr(held, field) != getattr(expected, field) for field in NAMED}
     alone = known & (torch.stack(list(differ.values())).sum(0) == 1)
@@ -150,8 +151,3 @@ def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
         low = (wrong.found >> by) & ((1 << (64 - by)) - 1)
         found |= _known(region, element.decode(low | (behind << (64 - by)), region.seed))
     return found
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the number of set bits of each word."""
-    return sum(((x >> bit) & 1 for bit in range(64)), torch.zeros_like(x))
