@@ -1,5 +1,7 @@
 """The command: exit codes, JSON, the line that runs a cell again, and that it needs torch alone."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -17,12 +19,21 @@ from kvfix_tools.roundtrip import backends, command
 from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
 from kvfix_tools.roundtrip.cell_check import Refused
 from tests.conftest import Fresh
-from tests.roundtrip.output import output_of
 
 SIZES = ["--gib", "0", "--layout", "nhd", "--block", "16", "--chunk", "32", "--heads", "2", "--tokens", "33"]
 QUICK = ["--backend", "torch", *SIZES]
 #: A cell of which nothing is left to choose.
 ONE = [*QUICK, "--dtype", "uint8", "--slots", "random", "--skip", "none"]
+
+
+def output_of(*arguments: str) -> dict[str, Any]:
+    """Return the output of `kvfix roundtrip --device cpu --json`, run in this process."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = command.main([*arguments, "--device", "cpu", "--json"])
+    answer: dict[str, Any] = json.loads(printed.getvalue())
+    assert answer["exit"] == code
+    return answer
 
 
 def test_all_right() -> None:

@@ -15,7 +15,7 @@ from kvfix_tools.roundtrip.backends.engine import ASKED, BLOCK, BLOCKS, GENERATE
 from tests.conftest import release
 from tests.fork_server import FORK_WORKERS
 from tests.forked import Forked
-from tests.roundtrip.output import output_of
+from tests.roundtrip.test_command import output_of
 
 PLAIN: dict[str, Any] = {
     name: {"tokens": tokens, "hits": 0, "loaded": 0, "failed": 0, "asked": 600}

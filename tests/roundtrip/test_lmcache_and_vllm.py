@@ -12,7 +12,7 @@ from kvfix_tools.roundtrip.backends.lmcache import LAYOUTS
 from kvfix_tools.roundtrip.layout import LAYOUTS as EVERY_LAYOUT
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 from tests.conftest import ForkServer, release
-from tests.roundtrip.output import output_of
+from tests.roundtrip.test_command import output_of
 from tests.roundtrip.test_planted_faults import WITHOUT
 
 PACKED = ("packed", "packed-hnd", "packed-pool")
