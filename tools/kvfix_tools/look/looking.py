@@ -159,13 +159,6 @@ def _recorded(process: Process) -> dict[str, Any] | None:
     return {**lines[-1], "name": process.name} if lines else None
 
 
-def _code(full: bool, bring: bool) -> str:
-    """Return Python code that answers the state as JSON, or MISSING. bring: send the modules too."""
-    name, sources = _sources()
-    ask = _ASK.format(name=name, full=full)
-    return _BRING.format(name=name, parts=sources) + ask if bring else ask
-
-
 @cache
 def _sources() -> tuple[str, list[tuple[str, str]]]:
     """Return a name that changes with the code, and the code of each module."""
@@ -219,8 +212,11 @@ class Looker:
         return {**about, **of_stack(frames)}, STACKS, reason, setting
 
     def _inside(self, process: Process) -> dict[str, Any]:
-        for bring in (False, True) if process.pid in self._known else (True,):
-            answer = inject.run(process.pid, _code(self._full, bring), seconds=PATIENCE)
+        name, sources = _sources()
+        ask = _ASK.format(name=name, full=self._full)
+        for brings in (False, True) if process.pid in self._known else (True,):
+            code = _BRING.format(name=name, parts=sources) + ask if brings else ask
+            answer = inject.run(process.pid, code, seconds=PATIENCE)
             if answer.startswith(inject.FAILED):
                 raise ValueError(answer.removeprefix(inject.FAILED))
             if answer != MISSING:
