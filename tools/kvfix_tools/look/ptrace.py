@@ -119,7 +119,8 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
             answer: int | str | None = pipe.recv()
         except (EOFError, OSError) as error:
             raise Refused(f"thread {thread} cannot be called: process {tracer} has ended") from error
-        os.waitpid(tracer, 0)
+        with suppress(ChildProcessError):  # who started kvfix may have told it to ignore the ends of its processes
+            os.waitpid(tracer, 0)
     if isinstance(answer, str):
         raise Refused(f"thread {thread} cannot be called: {answer}")
     return answer
