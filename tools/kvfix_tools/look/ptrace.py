@@ -133,8 +133,9 @@ def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         os.setsid()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        os.closerange(0, pipe.fileno())  # whoever reads the output of kvfix must not wait for this process
-        os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        for at in {int(name) for name in os.listdir("/proc/self/fd")} - {pipe.fileno()}:
+            with suppress(OSError):  # the descriptor of /proc/self/fd itself
+                os.close(at)  # whoever reads the output of kvfix must not wait for this process
         pipe.send(_performed(*work))
     finally:
         os._exit(0)
