@@ -86,13 +86,13 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
     outcome = rounds.run(options.requests, _adapters(models, chosen))
     about["seconds"] = time.monotonic() - started
     screen.progress("")
-    code = report.verdict(outcome)
+    code, summary = report.verdict(outcome)
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **report.as_json(outcome)}))
         return code
     print(f"kvfix verify {options.url}: model {about['model']}, vLLM {about['vllm'] or 'unknown'}\n")
     print("\n".join(report.lines(outcome, about["vllm"])))
-    print(f"SUMMARY: kvfix verify {report.summary(outcome)}, in {about['seconds']:.0f} s")
+    print(f"SUMMARY: kvfix verify {summary}, in {about['seconds']:.0f} s")
     return code
 
 

@@ -117,10 +117,14 @@ def look_at() -> list[str]:
     return ["Possible reasons:", *(f"- {line}" for line in LOOK_AT)]
 
 
-def verdict(outcome: Outcome) -> int:
+def verdict(outcome: Outcome) -> tuple[int, str]:
+    """Return the exit code, and the text for the last line of the output."""
     if outcome.is_different:
-        return DIFFERENT
-    return NOTHING_PROVEN if why_not(outcome) else SAME
+        return DIFFERENT, f"different: {where(outcome)}"
+    why = why_not(outcome)
+    if why:
+        return NOTHING_PROVEN, f"nothing proven: {why}"
+    return SAME, f"same: {len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
 
 
 def why_not(outcome: Outcome) -> str:
@@ -203,7 +207,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 def lines(outcome: Outcome, vllm: str) -> list[str]:
     computed, cached = first_tokens(outcome)
-    judge, code = outcome.judge, verdict(outcome)
+    judge, (code, _) = outcome.judge, verdict(outcome)
     noise = f"{len(judge.controls)} prompts, repeated without the connector, differ by at most {judge.noise:.3g}"
     if judge.is_exact:
         noise = f"{len(judge.controls)} prompts, repeated without the connector, are equal in every bit"
@@ -238,15 +242,6 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
     if code == NOTHING_PROVEN and (outcome.hits or 0) < outcome.expected / 2:
         text += ["", *look_at()]
     return text
-
-
-def summary(outcome: Outcome) -> str:
-    code = verdict(outcome)
-    if code == DIFFERENT:
-        return f"different: {where(outcome)}"
-    if code == NOTHING_PROVEN:
-        return f"nothing proven: {why_not(outcome)}"
-    return f"same: {len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
 
 
 def by_kind(cases: list[Case]) -> dict[str, list[Case]]:
