@@ -142,6 +142,6 @@ def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: 
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
     else:
         if look_at:
-            print("\n".join(report.look_at()))
+            print("\n".join(report.LOOK_AT))
         print(f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}")
     return code

@@ -18,14 +18,15 @@ VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PR
 ALONE, UNDER_LOAD = "alone", "under load"
 MODES = (ALONE, UNDER_LOAD)
 #: Possible reasons why too few tokens came from the connector.
-LOOK_AT = (
-    "The connector is not active: run `kvfix doctor -- vllm serve ...`, and check that vLLM's log names the connector.",
-    "The memory of the connector is too small for all prompts: increase it, for example max_local_cpu_size.",
-    "The chunk is larger than the prompts: use --prompt-tokens of at least three chunks.",
-    "LMCache stores whole chunks only, unless save_unfull_chunk is set.",
-    "Scheduler and worker of LMCache hash differently: set PYTHONHASHSEED=0.",
-    "Several engines are behind this URL: use the port of one engine.",
-)
+LOOK_AT = """
+Possible reasons:
+- The connector is not active: run `kvfix doctor -- vllm serve ...`, and check that vLLM's log names the connector.
+- The memory of the connector is too small for all prompts: increase it, for example max_local_cpu_size.
+- The chunk is larger than the prompts: use --prompt-tokens of at least three chunks.
+- LMCache stores whole chunks only, unless save_unfull_chunk is set.
+- Scheduler and worker of LMCache hash differently: set PYTHONHASHSEED=0.
+- Several engines are behind this URL: use the port of one engine.
+""".strip().splitlines()
 NARROW = (
     'kvfix search "wrong output with KV cache hits"',
     "kvfix roundtrip --backend lmcache vllm    checks every byte of KV, on the machine of the engine",
@@ -100,11 +101,6 @@ class Outcome:
             [max(each.size for each in case.cached.values()) for case in self.cases if case.control is not None]
         )
 
-    @property
-    def is_different(self) -> bool:
-        found = self.first_test or self.shared_with or self.not_numbers
-        return bool(found or any(each.holds for each in self.confirmations))
-
     def above(self, mode: str, kind: str = "") -> list[Case]:
         """Return the cases whose difference is above the limit."""
         return [
@@ -113,13 +109,10 @@ class Outcome:
         ]  # fmt: skip
 
 
-def look_at() -> list[str]:
-    return ["Possible reasons:", *(f"- {line}" for line in LOOK_AT)]
-
-
 def verdict(outcome: Outcome) -> tuple[int, str]:
     """Return the exit code, and the text for the last line of the output."""
-    if outcome.is_different:
+    found = outcome.first_test or outcome.shared_with or outcome.not_numbers
+    if found or any(each.holds for each in outcome.confirmations):
         return DIFFERENT, f"different: {where(outcome)}"
     why = why_not(outcome)
     if why:
@@ -240,7 +233,7 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
     if code == DIFFERENT:
         text += ["", *_example(outcome), *_known(vllm)]
     if code == NOTHING_PROVEN and (outcome.hits or 0) < outcome.expected / 2:
-        text += ["", *look_at()]
+        text += ["", *LOOK_AT]
     return text
 
 
