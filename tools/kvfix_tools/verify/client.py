@@ -39,11 +39,6 @@ class Metrics:
     blocks: int  # number of GPU blocks; 0 if unknown
     block: int  # tokens of one block; 0 if unknown
 
-    @property
-    def capacity(self) -> int:
-        """Number of tokens whose KV fits on the GPU."""
-        return self.blocks * self.block
-
 
 @dataclass(frozen=True)
 class Reply:

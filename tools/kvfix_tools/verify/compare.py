@@ -87,9 +87,6 @@ class Judge:
     def exceeds(self, size: float) -> bool:
         return size > self.limit
 
-    def is_far(self, size: float) -> bool:
-        return size > FAR * self.noise
-
     def first_test(self, pairs: Sequence[float]) -> bool:
         """Return True if more differences are above every control than chance can explain.
 

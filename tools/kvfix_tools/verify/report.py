@@ -132,7 +132,7 @@ def why_not(outcome: Outcome) -> str:
         return f"only {outcome.hits} of {outcome.expected} expected tokens came from the connector"
     if judge.limit > TOO_NOISY:
         return f"the noise is too large: a log probability moves by {judge.noise:.3g} without the connector"
-    far = [case for mode in MODES for case in outcome.above(mode) if judge.is_far(case.cached[mode].size)]
+    far = [case for mode in MODES for case in outcome.above(mode) if case.cached[mode].size > FAR * judge.noise]
     if far and not judge.is_exact:
         return (
             f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not repeat this."
