@@ -1,16 +1,7 @@
-"""`engine-mp`, `engine-v1`: compare greedy outputs of a real vLLM engine with and without LMCache.
+"""`engine-mp`, `engine-v1`: compare greedy outputs of a real vLLM engine with and without LMCache, in four rounds.
 
-The rounds of greedy requests are:
-
-1. cold: the prompts.
-2. changed: the prompts with other first tokens. If their answers equal those of round 1, the model cannot show wrong
-KV.
-3. others: other prompts, which overwrite nearly all blocks.
-4. warm: the prompts again.
-
-The prefix cache is emptied after each round. So the last round computes a token, or takes it from the external cache.
-In the last round, tokens must have been promised and loaded, and no load may have failed, because vLLM computes the
-tokens of a failed load. The connector logs a line for each load of the worker (engine_connector.py).
+docs/roundtrip.md describes the rounds. The prefix cache is emptied after each. The connector logs a line for each load
+of the worker (engine_connector.py).
 
 The process of one engine is `python -m kvfix_tools.roundtrip.backends.engine JOB.json`.
 """

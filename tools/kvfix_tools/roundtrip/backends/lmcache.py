@@ -1,12 +1,9 @@
-"""Backends for the installed LMCache.
+"""Backends for the installed LMCache, whose own operations move the bytes: compiled ones, or its torch fallback.
 
-- `lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors. On a GPU they run as installed. On the CPU they
-  run on CPU tensors with a stand-in for `torch.cuda`, and without the assertions that a device is CUDA. The report
-  names the stand-ins. In both cases LMCache's own `lmcache.device_ops` move the bytes, with compiled operations or with
-  LMCache's torch fallback. The report names which.
-- `lmcache-engine`: the V2 connector with LMCache's cache engine and CPU storage, as its vLLM adapter calls them. Keys,
-  chunks, allocation and storage manager are real. kvfix cannot see the host memory, so it checks the loaded KV and the
-  number of tokens that the engine returns.
+- `lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors. On the CPU they run with a stand-in for
+  `torch.cuda`, and without the assertions that a device is CUDA. The report names the stand-ins.
+- `lmcache-engine`: the V2 connector with LMCache's cache engine and CPU storage, as its vLLM adapter calls them. kvfix
+  cannot see the host memory, so it checks the loaded KV and the number of tokens that the engine returns.
 - `lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it, for whole chunks only.
   LMCache issue 4463 does not affect this mode, so it shows the right result for the packed layout.
 """
