@@ -1,12 +1,4 @@
-"""The check of one cell: compare store, load and round trip with the definition of the layout.
-
-1. Every slot of the KV cache gets its own identity, with generation 1. The host buffers get poison.
-2. After the store, the host must hold exactly the stored tokens, and the KV cache must not have changed.
-3. The KV cache gets poison, and the tokens are loaded into other slots. These slots must hold the tokens, and every
-   other word must still be poison.
-4. The host buffers are filled by the definition, with generation 2, and loaded. This finds a store and a load that are
-   wrong in the same way.
-"""
+"""The check of one cell, in the steps of docs/roundtrip.md: compare each copy with the definition of the layout."""
 
 import time
 from collections.abc import Callable
@@ -87,7 +79,7 @@ class CellCheck:
         return regions.make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
-        """Run the check. brief: leave out step 4, the load from host buffers that are filled by the definition."""
+        """Run the check. brief: leave out the load from host buffers that are filled by the definition."""
         self.result.operations = transfer.operations
         host = transfer.host
         try:
