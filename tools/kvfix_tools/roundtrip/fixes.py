@@ -1,8 +1,4 @@
-"""kvfix's fixes during the round trip, and known bugs that make cells fail.
-
-The fixes are applied as in an engine with `kvfix.apply()`, unless `--no-fixes` is given, and the report names them.
-Without kvfix, LMCache and vLLM run as released. A cell that shows a known bug still counts as failed.
-"""
+"""kvfix's fixes during the round trip, and known bugs that make cells fail. Without kvfix, nothing is fixed."""
 
 import contextlib
 import logging
