@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from kvfix.ledger.standstill import Look, verdicts
-from kvfix_tools.look import calls, inject, looking
+from kvfix_tools.look import inject, looking, ptrace
 from tests.bench.row import Row
 from tests.engine import start
 
@@ -51,8 +51,8 @@ class _Timed:
 
 
 def _timed_stop(file: Path) -> Callable[..., Any]:
-    """In place of `calls._performed`."""
-    performed = calls._performed
+    """In place of `ptrace._performed`."""
+    performed = ptrace._performed
 
     def timed(thread: int, *work: Any) -> Any:
         threads = (thread, os.getpid())
@@ -101,7 +101,7 @@ def measure() -> Iterator[Row]:
                 (folder / "stop").touch()
 
         timed = (
-            mock.patch.object(calls, "_performed", _timed_stop(stopped)),
+            mock.patch.object(ptrace, "_performed", _timed_stop(stopped)),
             mock.patch.object(inject, "_CODE", _Timed(run)),
         )
         with timed[0], timed[1]:

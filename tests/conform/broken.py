@@ -30,24 +30,18 @@ class CountsQuestions(FolderConnector):
         return super().request_finished(request, block_ids)
 
 
-class PromisesComputed(FolderConnector):
-    """It counts the computed tokens into its promise."""
-
+class PromisesComputed(FolderConnector):  # it counts the computed tokens into its promise
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         tokens, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return tokens + num_computed_tokens * between_steps, between_steps
 
 
-class HidesFailedLoads(FolderConnector):
-    """A load that fails is not reported."""
-
+class HidesFailedLoads(FolderConnector):  # a load that fails is not reported
     def get_block_ids_with_load_errors(self):
         return set()
 
 
-class StoresAhead(FolderConnector):
-    """It stores a block when the first of its tokens is computed."""
-
+class StoresAhead(FolderConnector):  # it stores a block when the first of its tokens is computed
     def build_connector_meta(self, scheduler_output):
         loads, self.loads = self.loads, {}
         meta = Transfers(loads)
@@ -60,23 +54,17 @@ class StoresAhead(FolderConnector):
         return meta
 
 
-class KeepsEnded(FolderConnector):
-    """It never forgets an ended request."""
-
+class KeepsEnded(FolderConnector):  # it never forgets an ended request
     def request_finished(self, request, block_ids):
         return False, None
 
 
-class ResetsNothing(FolderConnector):
-    """Its reset does nothing and reports success."""
-
+class ResetsNothing(FolderConnector):  # its reset does nothing and reports success
     def reset_cache(self):
         return True
 
 
-class ForgetsAborted(FolderConnector):
-    """A load takes two steps, and is not reported if the request has ended meanwhile."""
-
+class ForgetsAborted(FolderConnector):  # a load takes two steps, and is not reported if the request has ended meanwhile
     def get_finished(self, finished_req_ids):
         waiting = self.__dict__.setdefault("waiting", deque([set(), set()]))
         waiting.append(super().get_finished(finished_req_ids)[1])
@@ -85,9 +73,7 @@ class ForgetsAborted(FolderConnector):
         return None, waiting.popleft()
 
 
-class TakesFirstBlocks(FolderConnector):
-    """After a preemption it uses the first blocks of the request."""
-
+class TakesFirstBlocks(FolderConnector):  # after a preemption it uses the first blocks of the request
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
         first = self.__dict__.setdefault("first", {})
@@ -104,40 +90,30 @@ class TakesFirstBlocks(FolderConnector):
         return super().request_finished(request, block_ids)
 
 
-class ReportsTwice(FolderConnector):
-    """Reports received requests again in the next step."""
-
+class ReportsTwice(FolderConnector):  # reports received requests again in the next step
     def get_finished(self, finished_req_ids):
         _, received = super().get_finished(finished_req_ids)
         again, self.again = self.__dict__.get("again", set()), received
         return None, received | again
 
 
-class LeavesOutALayer(FolderConnector):
-    """It stores and loads the first layer only."""
-
+class LeavesOutALayer(FolderConnector):  # it stores and loads the first layer only
     def register_kv_caches(self, kv_caches):
         self.kv_caches = dict(list(kv_caches.items())[:1])
 
 
-class StoresNothing(FolderConnector):
-    """Stores nothing: it is right, but no load can be tested."""
-
+class StoresNothing(FolderConnector):  # stores nothing: it is right, but no load can be tested
     def wait_for_save(self): ...
 
 
-class ChangesTheOutput(FolderConnector):
-    """It removes ended requests from the scheduler's output."""
-
+class ChangesTheOutput(FolderConnector):  # it removes ended requests from the scheduler's output
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
         scheduler_output.finished_req_ids = set()
         return meta
 
 
-class HandsOutRequests(FolderConnector):
-    """Its metadata have vLLM's requests in them, which no other process can read."""
-
+class HandsOutRequests(FolderConnector):  # its metadata have vLLM's requests in them, which no other process can read
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
         meta.requests = list(self.requests.values())

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 
 from kvfix_tools.conform import contract
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
-from tests.conftest import RELEASES, Once
+from tests.conftest import RELEASES, Fresh, Once, run_forked
 
 LMCACHE = RELEASES / "0.5.6"
+#: Options of a separate pytest.
+OWN = ["-q", "-rs", "-p", "no:cacheprovider", "-c"]
 FAULTS = {
     "CountsQuestions": "asked-again",
     "PromisesComputed": "promise",
@@ -169,3 +172,28 @@ def test_wrong_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
     assert command.conform("a:B", "[1]", "", 0.0, "0:0", True, json=True, junit=None) == 2
     assert "JSON object" in capsys.readouterr().err
+
+
+def test_pytest_runs_the_scenarios(tmp_path: Path) -> None:
+    settings = tmp_path / "pytest.ini"
+    settings.write_text("[pytest]\n")
+    connector = ["--kv-connector", "tests.conform.broken:ResetsNothing", "--kv-config", '{"folder": "{dir}"}']
+    chosen = "whole-prompt or reset-of-the-connector or sliding-window"
+    command = [sys.executable, "-m", "pytest", *OWN, str(settings), *connector, "--kv-seconds", "0", "-k", chosen]
+    done = run_forked([*command, str(tmp_path)], tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 1 passed, 2 skipped" in done.stdout
+    assert "reset: LAB001" in done.stdout
+    assert "new_weights()" in done.stdout
+    assert "does not have SupportsHMA" in done.stdout
+
+
+def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        "import sys\n\n\ndef test_it():\n"
+        "    assert 'kvfix_tools.conform.pytest_plugin' in sys.modules\n"
+        "    assert not {'torch', 'vllm', 'rich', 'typer', 'kvfix'} & set(sys.modules)\n"
+    )
+    done = fresh.run([sys.executable, "-m", "pytest", *OWN, str(tmp_path / "pytest.ini"), str(tmp_path)])
+    assert "1 passed" in done.stdout, done.stdout + done.stderr

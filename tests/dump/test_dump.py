@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from kvfix_tools.dump import command
+from kvfix.connector_events import dump
+from kvfix_tools.dump import command, processes
 from tests.conftest import clean_environment
 
 #: Each holds "hush", which must not be in a bundle.
@@ -29,25 +30,19 @@ OPTIONS = ["--kv-transfer-config", '{"kv_connector_extra_config": {"remote_url":
 
 @contextmanager
 def hanging(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("hanging_process.py")), *arguments],
-        env=clean_environment(KVFIX_DUMP_DIR=str(folder), LMCACHE_CHUNK_SIZE="64", **SECRETS),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "hangs\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    command = [sys.executable, str(Path(__file__).with_name("hanging_process.py")), *arguments]
+    environment = clean_environment(KVFIX_DUMP_DIR=str(folder), LMCACHE_CHUNK_SIZE="64", **SECRETS)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "hangs\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def members(bundle: str) -> dict[str, str]:
     with tarfile.open(bundle) as archive:
-        files = {entry.name.partition("/")[2]: archive.extractfile(entry) for entry in archive.getmembers()}
-        return {name: file.read().decode() for name, file in files.items() if file is not None}
+        return {each.name.partition("/")[2]: archive.extractfile(each).read().decode() for each in archive.getmembers()}
 
 
 def dumped(pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -153,3 +148,31 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"there is no process {pid}" in capsys.readouterr().err
     assert command.dump(os.getpid(), tmp_path / "nowhere", json=False) == 2
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_children_follow_their_parents() -> None:
+    """With the kernel's letter for the state, and the start by which a ready file names a process."""
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"1\n"
+        parent, child = processes.tree(process.pid)
+        process.communicate(b"\n")
+    assert (parent.pid, child.parent) == (process.pid, process.pid)
+    assert parent.state == "S"
+    assert parent.command == [sys.executable, "-c", program]
+    assert 0 < parent.began <= child.began
+    assert processes.tree(process.pid) == []
+
+
+def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has announced that it answers. Neither a linked folder nor that of another user is read."""
+    monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
+    dump.announce()
+    process = processes.tree(os.getpid())[0]
+    announced = processes.ready(process)
+    assert (announced["pid"], announced["began"]) == (os.getpid(), process.began)
+    assert processes.ready(process._replace(owner=process.owner + 1)) == {}
+    own = tmp_path / f"kvfix-{os.getuid()}"
+    own.rename(tmp_path / "moved")
+    own.symlink_to(tmp_path / "moved")
+    assert processes.ready(process) == {}

@@ -8,7 +8,8 @@ import pytest
 from kvfix.ledger import owed
 from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import show
-from kvfix_tools.look.waits import seconds_to_look, waits_for
+from kvfix_tools.look.command import seconds_to_look
+from kvfix_tools.look.show import waits_for
 from tests.conftest import RELEASES, Once
 from tests.engine_state import wedged
 

@@ -15,16 +15,6 @@ from kvfix_tools.lab.scenario import find
 lmcache, slug, *flag = sys.argv[1:]
 runner.prepare(lmcache)
 scenario = find(slug)
-assert scenario is not None
-
-
-def originals() -> dict[str, int]:
-    """{function that a fix may wrap: what stands in its class or module}."""
-    from kvfix import catalogue, installed_source
-
-    targets = [target for fix in catalogue.fixes() for target in fix.targets if target.module in sys.modules]
-    found = {each.name: installed_source.live_function(sys.modules[each.module], each.function) for each in targets}
-    return {name: id(function[2]) for name, function in found.items() if function is not None}
 
 
 with runner.quiet():
@@ -38,7 +28,5 @@ with runner.quiet():
         engine.run()
         print("ended", flush=True)
         time.sleep(600)
-    scenario.played()
-    BEFORE = originals()
     while True:
         print("violated" if scenario.played().findings else "clean", flush=True)

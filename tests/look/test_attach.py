@@ -8,17 +8,20 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvfix_tools.look import attach, inject, ptrace
+from kvfix_tools.roundtrip import real_engine
 from tests.conftest import ROOT, clean_environment, release
 from tests.forked import Forked
 
 PROGRAM = Path(__file__).with_name("plays.py")
+#: Names of the functions that do not have their original again.
+WRAPPED = "[f.name for f in its.wrapped.values() if inspect.getattr_static(f.owner, f.name) is not f.original]"
 
 pytestmark = pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process of this machine")
 
@@ -39,34 +42,25 @@ class Playing:
         """
         until = time.monotonic() + 120
         while self.lines()[-count:] != [text] * count:
-            assert self._process.poll() is None, self._log.with_name("errors").read_text()
+            assert self._process.poll() is None, self._log.read_text()[-3000:]
             assert time.monotonic() < until, self.lines()[-10:]
             time.sleep(0.05)
 
-    def asked(self, code: str) -> Any:
-        return json.loads(
-            inject.run(self.pid, f"import json, __main__\nopen(ANSWER, 'w').write(json.dumps({code}))", seconds=20)
-        )
+    def asked(self, expression: str) -> Any:
+        code = "import inspect, json; from kvfix.session import session as its\n"
+        code += f"open(ANSWER, 'w').write(json.dumps({expression}))"
+        return json.loads(inject.run(self.pid, code, seconds=20))
 
 
 @contextmanager
 def playing(folder: Path, lmcache: Path, slug: str, *flag: Path) -> Iterator[Playing]:
-    log, errors = folder / "log", folder / "errors"
-    log.touch()
-    errors.touch()
     environment = clean_environment(
         PYTHONPATH=os.pathsep.join(map(str, (lmcache, ROOT / "patches", ROOT / "tools"))),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
     )
     command = [sys.executable, str(PROGRAM), str(lmcache), slug, *map(str, flag)]
-    with log.open("a") as out, errors.open("a") as err:
-        process = Forked(command, env=environment, stdout=out, stderr=err, cwd=folder)
-    try:
-        yield Playing(process, log)
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, 9)
-        process.wait(10)
+    with real_engine.started(command, folder / "log", environment, Forked, cwd=folder) as process:
+        yield Playing(process, folder / "log")
 
 
 def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
@@ -83,8 +77,7 @@ def test_in_and_out_while_it_plays(tmp_path: Path, capsys: pytest.CaptureFixture
             assert rows(capsys)["KVF005"]["verdict"] == "applied"
             engine.wait_for("clean", 5)
             if mode == "check":
-                session = "__import__('kvfix.session').session.session"
-                violations, events = engine.asked(f"[{session}.violations, len({session}.events)]")
+                violations, events = engine.asked("[its.violations, len(its.events)]")
                 assert not violations
                 assert events > 10
             assert attach.status(engine.pid, json=True) == 0
@@ -92,7 +85,7 @@ def test_in_and_out_while_it_plays(tmp_path: Path, capsys: pytest.CaptureFixture
             assert attach.detach(engine.pid, 60, json=True) == 0
             engine.wait_for("violated", 2)
             assert not rows(capsys)
-            assert engine.asked("__main__.originals() == __main__.BEFORE")
+            assert engine.asked(f"[len(its.wrapped) > 5, {WRAPPED}]") == [True, []]
         assert attach.attach(engine.pid, "fix", ["KVF002"], False, 60, json=True) == 0
         assert set(rows(capsys)) == {"KVF002"}
         assert attach.attach(engine.pid, "fix", ["KVF002"], False, 60, json=True, plus=["KVF017"]) == 0

@@ -1,7 +1,6 @@
 """Code injected into real processes."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,47 +13,48 @@ from kvfix_tools.look import inject, other_process, ptrace
 from kvfix_tools.look.other_process import Process
 from tests.conftest import clean_environment
 
-NAME = "import threading; open(ANSWER, 'w').write(threading.current_thread().name)"
-
 pytestmark = pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process of this machine")
+
+
+def value(process: subprocess.Popen[str], expression: str) -> str:
+    """Return the value of this expression in the process."""
+    code = f"import __main__, signal, threading; open(ANSWER, 'w').write(str({expression}))"
+    return inject.run(process.pid, code, seconds=60)
+
+
+def assert_answers(process: subprocess.Popen[str]) -> None:
+    assert value(process, "threading.current_thread().name") == "MainThread"
 
 
 @contextmanager
 def target(does: str, python: str = sys.executable) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [python, str(Path(__file__).with_name("injected_program.py")), does],
-        env=clean_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        remove_folders(process)  # of a process of an earlier run, with the same number
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-        remove_folders(process)
+    command = [python, str(Path(__file__).with_name("injected_program.py")), does]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            remove_files(process)  # of a process of an earlier run, with the same number
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+            remove_files(process)
 
 
-def folders(process: subprocess.Popen[str]) -> list[Path]:
+def files(process: subprocess.Popen[str]) -> list[Path]:
     return list(Path("/tmp").glob(f"kvfix-look-{process.pid}-*"))
 
 
-def remove_folders(process: subprocess.Popen[str]) -> None:
-    for folder in folders(process):
-        shutil.rmtree(folder)
+def remove_files(process: subprocess.Popen[str]) -> None:
+    for file in files(process):
+        file.unlink()
 
 
 @pytest.mark.parametrize("does", ["sleeps", "threads", "busy-threads", "lock", "sleep", "read"])
 def test_the_main_thread_answers(does: str) -> None:
     with target(does) as process:
-        assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
-        assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
-        assert process.poll() is None
-        assert not folders(process)
+        assert_answers(process)
+        assert_answers(process)
+        assert not files(process)
 
 
 def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
@@ -64,8 +64,6 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
         def wait(self) -> str:
             while not (found := super().wait()):  # "ready" comes before it reads
                 pass
-            assert program.stdin is not None
-            assert program.stdout is not None
             program.stdin.write("x")
             program.stdin.flush()
             assert program.stdout.readline() == "goes on\n"
@@ -74,14 +72,14 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
     with target("reads") as program:
         process = GoesOn(program.pid)
         assert not process.run_waiting(process.address("PyRun_SimpleString"))
-        assert inject.run(program.pid, NAME, seconds=60) == "MainThread"
+        assert_answers(program)
 
 
 def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
     """It may hold the mutex of the GIL meanwhile. Called then, it waited for itself, and all threads for it."""
     with target("own-lock") as process:
         with pytest.raises(inject.Silent):
-            inject.run(process.pid, NAME, seconds=0.5)
+            inject.run(process.pid, "pass", seconds=0.5)
         assert process.poll() is None
 
 
@@ -106,14 +104,13 @@ def test_the_maps_of_a_process_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     with target("sleeps") as process:
         for _ in range(2):
             grow = "import __main__; __main__.more = [*getattr(__main__, 'more', ()), bytearray(2**24)]"
-            assert inject.run(process.pid, grow, seconds=60) == ""
+            inject.run(process.pid, grow, seconds=60)
     assert len(read) == 1
 
 
 def test_a_hundred_in_a_row_take_one_page() -> None:
-    count = "import __main__; open(ANSWER, 'w').write(str(__main__.counted))"
     with target("sleeps") as process:
-        counted = [int(inject.run(process.pid, count, seconds=60)) for _ in range(100)]
+        counted = [int(value(process, "__main__.counted")) for _ in range(100)]
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert counted == sorted(counted)
     assert counted[-1] > counted[0]  # the loop went on between them
@@ -122,43 +119,39 @@ def test_a_hundred_in_a_row_take_one_page() -> None:
 
 def test_a_computation_gets_its_registers_and_its_signals_back() -> None:
     """In the middle of a kernel all vector registers are in use, and `difftime` writes to them."""
-    after = "import __main__, signal; open(ANSWER, 'w').write(f'{__main__.wrong} {signal.pthread_sigmask(0, ())}')"
     with target("computes") as process:
         engine = Process(process.pid)
         for _ in range(200):
             engine.call("difftime", 5, 3)
-        assert inject.run(process.pid, after, seconds=60) == "0 {<Signals.SIGTRAP: 5>}"
+        assert value(process, "(__main__.wrong, signal.pthread_sigmask(0, ()))") == "(0, {<Signals.SIGTRAP: 5>})"
 
 
 def test_an_error_of_the_code_is_an_answer() -> None:
     with target("sleeps") as process:
         assert inject.run(process.pid, "1 / 0", seconds=60) == "failed: ZeroDivisionError: division by zero"
         assert inject.run(process.pid, "(", seconds=60).startswith("failed: SyntaxError")
-        assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
+        assert_answers(process)
 
 
 def test_the_code_leaves_no_name_in_the_program() -> None:
-    names = "import __main__; open(ANSWER, 'w').write(' '.join(sorted(vars(__main__))))"
     with target("sleeps") as process:
         assert inject.run(process.pid, "left = 1", seconds=60) == ""
-        found = inject.run(process.pid, names, seconds=60).split()
-    assert "counted" in found
-    assert not {"left", "os", "folder", "ANSWER"} & set(found)
+        names = value(process, "' '.join(vars(__main__))").split()
+    assert "counted" in names
+    assert not {"left", "os", "folder", "ANSWER"} & set(names)
 
 
 def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
     """A call that timed out does not run later, and the next call is answered."""
     with target("c") as process:
-        assert process.stdin is not None
         for _ in range(3):
             with pytest.raises(inject.Silent, match=r"ran no Python bytecode in 0\.2 s"):
                 inject.run(process.pid, "import __main__; __main__.late = True", seconds=0.2)
-        assert len(folders(process)) == 1
+        assert len(files(process)) == 1
         process.stdin.write("\n")
         process.stdin.flush()
-        late = "import __main__; open(ANSWER, 'w').write(str(hasattr(__main__, 'late')))"
-        assert inject.run(process.pid, late, seconds=60) == "False"
-        assert not folders(process)
+        assert value(process, "hasattr(__main__, 'late')") == "False"
+        assert not files(process)
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
@@ -166,7 +159,6 @@ def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "
-        assert process.stdout is not None
         assert process.stdout.readline() == "interrupted\n"
 
 
@@ -174,10 +166,10 @@ def test_what_has_ended_or_is_no_python_is_refused() -> None:
     with target("sleeps") as process:
         pass
     with pytest.raises(inject.Refused, match=f"there is no process {process.pid}"):
-        inject.run(process.pid, NAME, seconds=1)
+        inject.run(process.pid, "pass", seconds=1)
     with subprocess.Popen(["sleep", "60"]) as sleep:
         with pytest.raises(inject.Refused, match="not a Python that kvfix can call"):
-            inject.run(sleep.pid, NAME, seconds=1)
+            inject.run(sleep.pid, "pass", seconds=1)
         assert sleep.poll() is None
         sleep.kill()
 
@@ -186,7 +178,7 @@ def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ptrace, "MACHINE", None)
     monkeypatch.setattr(other_process, "_SYMBOLS", {})
     with target("sleeps") as process, pytest.raises(inject.Refused, match=r"cannot call .* Use Python 3\.14"):
-        inject.run(process.pid, NAME, seconds=1)
+        inject.run(process.pid, "pass", seconds=1)
 
 
 def test_a_process_that_ends_meanwhile() -> None:
@@ -209,7 +201,7 @@ def test_the_end_of_the_looker_is_not_that_of_the_call(tmp_path: Path) -> None:
             looker.wait()
         while "TracerPid:\t0\n" not in Path(f"/proc/{process.pid}/status").read_text():
             pass
-        assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
+        assert_answers(process)
 
 
 @pytest.mark.parametrize("release", ["3.10", "3.12", "3.13"])
@@ -219,4 +211,4 @@ def test_pythons_of_other_releases(release: str) -> None:
         pytest.skip(f"there is no Python {release} here")
     for does in ("threads", "lock"):
         with target(does, found) as process:
-            assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
+            assert_answers(process)

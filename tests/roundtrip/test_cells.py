@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kvfix_tools.roundtrip import cuda_stand_in, region, streams
+from kvfix_tools.roundtrip import cuda_stand_in, region
 from kvfix_tools.roundtrip.backends import named
-from kvfix_tools.roundtrip.backends.torch_copy import IN_FLIGHT, TorchCopy
+from kvfix_tools.roundtrip.backends.torch_copy import IN_FLIGHT, CudaStream, TorchCopy
 from kvfix_tools.roundtrip.cell_check import CellCheck, Result
 from kvfix_tools.roundtrip.command import check_cell
 from kvfix_tools.roundtrip.matrix import AXES, Cell, pairs
@@ -58,14 +58,14 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
 
 
-def asked(stream: streams.CudaStream) -> list[str]:
+def asked(stream: CudaStream) -> list[str]:
     """The methods of CUDA's stream that were called."""
     return [name for name, _, _ in stream.native.method_calls]
 
 
 def staged(copy: TorchCopy) -> TorchCopy:
     """As on a GPU: streams, and a staging buffer for each."""
-    copy.streams = [streams.CudaStream(CUDA) for _ in range(IN_FLIGHT)]
+    copy.streams = [CudaStream(CUDA) for _ in range(IN_FLIGHT)]
     copy.staging = [torch.empty_like(copy.buffers[0]) for _ in range(IN_FLIGHT)]
     return copy
 
@@ -106,7 +106,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 @pytest.mark.usefixtures("no_cuda")
 def test_what_the_host_does_waits_for_what_its_stream_waits_for() -> None:
     """A stream does not stop the host from writing to a buffer that the stream still reads."""
-    stream, done = streams.CudaStream(CUDA), list[str]()
+    stream, done = CudaStream(CUDA), list[str]()
     stream.wait("event")
     stream.submit(lambda: done.extend(asked(stream)), host=True)
     assert done == ["wait_event", "synchronize"]
@@ -118,7 +118,7 @@ def test_a_stream_of_a_race_is_one_of_cuda() -> None:
 
     The operands live until its work has ended.
     """
-    slow, other = streams.CudaStream(CUDA, slow=True), streams.CudaStream(CUDA)
+    slow, other = CudaStream(CUDA, slow=True), CudaStream(CUDA)
     done: list[str] = []
     slow.submit(lambda: done.append("slow"))
     other.wait(slow.record())

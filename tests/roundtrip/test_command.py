@@ -1,5 +1,7 @@
 """The command: exit codes, JSON, the line that runs a cell again, and that it needs torch alone."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -17,7 +19,6 @@ from kvfix_tools.roundtrip import backends, command
 from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
 from kvfix_tools.roundtrip.cell_check import Refused
 from tests.conftest import Fresh
-from tests.roundtrip.output import output_of
 
 SIZES = ["--gib", "0", "--layout", "nhd", "--block", "16", "--chunk", "32", "--heads", "2", "--tokens", "33"]
 QUICK = ["--backend", "torch", *SIZES]
@@ -25,38 +26,43 @@ QUICK = ["--backend", "torch", *SIZES]
 ONE = [*QUICK, "--dtype", "uint8", "--slots", "random", "--skip", "none"]
 
 
-def run(*arguments: str) -> tuple[int, Any]:
-    answer = output_of(*arguments)
-    return answer["exit"], answer
+def output_of(*arguments: str) -> dict[str, Any]:
+    """Return the output of `kvfix roundtrip --device cpu --json`, run in this process."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = command.main([*arguments, "--device", "cpu", "--json"])
+    answer: dict[str, Any] = json.loads(printed.getvalue())
+    assert answer["exit"] == code
+    return answer
 
 
 def test_all_right() -> None:
-    code, answer = run(*QUICK)
-    assert code == 0
+    answer = output_of(*QUICK)
+    assert answer["exit"] == 0
     assert {cell["verdict"] for cell in answer["cells"]} == {"passed"}
     assert answer["verified_bytes"] == sum(cell["verified"] for cell in answer["cells"])
     assert not any(cell["race"] for cell in answer["cells"])
-    code, answer = run("--race")
-    assert (code, [cell["race"] for cell in answer["cells"]]) == (0, list(command.races.RACES))
-    code, answer = run("--race", "late-producer")
-    assert (code, len(answer["cells"]), answer["speed"]) == (0, 1, [])
+    answer = output_of("--race")
+    assert (answer["exit"], [cell["race"] for cell in answer["cells"]]) == (0, list(command.races.RACES))
+    answer = output_of("--race", "late-producer")
+    assert (answer["exit"], len(answer["cells"]), answer["speed"]) == (0, 1, [])
 
 
 def test_without_a_backend_it_tests_what_is_installed() -> None:
-    code, answer = run(*SIZES)
+    answer = output_of(*SIZES)
     tested = {cell["cell"]["backend"] for cell in answer["cells"]}
     assert {"torch", "lmcache-v2", "lmcache-mp", "lmcache-engine", "vllm-simple", "vllm-offload"} <= tested
-    assert code == 0
+    assert answer["exit"] == 0
 
 
 @pytest.mark.parametrize("options", [[*ONE, "--inject", "bitflip", "--seed", "5"], ["--inject", "missing-event"]])
 def test_the_line_runs_a_cell_or_race_again(options: list[str]) -> None:
-    code, answer = run(*options)
+    answer = output_of(*options)
     first = answer["cells"][0]
     _, _, *again = shlex.split(first["command"])
-    again_code, answer = run(*again)
-    [cell] = answer["cells"]
-    assert code == again_code == 1
+    repeated = output_of(*again)
+    [cell] = repeated["cells"]
+    assert answer["exit"] == repeated["exit"] == 1
     assert (cell["cell"], cell["findings"]) == (first["cell"], first["findings"])
 
 
@@ -73,14 +79,13 @@ def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
 def test_full_is_more() -> None:
     some = ["--backend", "torch", "--layout", "nhd", "mla", "--dtype", "uint8", "float16", "--slots", "random", "holes"]
     some += ["--skip", "none", "part", "--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
-    _, pairs = run(*some)
-    code, every = run(*some, "--full")
-    assert (code, len(every["cells"])) == (0, 16)
-    assert len(pairs["cells"]) < 16
+    every = output_of(*some, "--full")
+    assert (every["exit"], len(every["cells"])) == (0, 16)
+    assert len(output_of(*some)["cells"]) < 16
 
 
 def test_progress_is_for_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run(*ONE)
+    output_of(*ONE)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code = command.main([*ONE, "--device", "cpu", "--json"])
@@ -90,7 +95,7 @@ def test_progress_is_for_a_terminal(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_speed_and_that_of_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
-    _, answer = run(*ONE, "--gib", "0.01")
+    answer = output_of(*ONE, "--gib", "0.01")
     [speed] = answer["speed"]
     assert speed["verdict"] == "passed"
     rates = ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")
@@ -123,10 +128,10 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
 def with_backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs one cell with a backend that opens like this."""
 
-    def run_one(opens: Any, *more: str, missing: str | None = None) -> tuple[int, Any]:
+    def run_one(opens: Any, *more: str, missing: str | None = None) -> Any:
         backend = backends.Backend("mine", "", opens, lambda device: missing)
         monkeypatch.setattr(backends, "all_backends", lambda: {"mine": backend})
-        return run(*ONE, "--backend", "mine", *more)
+        return output_of(*ONE, "--backend", "mine", *more)
 
     return run_one
 
@@ -135,25 +140,22 @@ def test_a_backend_that_refuses_and_one_that_crashes(with_backend: Any) -> None:
     def refuse(check: Any) -> Any:
         raise Refused("not this one")
 
-    code, answer = with_backend(refuse)
-    assert (code, answer["cells"][0]["verdict"], answer["cells"][0]["reason"]) == (77, "refused", "not this one")
-    code, answer = with_backend(lambda check: [][1])
-    assert (code, answer["cells"][0]["verdict"]) == (1, "crashed")
-    assert "IndexError: list index out of range (test_command.py:" in answer["cells"][0]["reason"]
-    code, answer = with_backend(refuse, missing="it is not installed")
-    assert (code, answer["skipped"]) == (77, {"mine": "it is not installed"})
+    answer = with_backend(refuse)
+    [cell] = answer["cells"]
+    assert (answer["exit"], cell["verdict"], cell["reason"]) == (77, "refused", "not this one")
+    answer = with_backend(lambda check: [][1])
+    [cell] = answer["cells"]
+    assert (answer["exit"], cell["verdict"]) == (1, "crashed")
+    assert "IndexError: list index out of range (test_command.py:" in cell["reason"]
+    answer = with_backend(refuse, missing="it is not installed")
+    assert (answer["exit"], answer["skipped"]) == (77, {"mine": "it is not installed"})
 
 
 @pytest.mark.parametrize(
     ("more", "before", "inside"),
-    [
-        ([], None, "fix"),
-        ([], "check", "check"),
-        ([], "off", "off"),
-        (["--no-fixes"], None, "off"),
-        (["--no-fixes"], "fix", "off"),
-    ],
-)
+    [([], None, "fix"), ([], "check", "check"), ([], "off", "off"), (["--no-fixes"], None, "off"),
+     (["--no-fixes"], "fix", "off")],
+)  # fmt: skip
 def test_kvfixes_fixes_are_applied_while_it_runs(
     with_backend: Any, monkeypatch: pytest.MonkeyPatch, more: list[str], before: str | None, inside: str
 ) -> None:
@@ -181,9 +183,9 @@ def test_what_was_found_before_an_error_is_not_lost(with_backend: Any) -> None:
         def load(self, slots: torch.Tensor, skip: int) -> None:
             raise NotImplementedError("to load")
 
-    code, answer = with_backend(Half)
+    answer = with_backend(Half)
     [cell] = answer["cells"]
-    assert (code, cell["verdict"], cell["findings"][0]["classes"].keys()) == (1, "failed", {"not written"})
+    assert (answer["exit"], cell["verdict"], cell["findings"][0]["classes"].keys()) == (1, "failed", {"not written"})
     assert cell["reason"].startswith("NotImplementedError: to load (test_command.py:")
 
 
@@ -205,8 +207,7 @@ result = command.main({[*ONE, "--device", "cpu"]!r})
 
 
 def test_it_is_a_command_of_kvfix(fresh: Fresh) -> None:
-    done = fresh.run(
-        [sys.executable, "-m", "kvfix_tools.cli", "roundtrip", *ONE, "--device", "cpu", "--inject", "stale"]
-    )
+    words = ["roundtrip", *ONE, "--device", "cpu", "--inject", "stale"]
+    done = fresh.run([sys.executable, "-m", "kvfix_tools.cli", *words])
     assert done.returncode == 1, done.stderr
     assert "stale was planted in 1 cells and found in 1" in done.stdout

@@ -1,6 +1,5 @@
 """The backend `engine`: its judgement of an engine's answers. The engines themselves are those of tests/engine."""
 
-import copy
 import functools
 import os
 import sys
@@ -16,10 +15,10 @@ from kvfix_tools.roundtrip.backends.engine import ASKED, BLOCK, BLOCKS, GENERATE
 from tests.conftest import release
 from tests.fork_server import FORK_WORKERS
 from tests.forked import Forked
-from tests.roundtrip.output import output_of
+from tests.roundtrip.test_command import output_of
 
 PLAIN: dict[str, Any] = {
-    name: {"tokens": tokens, "hits": 0, "loads": {"loaded": 0, "failed": 0}, "asked": 600}
+    name: {"tokens": tokens, "hits": 0, "loaded": 0, "failed": 0, "asked": 600}
     for name, tokens in {
         "cold": [[1, 2], [3, 4]],
         "changed": [[1, 3], [4, 4]],
@@ -31,47 +30,30 @@ GRANTED = SimpleNamespace(can_load=True, lmcache_cached_tokens=192, vllm_cached_
 REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
 
 
-@pytest.fixture
-def ran() -> dict[str, Any]:
-    """An engine whose last round had its hits, and the same outputs."""
-    answer = copy.deepcopy(PLAIN)
-    answer["warm"].update(hits=576, loads={"loaded": 576, "failed": 0})
-    return {**answer, "violations": []}
-
-
-def test_equal_outputs_with_hits(ran: dict[str, Any]) -> None:
-    assert engine.judge(PLAIN, ran) is None
-    assert engine.judge(PLAIN, {**ran, "violations": ["KVR001 wrong"]}) == "kvfix reports a violation: KVR001 wrong"
-
-
 @pytest.mark.parametrize(
-    ("name", "change", "text"),
+    ("changes", "text"),
     [
-        ("warm", {"hits": 0}, "no token came from the external cache"),
-        ("warm", {"loads": {"loaded": 512, "failed": 0}}, "576 tokens were promised, but only 512 loaded"),
-        ("warm", {"loads": {"loaded": 576, "failed": 2}}, "the load of 2 blocks failed"),
-        ("cold", {"hits": 64}, "was not empty"),
+        ({}, "None"),
+        ({"violations": ["KVR001 wrong"]}, "kvfix reports a violation: KVR001 wrong"),
+        # vLLM computes what was not promised, and what a load has not brought.
+        ({"warm": {"hits": 0}}, "warm: no token came from the external cache"),
+        ({"warm": {"loaded": 512}}, "warm: 576 tokens were promised, but only 512 loaded"),
+        ({"warm": {"failed": 2}}, "warm: the load of 2 blocks failed"),
+        ({"cold": {"hits": 64}}, "cold: 64 tokens came from the external cache, which was not empty"),
+        *(
+            ({name: {"tokens": [[3, 5], *each["tokens"][1:]]}}, f"{name}: 1 of {len(each['tokens'])} outputs differ")
+            for name, each in PLAIN.items()
+        ),
+        # A model with vLLM's dummy weights gives the same answers to all prompts with the same last token.
+        ({"plain": {**PLAIN, "changed": PLAIN["cold"]}}, "2 outputs do not change with the first tokens"),
     ],
 )
-def test_equal_outputs_prove_nothing(ran: dict[str, Any], name: str, change: dict[str, Any], text: str) -> None:
-    """vLLM computes what was not promised, and what a load has not brought."""
-    ran[name].update(change)
-    assert text in str(engine.judge(PLAIN, ran))
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_other_outputs(ran: dict[str, Any], name: str) -> None:
-    ran[name]["tokens"][0] = [3, 5]
-    many = len(PLAIN[name]["tokens"])
-    assert engine.judge(PLAIN, ran) == f"{name}: 1 of {many} outputs differ from outputs without a connector"
-
-
-def test_a_model_that_does_not_look_at_what_is_loaded_proves_nothing(ran: dict[str, Any]) -> None:
-    """A model with vLLM's dummy weights gives the same answers to all prompts with the same last token."""
-    plain = copy.deepcopy(PLAIN)
-    plain["changed"]["tokens"][1] = plain["cold"]["tokens"][1]
-    ran["changed"] = plain["changed"]
-    assert str(engine.judge(plain, ran)).startswith("1 outputs do not change with the first tokens")
+def test_judgement(changes: dict[str, Any], text: str) -> None:
+    """The last round has its hits and the same outputs, except for these changes."""
+    plain = changes.get("plain", PLAIN)
+    right = {**plain, "warm": {**plain["warm"], "hits": 576, "loaded": 576}}
+    ran = {name: {**each, **changes.get(name, {})} for name, each in right.items()}
+    assert str(engine.judge(plain, {**ran, "violations": changes.get("violations", [])})).startswith(text)
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:

@@ -18,6 +18,8 @@ from kvfix_tools.roundtrip.planted_faults import FAULTS
 from kvfix_tools.roundtrip.region import Region
 
 CPU = torch.device("cpu")
+SOME = [("layout", "nhd"), ("layout", "packed-hnd"), ("layout", "block-outermost")]
+SOME += [("dtype", name) for name in DTYPES]
 #: {race: its finding without events}
 WITHOUT = {
     "late-producer": "stale",
@@ -33,20 +35,13 @@ def ran(cell: Cell, fault: str | None = None) -> Result:
     return check_cell(torch_copy, fault, CPU, Result(cell))
 
 
-@pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "block-outermost"])
+@pytest.mark.parametrize(("axis", "value"), SOME)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "missing-event"])
-def test_a_fault_is_named(fault: str, layout: str) -> None:
-    result = ran(Cell("torch", layout=layout), fault)
+def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
+    """An element of eight bits cannot say who it is; its word can."""
+    result = ran(Cell("torch", **{axis: value}), fault)
     assert result.verdict == "failed"
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", ["swap-kv", "shift-slot", "wrong-layer"])
-def test_it_is_named_for_every_width(fault: str, dtype: str) -> None:
-    """An element of eight bits cannot say who it is; its word can."""
-    [first, *_] = ran(Cell("torch", dtype=dtype), fault).findings
-    assert set(first.classes) == {FAULTS[fault]}
 
 
 def test_what_lies_where() -> None:
@@ -64,7 +59,7 @@ def test_what_lies_where() -> None:
 
 def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
     """{check: classes} of a cell with another copy in place of the tool's own."""
-    check = CellCheck(Cell("torch", **cell), CPU)  # type: ignore[arg-type]
+    check = CellCheck(Cell("torch", **cell), CPU)
     return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
 
 
@@ -80,78 +75,79 @@ def spoiled(move: str, spoil: Callable[[Region, Region], object]) -> type[TorchC
     return Spoiled
 
 
-class TestErrorsInTheToolsOwnCopy:
-    """The oracle shares no code with the copy. So it finds an error in both directions that cancels in a round trip."""
+def test_k_and_v_swapped_both_ways() -> None:
+    """The oracle shares no code with the copy. So it finds errors in both directions that cancel in a round trip."""
 
-    def test_k_and_v_swapped_both_ways(self) -> None:
-        class Swapped(TorchCopy):
-            def gather(self, number: int, slots: torch.Tensor) -> None:
-                super().gather(number, slots)
-                self.buffers[number].copy_(self.buffers[number].flip(2))
+    class Swapped(TorchCopy):
+        def gather(self, number: int, slots: torch.Tensor) -> None:
+            super().gather(number, slots)
+            self.buffers[number].copy_(self.buffers[number].flip(2))
 
-            def scatter(self, number: int, slots: torch.Tensor, skip: int) -> None:
-                self.buffers[number].copy_(self.buffers[number].flip(2))
-                super().scatter(number, slots, skip)
-                self.buffers[number].copy_(self.buffers[number].flip(2))
+        def scatter(self, number: int, slots: torch.Tensor, skip: int) -> None:
+            self.buffers[number].copy_(self.buffers[number].flip(2))
+            super().scatter(number, slots, skip)
+            self.buffers[number].copy_(self.buffers[number].flip(2))
 
-        found = classes(Swapped)
-        assert found == {"store, host": {"K and V swapped"}, "load, KV cache": {"K and V swapped"}}
-
-    def test_the_other_layout_of_the_same_shape(self) -> None:
-        """LMCache issue 4463: nothing about the tensor tells the two apart."""
-
-        class Mistaken(TorchCopy):
-            def __init__(self, check: CellCheck) -> None:
-                super().__init__(check)
-                inside = replace(check.geometry, layout=LAYOUTS["kv-inside"])
-                self.layers = [paged(tensor, inside) for tensor in check.cache.typed()]
-
-        found = classes(Mistaken, layout="packed", heads="2")
-        assert found == {"store, host": {"misplaced"}, "load, KV cache": {"misplaced"}}
-
-    @pytest.mark.parametrize(
-        ("move", "spoil", "stage", "kind"),
-        [
-            ("store", lambda cache, host: cache.words[:1].zero_(), "store, KV cache", "source changed"),
-            ("store", lambda cache, host: cache.tensors()[0][0].zero_(), "store, KV cache", "source changed"),
-            ("store", lambda cache, host: host.words[-1:].zero_(), "store, host", "guard band written"),
-            ("load", lambda cache, host: cache.words[:1].zero_(), "load, KV cache", "guard band written"),
-        ],
-        ids=["in front of the KV cache", "in it", "behind the host buffers", "in front of a tensor"],
-    )
-    def test_a_move_that_writes_elsewhere(self, move: str, spoil: Any, stage: str, kind: str) -> None:
-        found = classes(spoiled(move, spoil))
-        assert found[stage] == {kind}
-        assert move == "load" or len(found) == 1
-
-    def test_rows_shifted_by_a_byte(self) -> None:
-        def crooked(cache: Region, host: Region) -> None:
-            for rows in host.tensors():
-                held = rows.view(torch.uint8).flatten()
-                held.copy_(held.roll(3))
-
-        found = classes(spoiled("store", crooked))["store, host"]
-        assert "shifted by bytes" in found
-        assert found <= {"shifted by bytes", "unknown"}  # a tensor's first word holds the end of its last
+    found = classes(Swapped)
+    assert found == {"store, host": {"K and V swapped"}, "load, KV cache": {"K and V swapped"}}
 
 
-class TestRaces:
-    """On the CPU a race's streams are queues of deferred work, as its report says: each event counts every time."""
+def test_the_other_layout_of_the_same_shape() -> None:
+    """LMCache issue 4463: nothing about the tensor tells the two apart."""
 
-    @pytest.mark.parametrize(("name", "kind"), WITHOUT.items())
-    def test_with_its_events_it_is_sound_and_without_it_is_found(self, name: str, kind: str) -> None:
-        assert races.run(name, Cell("torch"), CPU).findings == []
-        [finding] = races.run(name, Cell("torch"), CPU, events=False).findings
-        assert set(finding.classes) == {kind}
+    class Mistaken(TorchCopy):
+        def __init__(self, check: CellCheck) -> None:
+            super().__init__(check)
+            inside = replace(check.geometry, layout=LAYOUTS["kv-inside"])
+            self.layers = [paged(tensor, inside) for tensor in check.cache.typed()]
 
-    def test_a_hostile_write_to_a_slot_that_is_loaded_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The race with neighbouring slots finds this."""
-        scatter = TorchCopy.scatter
+    found = classes(Mistaken, layout="packed", heads="2")
+    assert found == {"store, host": {"misplaced"}, "load, KV cache": {"misplaced"}}
 
-        def and_one_more(copy: TorchCopy, *more: Any) -> None:
-            scatter(copy, *more)
-            copy.layers[1][0, 0] = 0
 
-        monkeypatch.setattr(TorchCopy, "scatter", and_one_more)
-        [finding] = races.run("neighbours", Cell("torch", slots="contiguous"), CPU).findings
-        assert set(finding.classes) == {"unknown"}
+@pytest.mark.parametrize(
+    ("move", "spoil", "stage", "kind"),
+    [
+        ("store", lambda cache, host: cache.words[:1].zero_(), "store, KV cache", "source changed"),
+        ("store", lambda cache, host: cache.tensors()[0][0].zero_(), "store, KV cache", "source changed"),
+        ("store", lambda cache, host: host.words[-1:].zero_(), "store, host", "guard band written"),
+        ("load", lambda cache, host: cache.words[:1].zero_(), "load, KV cache", "guard band written"),
+    ],
+    ids=["in front of the KV cache", "in it", "behind the host buffers", "in front of a tensor"],
+)
+def test_a_move_that_writes_elsewhere(move: str, spoil: Any, stage: str, kind: str) -> None:
+    found = classes(spoiled(move, spoil))
+    assert found[stage] == {kind}
+    assert move == "load" or len(found) == 1
+
+
+def test_rows_shifted_by_a_byte() -> None:
+    def crooked(cache: Region, host: Region) -> None:
+        for rows in host.tensors():
+            held = rows.view(torch.uint8).flatten()
+            held.copy_(held.roll(3))
+
+    found = classes(spoiled("store", crooked))["store, host"]
+    assert "shifted by bytes" in found
+    assert found <= {"shifted by bytes", "unknown"}  # a tensor's first word holds the end of its last
+
+
+@pytest.mark.parametrize(("name", "kind"), WITHOUT.items())
+def test_with_its_events_it_is_sound_and_without_it_is_found(name: str, kind: str) -> None:
+    """On the CPU the streams of a race are queues of deferred work: each event counts every time."""
+    assert races.run(name, Cell("torch"), CPU).findings == []
+    [finding] = races.run(name, Cell("torch"), CPU, events=False).findings
+    assert set(finding.classes) == {kind}
+
+
+def test_a_hostile_write_to_a_slot_that_is_loaded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race with neighbouring slots finds this."""
+    scatter = TorchCopy.scatter
+
+    def and_one_more(copy: TorchCopy, *more: Any) -> None:
+        scatter(copy, *more)
+        copy.layers[1][0, 0] = 0
+
+    monkeypatch.setattr(TorchCopy, "scatter", and_one_more)
+    [finding] = races.run("neighbours", Cell("torch", slots="contiguous"), CPU).findings
+    assert set(finding.classes) == {"unknown"}

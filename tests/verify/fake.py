@@ -28,30 +28,21 @@ NAMES = ("request_success", "external_prefix_cache_queries", "external_prefix_ca
 
 @dataclass
 class Engine:
-    """The behaviour of the fake server, and its state.
+    """The behaviour of the fake server, and its state."""
 
-    - noise: deviation of a log probability between two computations
-    - wrong: returns True for a wrong answer. Arguments: prompt, its tokens from the connector, and requests since the
-      last read of /metrics, which is read before and after each request that is sent alone.
-    - has_counts: /metrics counts the requests
-    - keeps: number of prompts that the connector can keep
-    - others: each request comes together with a request of another client
-    - spreads_nan: the first answer with a hit is NaN, and so is every third later answer
-    - missing: paths that return 404
-    - ends_after: number of answers until the connection ends in the middle of an answer
-    """
-
-    noise: float = 0.0
+    noise: float = 0.0  # deviation of a log probability between two computations
+    #: Return True for a wrong answer. Arguments: prompt, its tokens from the connector, and requests since the last
+    #: read of /metrics, which is read before and after each request that is sent alone.
     wrong: Callable[[list[int], int, int], bool] = lambda prompt, hit, together: False
-    keeps: int = 1 << 30
-    others: bool = False
-    spreads_nan: bool = False
-    has_counts: bool = True
+    keeps: int = 1 << 30  # number of prompts that the connector can keep
+    others: bool = False  # each request comes together with a request of another client
+    spreads_nan: bool = False  # the first answer with a hit is NaN, and so is every third later answer
+    has_counts: bool = True  # /metrics counts the requests
     connector: bool = True
     stores: bool = True
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # paths that return 404
     key: str = ""
-    ends_after: int = 1 << 30
+    ends_after: int = 1 << 30  # number of answers until the connection ends in the middle of an answer
     blocks: int = 1000
     length: int = 4096
     vocabulary: int = 1 << 16

@@ -14,25 +14,23 @@ def answer(*positions: dict[str, float]) -> Answer:
     return Answer(tuple(max(each, key=lambda token: each[token]) for each in positions), positions)
 
 
-class TestDifference:
-    def test_the_largest_one_and_its_place(self) -> None:
-        one, other = answer({"a": -0.1, "b": -3.0}, {"c": -0.5}), answer({"a": -0.2, "b": -3.5}, {"c": -2.0})
-        found = difference(one, other)
-        assert (found.size, found.position, found.token) == (1.5, 1, "c")
-
-    def test_not_after_the_first_token_that_differs(self) -> None:
-        one, other = answer({"a": -0.1, "b": -0.2}, {"c": -0.5}), answer({"a": -0.2, "b": -0.1}, {"c": -9.0})
-        assert difference(one, other).size == pytest.approx(0.1)
-
-    def test_a_token_that_one_list_lacks(self) -> None:
-        """Its value there is at most the smallest of the list."""
-        one, other = answer({"a": -0.1, "b": -1.0}), answer({"a": -0.1, "c": -4.0})
-        assert difference(one, other).size == pytest.approx(3.0)
-        assert difference(other, one).size == pytest.approx(3.0)
-
-    def test_equal(self) -> None:
-        one = answer({"a": -0.1}, {"b": -0.2})
-        assert difference(one, one).size == 0.0
+@pytest.mark.parametrize(
+    ("one", "other", "largest"),
+    [
+        ([{"a": -0.1, "b": -3.0}, {"c": -0.5}], [{"a": -0.2, "b": -3.5}, {"c": -2.0}], (1.5, 1, "c")),
+        # Tokens after the first one that differs do not count.
+        ([{"a": -0.1, "b": -0.2}, {"c": -0.5}], [{"a": -0.2, "b": -0.15}, {"c": -9.0}], (0.1, 0, "a")),
+        # A token that a list lacks has at most the smallest value of this list.
+        ([{"a": -0.1, "b": -1.0}], [{"a": -0.1, "c": -4.0}], (3.0, 0, "b")),
+        ([{"a": -0.1, "c": -4.0}], [{"a": -0.1, "b": -1.0}], (3.0, 0, "b")),
+        ([{"a": -0.1}, {"b": -0.2}], [{"a": -0.1}, {"b": -0.2}], (0.0, 0, "")),
+    ],
+)
+def test_largest_difference(
+    one: list[dict[str, float]], other: list[dict[str, float]], largest: tuple[float, int, str]
+) -> None:
+    found = difference(answer(*one), answer(*other))
+    assert (pytest.approx(found.size), found.position, found.token) == largest
 
 
 NOISE: dict[str, Callable[[random.Random], float]] = {

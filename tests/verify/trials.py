@@ -22,8 +22,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,49 +66,25 @@ def run(name: str, expected: tuple[int, ...], *arguments: str) -> bool:
     return code in expected
 
 
-@contextmanager
-def in_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-def planted(server: Served, faults: dict[str, tuple[int, ...]], *arguments: str) -> bool:
-    """Return a flag for each of these faults, True if the answer is right."""
+def planted(
+    faults: dict[str, tuple[int, ...]],
+    folder: Path,
+    arguments: tuple[str, ...] = (),
+    transfer: dict[str, Any] = served.IN_PROCESS,
+    ranks: int = 1,
+    **environment: str,
+) -> bool:
+    """Plant these faults in a server, one after the other. Return True if all answers are right."""
     results = []
-    for fault, expected in faults.items():
-        server.plant(fault)
-        results.append(run(fault, expected, server.url, *arguments))
+    with Served(folder / "fixed", "fix", transfer, **environment).running(**{"tensor-parallel-size": ranks}) as server:
+        for fault, expected in faults.items():
+            server.plant(fault)
+            results.append(run(fault, expected, server.url, *arguments))
     return all(results)
 
 
-def faults() -> bool:
-    with in_folder() as folder, Served(folder / "fixed", "fix", served.IN_PROCESS).running() as server:
-        return planted(server, FAULTS)
-
-
-def partial() -> bool:
-    extra = {**served.IN_PROCESS["kv_connector_extra_config"], "lmcache.save_unfull_chunk": True}
-    transfer = {**served.IN_PROCESS, "kv_connector_extra_config": extra}
-    with in_folder() as folder, Served(folder / "partial", "fix", transfer).running() as server:
-        return planted(server, {"": (0,), "last_partial_chunk_wrong": (1,)}, "--chunk", str(served.CHUNK))
-
-
-def noisy() -> bool:
-    faults = {"": (0, 77), "last_chunk_wrong": (1,), "other_weights:0.05": (1,)}
-    bits = {f"one_bit:{bit}": (0, 1, 77) for bit in range(30, 21, -2)}
-    settings = {"KVFIX_TEST_NOISE": "0.01"}
-    with in_folder() as folder, Served(folder / "noisy", "fix", served.IN_PROCESS, **settings).running() as server:
-        return planted(server, {**faults, **bits})
-
-
-def ranks() -> bool:
-    two = {"tensor-parallel-size": 2}
-    with in_folder() as folder, Served(folder / "ranks", "fix", served.IN_PROCESS).running(**two) as server:
-        return planted(server, {"": (0,), "one_rank_wrong": (1,)})
-
-
-def connectors() -> bool:
-    with in_folder() as folder, start.server() as mp:
+def connectors(folder: Path) -> bool:
+    with start.server() as mp:
         cases: list[tuple[str, str, Any, int]] = [
             ("LMCacheConnectorV1 as released", "off", served.IN_PROCESS, 1),
             ("LMCacheConnectorV1 with kvfix", "fix", served.IN_PROCESS, 0),
@@ -143,23 +119,22 @@ class Pair(pd.Pair):
 KEY = "KVFIX_TEST_API_KEY"
 
 
-def refusals() -> bool:
+def refusals(folder: Path) -> bool:
     os.environ[KEY] = "secret"
     key = ("--api-key-env", KEY)
-    with in_folder() as folder:
-        server = Served(folder / "keyed", "fix", served.IN_PROCESS)
-        server.options = [*Served.options, "--api-key", os.environ[KEY]]
-        server.environment["VLLM_SERVER_DEV_MODE"] = "0"
-        with server.running():
-            results = [
-                run("without the key", (2,), server.url),
-                run("without /reset_prefix_cache", (0,), server.url, *key),
-            ]
-            threading.Thread(target=kill_within_an_answer, args=(server,)).start()
-            results.append(run("ends in the middle", (2,), server.url, *key))
-        longer = {**real_engine.in_process(1024), **served.FAULTY}
-        with Served(folder / "longer", "fix", longer).running() as server:
-            results.append(run("no prompt has a whole chunk", (77,), server.url))
+    server = Served(folder / "keyed", "fix", served.IN_PROCESS)
+    server.options = [*Served.options, "--api-key", os.environ[KEY]]
+    server.environment["VLLM_SERVER_DEV_MODE"] = "0"
+    with server.running():
+        results = [
+            run("without the key", (2,), server.url),
+            run("without /reset_prefix_cache", (0,), server.url, *key),
+        ]
+        threading.Thread(target=kill_within_an_answer, args=(server,)).start()
+        results.append(run("ends in the middle", (2,), server.url, *key))
+    longer = {**real_engine.in_process(1024), **served.FAULTY}
+    with Served(folder / "longer", "fix", longer).running() as server:
+        results.append(run("no prompt has a whole chunk", (77,), server.url))
     return all(results)
 
 
@@ -171,16 +146,15 @@ def kill_within_an_answer(server: Served) -> None:
     server.kill()
 
 
-def lora() -> bool:
-    with in_folder() as folder:
-        write_adapter(folder / "adapter")
-        results = []
-        for number, (mode, expected) in enumerate([("fix", 1), ("fix plus=KVF017", 0)]):
-            server = Served(folder / str(number), mode, served.IN_PROCESS)
-            server.options = [*Served.options, "--enable-lora", "--lora-modules", f"adapter={folder / 'adapter'}"]
-            with server.running():
-                results.append(run(f"LoRA, KVFIX={mode!r}", (expected,), server.url, "--model", "adapter"))
-        return all(results)
+def lora(folder: Path) -> bool:
+    write_adapter(folder / "adapter")
+    results = []
+    for number, (mode, expected) in enumerate([("fix", 1), ("fix plus=KVF017", 0)]):
+        server = Served(folder / str(number), mode, served.IN_PROCESS)
+        server.options = [*Served.options, "--enable-lora", "--lora-modules", f"adapter={folder / 'adapter'}"]
+        with server.running():
+            results.append(run(f"LoRA, KVFIX={mode!r}", (expected,), server.url, "--model", "adapter"))
+    return all(results)
 
 
 def write_adapter(folder: Path) -> None:
@@ -205,8 +179,8 @@ def write_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def prefill_decode() -> bool:
-    with in_folder() as folder, pd.running(Pair(folder)) as pair:
+def prefill_decode(folder: Path) -> bool:
+    with pd.running(Pair(folder)) as pair:
         results = []
         for fault, expected in (("", 0), ("zeros", 1)):
             pair.decode.plant(fault)  # type: ignore[attr-defined]
@@ -215,9 +189,9 @@ def prefill_decode() -> bool:
         return all(results)
 
 
-def healthy(count: int) -> bool:
+def healthy(folder: Path, count: int) -> bool:
     codes: Counter[int] = Counter()
-    with in_folder() as folder, Served(folder / "fixed", "fix", served.IN_PROCESS).running(dtype="bfloat16") as server:
+    with Served(folder / "fixed", "fix", served.IN_PROCESS).running(dtype="bfloat16") as server:
         ended = threading.Event()
         others = [threading.Thread(target=other_client, args=(server.url, seed, ended)) for seed in range(2)]
         for other in others:
@@ -243,7 +217,7 @@ def other_client(url: str, seed: int, ended: threading.Event) -> None:
         ended.wait(drawn.random())
 
 
-def noise(runs: int) -> bool:
+def noise(_: Path, runs: int) -> bool:
     results = []
     for name in test_compare.NOISE:
         alarms = test_compare.false_alarms(name, runs)
@@ -252,11 +226,25 @@ def noise(runs: int) -> bool:
     return all(results)
 
 
+NOISY = {
+    "": (0, 77), "last_chunk_wrong": (1,), "other_weights:0.05": (1,),
+    **{f"one_bit:{bit}": (0, 1, 77) for bit in range(30, 21, -2)},
+}  # fmt: skip
+PARTIAL = {**served.IN_PROCESS["kv_connector_extra_config"], "lmcache.save_unfull_chunk": True}
 TRIALS: dict[str, Callable[..., bool]] = {
-    "connectors": connectors, "faults": faults, "partial": partial, "noisy": noisy,
-    "refusals": refusals, "ranks": ranks, "lora": lora, "pd": prefill_decode, "healthy": healthy,
-    "noise": noise,
+    "connectors": connectors,
+    "faults": partial(planted, FAULTS),
+    "partial": partial(
+        planted, {"": (0,), "last_partial_chunk_wrong": (1,)}, arguments=("--chunk", str(served.CHUNK)),
+        transfer={**served.IN_PROCESS, "kv_connector_extra_config": PARTIAL},
+    ),
+    "noisy": partial(planted, NOISY, KVFIX_TEST_NOISE="0.01"),
+    "refusals": refusals,
+    "ranks": partial(planted, {"": (0,), "one_rank_wrong": (1,)}, ranks=2),
+    "lora": lora, "pd": prefill_decode, "healthy": healthy, "noise": noise,
 }  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(not TRIALS[sys.argv[1]](*map(int, sys.argv[2:])))
+    with tempfile.TemporaryDirectory() as place:
+        right = TRIALS[sys.argv[1]](Path(place), *map(int, sys.argv[2:]))
+    sys.exit(not right)

@@ -8,17 +8,14 @@ from typing import NamedTuple
 class Rule(NamedTuple):
     """A rule of the contract.
 
-    codes: rules of the lab and the ledger. A violation of one of them violates this rule, in any scenario.
-    proof: a count (request_events.py). If it is 0, the rule was not tested.
-
     Wrong content has no rule of its own. It violates the rule of the scenario, or `granted` (`_OF_CONTENT`).
     """
 
     slug: str
     title: str
     doc: str
-    proof: str
-    codes: tuple[str, ...]
+    proof: str  # a count (request_events.py). If it is 0, the rule was not tested
+    codes: tuple[str, ...]  # rules of the lab and the ledger, whose violation violates this rule in any scenario
 
 
 _TEXT = Path(__file__).with_name("contract.md").read_text(encoding="utf-8")

@@ -6,13 +6,14 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.request import RequestStatus
 
 from kvfix.ledger import Finding
 from kvfix_tools.conform import sides
+from kvfix_tools.conform.scenarios import Scenario
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
@@ -35,11 +36,9 @@ _STEPS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The connector under test. config: its kv_connector_extra_config. lose: function that deletes its stored KV."""
-
-    connector: str
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    lose: str = ""
+    connector: str  # under test
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # its kv_connector_extra_config
+    lose: str = ""  # function that deletes its stored KV
 
     def options(self, **changed: Any) -> Options:
         """Return the options of the lab's engine for a scenario: two layers, 128 tokens in a step."""
@@ -51,6 +50,10 @@ class Subject:
         if name in OF_VLLM:  # the lab chooses the size of the memory
             extra = {key: value for key, value in self.config.items() if not key.startswith("cpu_bytes_to_use")}
         return Options(connector=name, offloading=self.side.offloading, chunk_size=16, extra=extra, **sizes)
+
+    def schedule(self, scenario: Scenario) -> Schedule:
+        """Return the schedule of a scenario. Its steps are of type Step."""
+        return Schedule(self.options(**scenario.options), tuple(scenario.schedule))
 
     @functools.cached_property
     def side(self) -> sides.Side | None:
@@ -110,8 +113,6 @@ class Player:
         findings = [found for each in engines for found in each.findings]
         return Played(findings, sum(each.steps for each in engines), counts, self.engine.log)
 
-    # ------------------------------------------------------------------ steps
-
     def admit(
         self, name: str, prompt: list[int], max_tokens: int = 1, in_other_connector: bool = False, **more: Any
     ) -> None:
@@ -123,7 +124,7 @@ class Player:
 
     def preempt(self, name: str) -> None:
         """Preempt a request if it runs."""
-        if self._status(name) == RequestStatus.RUNNING:
+        if self.engine.requests[name].status == RequestStatus.RUNNING:
             self.engine.preempt(name)
 
     def store(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> None:
@@ -135,11 +136,10 @@ class Player:
 
     def until_loading(self, name: str) -> None:
         """Step until a load of this request is in flight or over."""
-        self._until(name, lambda: self._status(name) == RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self._until(name, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def until_running(self, name: str) -> None:
-        """Step until this request runs."""
-        self._until(name, lambda: self._status(name) == RequestStatus.RUNNING)
+        self._until(name, RequestStatus.RUNNING)
 
     def restart(self) -> None:
         """End the engine, and start another one with the connector's folder."""
@@ -150,29 +150,20 @@ class Player:
         self.engine = LabEngine(options)
         self.engine.connector.folder = before.connector.folder
 
-    def _until(self, name: str, so: Callable[[], bool]) -> None:
+    def _until(self, name: str, status: RequestStatus) -> None:
         for _ in range(_STEPS):
-            if so() or name not in self.engine.requests or self.engine.requests[name].is_finished():
+            request = self.engine.requests.get(name)
+            if request is None or request.status == status or request.is_finished():
                 return
             self.engine.step()
 
-    def _status(self, name: str) -> Any:
-        return self.engine.requests[name].status if name in self.engine.requests else None
 
-
-class ScenarioSchedule(NamedTuple):
-    """The schedule of a scenario, which can be shrunk like a fuzzer's schedule."""
-
-    options: Options
-    steps: tuple[Step, ...]
-
-
-def play(schedule: ScenarioSchedule) -> Played:
-    """Play a schedule to its end, or until the engine dies."""
+def play(schedule: Schedule) -> Played:
+    """Play the schedule of a scenario to its end, or until the engine dies."""
     player = Player(schedule.options)
     with suppress(EngineDied):  # the findings include it
         for step in schedule.steps:
-            player.do(step)
+            player.do(Step(*step))
         player.end()
     return player.played()
 
@@ -194,7 +185,7 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 
 
 def shortest(
-    schedule: Any, wanted: str, seconds: float, player: Callable[[Any], Played], done: Played
+    schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], Played], done: Played
 ) -> tuple[Sequence[Any], Finding, Played]:
     """Shrink a schedule. Return the shortest one with a finding of this signature, the finding, and the result.
 

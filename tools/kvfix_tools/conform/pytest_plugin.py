@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from kvfix_tools.conform.verdicts import Run, Violation
+    from kvfix_tools.conform.verdicts import Run
 
 _FUZZER = "fuzzer"
 
@@ -56,7 +56,11 @@ class Contract(pytest.Item):
                 pytest.skip(case.reason)
             if case.outcome == "violated":
                 reason = f"{case.reason}\n(an earlier scenario shows this violation in full)"
-        broken = [_text(each) for key, each in run.found.items() if key not in known]
+        broken = [
+            "\n  ".join([f"{one.rule}: {one.message}", "shortest schedule:", *one.schedule, "history:", *one.history])
+            for key, one in run.found.items()
+            if key not in known
+        ]
         if broken or reason:
             raise Broken("\n\n".join(broken) or reason)
 
@@ -81,8 +85,3 @@ def _run(config: pytest.Config) -> Run:
     fixes.enter_context(command.chosen(fixes=True))
     config.add_cleanup(fixes.close)
     return Run(Subject(config.getoption("--kv-connector"), settings, config.getoption("--kv-lose")))
-
-
-def _text(violation: Violation) -> str:
-    parts = [f"{violation.rule}: {violation.message}", "shortest schedule:", *violation.schedule, "history:"]
-    return "\n  ".join([*parts, *violation.history])

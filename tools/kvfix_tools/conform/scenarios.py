@@ -59,20 +59,13 @@ NEEDS = {
 
 
 class Scenario(NamedTuple):
-    """A schedule, and the rule of the contract that it tests. A step is a method of `Player`, of the lab's engine or
-    of its connector.
-
-    proof: counts (request_events.py). If one of them is 0, the rule was not tested. needs: keys of NEEDS.
-    options: options of the lab's engine that differ from their defaults.
-    """
-
     name: str
-    rule: str
+    rule: str  # of the contract, which it tests
     title: str
-    schedule: Sequence[Step]
-    proof: tuple[str, ...] = ("loaded_tokens",)
-    needs: tuple[str, ...] = ()
-    options: dict[str, Any] = {}
+    schedule: Sequence[Step]  # methods of `Player`, of the lab's engine or of its connector
+    proof: tuple[str, ...] = ("loaded_tokens",)  # counts (request_events.py). If one is 0, the rule was not tested
+    needs: tuple[str, ...] = ()  # keys of NEEDS
+    options: dict[str, Any] = {}  # of the lab's engine, if they differ from their defaults
 
 
 _LONG = "cmpl-" + "é/..% \u4e2d" * 40

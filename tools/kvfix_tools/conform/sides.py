@@ -12,11 +12,9 @@ _ENGINES = "there are two engines, and NIXL is a stand-in"
 
 
 class Side(NamedTuple):
-    """A stand-in. connector, offloading: options of the lab. stand_in: the part that is a stand-in; "" if unknown."""
-
-    connector: str
-    stand_in: str
-    offloading: str = ""
+    connector: str  # option of the lab
+    stand_in: str  # the part that is a stand-in; "" if unknown
+    offloading: str = ""  # option of the lab
 
     @property
     def lacks(self) -> set[str]:
@@ -47,16 +45,13 @@ def side(connector: str, config: dict[str, Any]) -> Side | None:
     OffloadingConnector.
     """
     if connector == "MultiConnector":
-        return _of_two([str(child.get("kv_connector")) for child in config.get("connectors", ())])
+        names = [str(child.get("kv_connector")) for child in config.get("connectors", ())]
+        lmcache = [_SIDES[name] for name in names if name.startswith("LMCache") and name in _SIDES]
+        if len(names) != 2 or len(lmcache) != 1 or "OffloadingConnector" not in names:
+            return None
+        place = "first" if names[0] == "OffloadingConnector" else "last"
+        return lmcache[0]._replace(stand_in=f"{lmcache[0].stand_in}, and so are the copies", offloading=place)
     if connector in CONNECTORS:
         return next((each for each in _SIDES.values() if each.connector == connector), Side(connector, ""))
     found = _SIDES.get(connector)
     return found if found is not None and found.connector in CONNECTORS else None
-
-
-def _of_two(names: list[str]) -> Side | None:
-    lmcache = [_SIDES[name] for name in names if name.startswith("LMCache") and name in _SIDES]
-    if len(names) != 2 or len(lmcache) != 1 or "OffloadingConnector" not in names:
-        return None
-    place = "first" if names[0] == "OffloadingConnector" else "last"
-    return lmcache[0]._replace(stand_in=f"{lmcache[0].stand_in}, and so are the copies", offloading=place)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding
     from kvfix_tools.conform.player import Subject
     from kvfix_tools.lab.fuzz.fuzz import Played
+    from kvfix_tools.lab.fuzz.schedule import Schedule
     from kvfix_tools.lab.options import Options
 
 #: Seconds to shrink one violation, and all violations together.
@@ -25,32 +26,21 @@ OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
 NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
 
 
-def _quiet(what: str) -> None:
-    """Show no progress."""
-
-
 class Violation(NamedTuple):
-    """A violation. rule: of the contract. code: of the lab's or the ledger's rule. where: scenario or fuzzer seed.
-
-    schedule: the shortest steps that show it. options: options of the lab's engine that differ from their defaults.
-    """
-
-    rule: str
-    code: str
-    where: str
+    rule: str  # of the contract
+    code: str  # of the lab's or the ledger's rule
+    where: str  # scenario or fuzzer seed
     message: str
-    schedule: list[str]
-    options: dict[str, Any]
+    schedule: list[str]  # the shortest steps that show it
+    options: dict[str, Any]  # of the lab's engine, if they differ from their defaults
     history: list[str]
 
 
 class Case(NamedTuple):
-    """The result of one scenario. reason: the violation, or why the scenario tested nothing."""
-
-    name: str
+    name: str  # of the scenario
     rule: str
     outcome: str
-    reason: str
+    reason: str  # the violation, or why the scenario tested nothing
     seconds: float
 
 
@@ -137,9 +127,8 @@ class Run:
         why = next((NEEDS[need] for need in ("alone", *scenario.needs) if need in self.subject.lacks), "")
         outcome = NOT_APPLICABLE
         if not why:
-            schedule = player.ScenarioSchedule(self.subject.options(**scenario.options), tuple(scenario.schedule))
-            done = self._done(player.play(schedule))
-            found = self._violations(scenario.name, scenario.rule, schedule, done, player.play)
+            schedule = self.subject.schedule(scenario)
+            done, found = self._play(scenario.name, scenario.rule, schedule, player.play)
             untested = (WITHOUT[count] for count in scenario.proof if not done.counts.get(count))
             why = found[0].message if found else next(untested, "")
             outcome = VIOLATED if found else NOT_APPLICABLE if why else OK
@@ -147,7 +136,7 @@ class Run:
         self.cases.append(case)
         return case
 
-    def fuzz(self, seconds: float, seeds: Iterable[int], progress: Callable[[str], None] = _quiet) -> None:
+    def fuzz(self, seconds: float, seeds: Iterable[int], progress: Callable[[str], None] = lambda what: None) -> None:
         """Play the schedules that the fuzzer draws from these seeds, for some seconds."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
@@ -155,22 +144,19 @@ class Run:
         until = time.monotonic() + seconds
         for seed in itertools.takewhile(lambda _: time.monotonic() <= until, seeds):
             progress(f"seed {seed}")
-            schedule = player.drawn(seed, self.subject)
-            self._violations(f"seed {seed}", "granted", schedule, self._done(fuzz.play(schedule)), fuzz.play)
+            self._play(f"seed {seed}", "granted", player.drawn(seed, self.subject), fuzz.play)
             self.seeds += 1
 
-    def _done(self, done: Played) -> Played:
-        self.steps += done.steps
-        self.counts.update(done.counts)
-        return done
-
-    def _violations(
-        self, where: str, about: str, schedule: Any, done: Played, play: Callable[[Any], Played]
-    ) -> list[Violation]:
+    def _play(
+        self, where: str, about: str, schedule: Schedule, play: Callable[[Schedule], Played]
+    ) -> tuple[Played, list[Violation]]:
+        """Play a schedule, and add its violations to `found`. Return the result, and these violations."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
 
-        made = []
+        made, done = [], play(schedule)
+        self.steps += done.steps
+        self.counts.update(done.counts)
         by_signature = {fuzz.signature(each): each for each in done.violations[::-1]}
         if any(found.code == WRONG_CONTENT.code for found in by_signature.values()):  # wrong text is a consequence
             by_signature = {each: found for each, found in by_signature.items() if found.code != WRONG_TEXT.code}
@@ -178,26 +164,27 @@ class Run:
             rule = of_finding(found.code, about)
             if (rule, wanted) not in self.found:
                 start, most = time.monotonic(), min(self._shrinking, _SHRINK)
-                steps, found, done = player.shortest(schedule, wanted, most, play, done)
+                steps, found, shown = player.shortest(schedule, wanted, most, play, done)
                 self._shrinking -= time.monotonic() - start
                 self.found[rule, wanted] = Violation(
-                    rule, found.code, where, str(found), [_said(step) for step in steps],
-                    _changed(schedule.options),
-                    _history(done, found),
+                    rule, found.code, where, str(found), [_said(step) for step in steps], _changed(schedule.options),
+                    _history(shown, found),
                 )  # fmt: skip
             made.append(self.found[rule, wanted])
-        return made
+        return done, made
 
 
 def run(
     subject: Subject,
     seconds: float,
     seeds: Iterable[int],
-    progress: Callable[[str], None] = _quiet,
+    progress: Callable[[str], None] = lambda what: None,
     shrinking: float = _SHRINK_ALL,
 ) -> Run:
-    """Run all scenarios, then the fuzzer for some seconds or until the seeds end. shrinking: seconds to shrink all
-    violations."""
+    """Run all scenarios, then the fuzzer for some seconds or until the seeds end.
+
+    progress: shows what runs now. shrinking: seconds to shrink all violations.
+    """
     start, done = time.monotonic(), Run(subject, shrinking)
     try:
         progress("first engine")

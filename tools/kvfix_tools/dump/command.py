@@ -2,7 +2,6 @@
 
 import io
 import json as jsonlib
-import os
 import sys
 import tarfile
 import time
@@ -79,9 +78,9 @@ def _write(bundle: Path, name: str, gathered: list[gather.Gathered], rows: list[
             parts[f"stacks-{each.process.pid}.json"] = jsonlib.dumps(each.stacks, indent=1)
         if each.recorder is not None:
             parts[f"recorder-{each.process.pid}.jsonl"] = each.recorder
-    handle = os.open(bundle, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    bundle.touch(0o600, exist_ok=False)
     try:
-        with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        with tarfile.open(bundle, "w:gz") as archive:
             for part, text in parts.items():
                 content = text.encode()
                 entry = tarfile.TarInfo(f"{name}/{part}")

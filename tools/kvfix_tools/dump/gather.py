@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,40 +16,39 @@ from kvfix.engine_state.places import HOOKS
 from kvfix_tools import recording
 from kvfix_tools.dump.processes import Process, own_text, ready
 
-#: Time limits in seconds: for the stacks of one process, and for the recorders of all processes.
-STACKS, RECORDERS = 20, 5.0
+#: Time limits in seconds: for the stacks and for the recorder of one process.
+STACKS, RECORDER = 20, 5.0
 
 
 class Gathered(NamedTuple):
-    """stacks: py-spy's threads, or None with a reason in `why_no_stacks`.
-
-    recorder: text of the recorder file, or None with a reason in `why_no_recorder`.
-    """
-
     process: Process
-    stacks: list[dict[str, Any]] | None
+    stacks: list[dict[str, Any]] | None  # py-spy's threads
     why_no_stacks: str
-    recorder: str | None
+    recorder: str | None  # text of the recorder file
     why_no_recorder: str
 
 
 def gather(tree: list[Process]) -> list[Gathered]:
     """Read all processes. Recorders come first, because a process that py-spy has stopped does not answer."""
-    recorded = recorders(tree)
-    return [Gathered(process, *stacks(process.pid), *recorded[process.pid]) for process in tree]
+    with ThreadPoolExecutor(max(1, len(tree))) as pool:
+        recorded = list(pool.map(recorder, tree))
+    return [Gathered(process, *stacks(process.pid), *read) for process, read in zip(tree, recorded, strict=True)]
+
+
+def program(name: str) -> str | None:
+    """Return the path of a program of this Python, or on PATH."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
     """Return py-spy's threads of this process, or None and the reason."""
-    program = shutil.which(
-        "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
-    if program is None:
+    py_spy = program("py-spy")
+    if py_spy is None:
         return None, "py-spy is not installed. Run: pip install py-spy"
+    command = [py_spy, "dump", "--json", "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [program, "dump", "--json", "--pid", str(pid)], capture_output=True, text=True, timeout=STACKS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STACKS, check=False)
         if done.returncode == 0:
             return list(json.loads(done.stdout)), ""
         lines = done.stderr.partition("Stack backtrace:")[0].strip().splitlines()
@@ -59,53 +59,32 @@ def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
         return None, f"py-spy: {error}"
 
 
-def recorders(tree: list[Process]) -> dict[int, tuple[str | None, str]]:
-    """Return {process: (text of its recorder file, or None and the reason)}."""
-    found: dict[int, tuple[str | None, str]] = {}
-    waiting: dict[int, tuple[Process, set[Path]]] = {}
-    for process in tree:
-        why = _not_ready(process)
-        if why:
-            found[process.pid] = None, why
-            continue
-        before = set(_files(process))
-        try:
-            os.kill(process.pid, signal.SIGUSR2)
-            waiting[process.pid] = process, before
-        except OSError as error:
-            found[process.pid] = None, f"no recorder: the process cannot be signalled ({error.strerror})"
-    until = time.monotonic() + RECORDERS
-    while waiting and time.monotonic() < until:
-        for pid, (process, before) in list(waiting.items()):
-            new = sorted(set(_files(process)) - before)
-            if new:
-                found[pid] = _text(process, new[-1])
-                del waiting[pid]
-        time.sleep(0.02)
-    for pid in waiting:
-        found[pid] = None, f"no recorder: the main thread did not run Python code for {RECORDERS:g} s; see its stacks"
-    return found
-
-
-def _text(process: Process, file: Path) -> tuple[str | None, str]:
-    try:
-        return own_text(process, file), ""
-    except OSError as error:
-        return None, f"no recorder: the file cannot be read ({error})"
-
-
-def _files(process: Process) -> list[Path]:
-    return list(Path(process.directory).glob(f"kvfix-{process.pid}-*-signal.jsonl"))
-
-
-def _not_ready(process: Process) -> str:
-    """Return why this process must not be signalled; "" if it has announced that it answers the signal."""
+def recorder(process: Process) -> tuple[str | None, str]:
+    """Return the text of the recorder file that the process writes at a signal, or None and the reason."""
     announced = ready(process)
     if not announced:
-        return "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
+        return None, "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
     if announced.get("began") != process.began:
-        return "no recorder: the recorder with this process id belongs to a process that has ended"
-    return ""
+        return None, "no recorder: the recorder with this process id belongs to a process that has ended"
+    before = _files(process)
+    try:
+        os.kill(process.pid, signal.SIGUSR2)
+    except OSError as error:
+        return None, f"no recorder: the process cannot be signalled ({error.strerror})"
+    until = time.monotonic() + RECORDER
+    while time.monotonic() < until:
+        new = sorted(_files(process) - before)
+        if new:
+            try:
+                return own_text(process, new[-1]), ""
+            except OSError as error:
+                return None, f"no recorder: the file cannot be read ({error})"
+        time.sleep(0.02)
+    return None, f"no recorder: the main thread did not run Python code for {RECORDER:g} s; see its stacks"
+
+
+def _files(process: Process) -> set[Path]:
+    return set(Path(process.directory).glob(f"kvfix-{process.pid}-*-signal.jsonl"))
 
 
 def ranks(of: Gathered) -> list[str]:
@@ -125,10 +104,17 @@ def _connectors(of: Gathered) -> list[dict[str, Any]]:
         return []
 
 
+def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the frames of the main thread, the innermost first; [] if py-spy has not found it."""
+    for each in threads:
+        if each.get("thread_name") == "MainThread" or each.get("os_thread_id") == each.get("pid"):
+            return list(each["frames"])
+    return []
+
+
 def where(of: Gathered) -> str:
     """Return the connector hook that the process is in, for how long and at which line; "" if it is in none."""
-    main = next((thread for thread in of.stacks or () if thread.get("thread_name") == "MainThread"), None)
-    frames = list(main["frames"]) if main else []  # the innermost is first
+    frames = main_frames(of.stacks or [])
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in _connectors(of) if each.get("inside")]
     if inside:  # the innermost hook is the one that began last

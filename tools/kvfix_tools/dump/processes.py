@@ -15,21 +15,16 @@ _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
 
 class Process(NamedTuple):
-    """One process. began: clock ticks after boot. settings: from its environment at the start. owner: user id.
-
-    directory: the folder for its recorder files.
-    """
-
     pid: int
     parent: int
     name: str
     state: str
-    began: int
+    began: int  # clock ticks after boot
     threads: int
     command: list[str]
-    settings: dict[str, str]
-    owner: int
-    directory: str
+    settings: dict[str, str]  # from its environment at the start
+    owner: int  # user id
+    directory: str  # the folder for its recorder files
 
 
 def tree(pid: int) -> list[Process]:
@@ -85,11 +80,11 @@ def own_text(process: Process, path: Path) -> str:
 
     The reader may be root. A folder planted by another user must not make it signal a process or show another file.
     """
-    parent = os.open(path.parents[1], os.O_PATH | os.O_DIRECTORY)
-    folder = SharedFolder(parent, str(path.parent), process.owner)
-    if not folder.is_of_user():
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    shared = SharedFolder(folder, process.owner)
+    if os.fstat(folder).st_uid != process.owner:
         raise PermissionError(f"{path.parent} does not belong to the user of process {process.pid}")
-    return folder.read(path.name)
+    return shared.read(str(path))
 
 
 def _described(pid: int) -> Process | None:
@@ -98,7 +93,8 @@ def _described(pid: int) -> Process | None:
         return None
     try:
         shown = psutil.Process(pid).as_dict(["ppid", "name", "num_threads", "cmdline", "uids"])
-        state, began = _state_and_start(pid)
+        # man proc_pid_stat, from field 3 on: psutil has neither the kernel's letter nor the start in clock ticks.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (psutil.NoSuchProcess, OSError):
         return None
     environment, owner = _environment(pid), shown["uids"].effective
@@ -107,8 +103,8 @@ def _described(pid: int) -> Process | None:
         pid=pid,
         parent=shown["ppid"],
         name=shown["name"],
-        state=state,
-        began=began,
+        state=fields[0],
+        began=int(fields[19]),
         threads=shown["num_threads"],
         command=redact.command(word for word in shown["cmdline"] or () if word),
         settings={key: redact.setting(key, value) for key, value in environment.items() if key.startswith(_SHOWN)},
@@ -120,12 +116,6 @@ def _described(pid: int) -> Process | None:
 def _own_folder(shared: str, owner: int) -> str:
     """Return the folder of a user as connector_events/dump.py names it."""
     return os.path.join(shared, f"kvfix-{owner}")
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """Return the kernel's state letter and the start in clock ticks. psutil provides neither."""
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], int(fields[19])
 
 
 def _environment(pid: int) -> dict[str, str]:

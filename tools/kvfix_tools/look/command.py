@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 import sys
 import time
 from contextlib import suppress
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.live import Live
 
-from kvfix.ledger import owed, standstill
+from kvfix.ledger import liveness, owed, standstill
+from kvfix.ledger.liveness import LOAD, LOOKUP
+from kvfix.ledger.standstill import HOOK, LATE, moved, of_these_hooks
 from kvfix_tools import screen
-from kvfix_tools.look import lmcache_server, looking, show, waits
+from kvfix_tools.look import lmcache_server, looking, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,17 +62,39 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
             return 2
         print("\n".join(lines))
     else:
-        screen.console().print(show.screenful(looks, found, ways, lmcache_server.of(looks[-1].processes)))
+        screen.console().print(show.screenful(looks, found, ways))
     return int(bool(found))
 
 
 def enough(looker: looking.Looker) -> list[Look]:
     """Look at least twice, until there is a verdict or no problem is suspected."""
     looks = [_between_steps(looker)]
-    while waits.seconds_to_look(looks) or len(looks) < 2:
+    while seconds_to_look(looks) or len(looks) < 2:
         time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
         looks.append(_between_steps(looker))
     return looks
+
+
+def seconds_to_look(looks: Sequence[Look]) -> float:
+    """Return how many more seconds a sure verdict needs; 0 if there is one, or no problem is suspected."""
+    if standstill.verdicts(looks):
+        return 0.0
+    looks = of_these_hooks(looks)
+    seconds = 0.0
+    last = looks[-1].processes
+    in_hook = any(each.get("hook") or each.get("silent") for each in last)
+    for engine in owed.engines(last):
+        waits = owed.waits(engine)
+        if {kind for _, kind in waits} & {LOAD, LOOKUP} and not owed.state(engine).running:
+            seconds = LATE
+        lost = [row for row, kind in waits if kind == LOAD and not engine.ranks_with(row["id"], *owed.KINDS)]
+        if lost or liveness.can_move(owed.state(engine)).verdict == "violated":
+            seconds = max(seconds, 1.0)
+    span = looks[-1].at - looks[0].at
+    if len(looks) > 1 and span >= 1.0 and moved(looks):
+        seconds = 0.0
+    seconds = max(seconds, HOOK if in_hook else 0.0)
+    return seconds if span < seconds else 0.0
 
 
 def _between_steps(looker: looking.Looker) -> Look:
@@ -94,8 +117,7 @@ def _watch(looker: looking.Looker) -> int:
     ):
         while True:
             looks = [*looks[-30:], _between_steps(looker)]
-            servers = lmcache_server.of(looks[-1].processes)
-            live.update(show.screenful(looks, standstill.verdicts(looks), looker.ways.values(), servers), refresh=True)
+            live.update(show.screenful(looks, standstill.verdicts(looks), looker.ways.values()), refresh=True)
             time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
     return int(bool(standstill.verdicts(looks)))
 
@@ -107,7 +129,7 @@ def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -
         "schema": SCHEMA,
         "kind": "look",
         "verdicts": [show.as_dict(each, last.processes) for each in found],
-        "owes": {row["id"]: waits.waits_for(engine, row) for engine in engines for row in engine.requests},
+        "owes": {row["id"]: show.waits_for(engine, row) for engine in engines for row in engine.requests},
         "ways": [each._asdict() for each in ways],
         "servers": lmcache_server.of(last.processes),
         "processes": last.processes,
@@ -116,7 +138,5 @@ def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -
 
 def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
     """Write the state into a file that only its owner can read."""
-    text = jsonlib.dumps(_answer(last, found, []))
-    handle = os.open(Path(file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as opened:
-        opened.write(text)
+    Path(file).touch(0o600)
+    Path(file).write_text(jsonlib.dumps(_answer(last, found, [])), encoding="utf-8")

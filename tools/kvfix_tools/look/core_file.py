@@ -1,13 +1,11 @@
 """`kvfix look --core FILE`: show the stacks of a core file with PyStack. It does not read variables."""
 
 import json as jsonlib
-import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
+from kvfix_tools.dump import gather
 from kvfix_tools.look.looking import of_stack
 
 #: Time limit in seconds. A core file of an engine has many gigabytes.
@@ -18,14 +16,12 @@ _FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
 def look(file: str, json: bool) -> int:
     """Return 0 if no thread is in a connector hook, 1 if one is, 2 for an unreadable file, 77 without PyStack."""
-    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    program = shutil.which("pystack", path=os.pathsep.join(folders))
-    if program is None:
-        print(
-            "kvfix look: PyStack, which reads core files, is not installed. Run: pip install pystack", file=sys.stderr
-        )
+    pystack = gather.program("pystack")
+    if pystack is None:
+        why = "PyStack, which reads core files, is not installed. Run: pip install pystack"
+        print(f"kvfix look: {why}", file=sys.stderr)
         return 77
-    command = [program, "--no-color", "core", file]
+    command = [pystack, "--no-color", "core", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
     threads = stacks(done.stdout)
     if not threads:

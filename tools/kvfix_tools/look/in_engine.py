@@ -19,9 +19,7 @@ from kvfix.fixes.record import AT_START, NEW_REQUESTS
 from kvfix.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
-    from kvfix.fixes.record import Fix, Target
+    from kvfix.fixes.record import Fix
 
 #: While a function of one of these files is on any stack, attach and detach change nothing.
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
@@ -70,7 +68,9 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
             where = where or "while the scheduler is created"
     if where or (idle and requests):
         return {"state": "unsafe" if where else "busy", "where": where, "requests": len(requests)}
-    session.held_back = _held_back(config)
+    why = "cannot be attached to a running engine: start the engine with kvfix"
+    wanted = (fix for fix in catalogue.fixes() if fix.attaches == AT_START and config.takes(fix.code, fix.opt_in))
+    session.held_back = {fix.code: why for fix in wanted if not _is_applied(fix)}
     watched, applied = session.config is not None and session.config.watches, _for_new_requests()
     import_hooks.activate(config)
     if _for_new_requests() - applied or (config.watches and not watched):
@@ -102,16 +102,13 @@ def detach() -> dict[str, Any]:
 
 def state() -> dict[str, Any]:
     """Return the mode and one row for each fix, for `kvfix status PID`. This is safe at any point of a step."""
-    rows, scheduler = [], _scheduler()
-    left = (
-        [name for name in vars(scheduler).get("requests", ()) if name in session.before]
-        if scheduler is not None
-        else []
-    )
+    here, rows = getattr(_scheduler(), "requests", ()), []
+    left = [name for name in here if name in session.before]
+    nothing = Applicability("not-affected", "this process has not imported the function, or the fix is switched off")
     for fix in catalogue.fixes():
         why = session.held_back.get(fix.code)
         loaded = any(target.module in sys.modules for target in fix.targets)
-        for row in fix_status.rows_of(fix, applicability.judge if why and loaded else _not_here):
+        for row in fix_status.rows_of(fix, applicability.judge if why and loaded else lambda _: nothing):
             reason = row.reason
             if why and row.verdict == "applicable":
                 reason = why
@@ -123,17 +120,6 @@ def state() -> dict[str, Any]:
         "mode": session.mode if session.config is not None else "off",
         "rows": [{**row._asdict(), **acting.counts(row.code)} for row in rows if row.verdict in _SHOWN],
     }
-
-
-def _not_here(target: Target) -> Applicability:
-    return Applicability("not-affected", "this process has not imported the function, or the fix is switched off")
-
-
-def _held_back(config: Config) -> dict[str, str]:
-    """Return {code: reason} of the fixes that cannot be applied to a running engine and are not applied already."""
-    why = "cannot be attached to a running engine: start the engine with kvfix"
-    wanted = (fix for fix in catalogue.fixes() if fix.attaches == AT_START and config.takes(fix.code, fix.opt_in))
-    return {fix.code: why for fix in wanted if not _is_applied(fix)}
 
 
 def _for_new_requests() -> set[str]:
@@ -148,7 +134,8 @@ def _is_applied(fix: Fix) -> bool:
 
 def _unsafe() -> str:
     """Return the place in a step where the process is now; "" if it is between two steps."""
-    names = _names()
+    targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
+    names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
     for frame in sys._current_frames().values():
         for each in places.outwards(frame):
             code = each.f_code
@@ -159,11 +146,6 @@ def _unsafe() -> str:
     if getattr(places.worker_connector(), "_connector_metadata", None) is not None:
         return "within a step of the worker"
     return ""
-
-
-def _names() -> Container[str]:
-    targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
-    return targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
 
 
 def _scheduler() -> Any:

@@ -18,8 +18,8 @@ import time
 from contextlib import suppress
 
 from kvfix_tools.look import other_process
-from kvfix_tools.look.calls import Refused
 from kvfix_tools.look.other_process import Process
+from kvfix_tools.look.ptrace import Refused
 from kvfix_tools.look.shared_folder import SharedFolder
 
 __all__ = ["FAILED", "Refused", "Silent", "run"]
@@ -30,21 +30,20 @@ FAILED = "failed: "
 _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
 #: Time limit in seconds for the code, after it has begun.
 _LONGEST = 60.0
-#: Folders for the answers, as `_new_folder` makes them.
-_NAME = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
-
-#: Content of the file `code`. It starts only if it can remove its token. The caller removes the token after `seconds`.
+#: Folders for the script and the answer, and the paths of scripts.
+_FOLDERS = ("/tmp", "/dev/shm")
+_SCRIPT = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
+#: The script. It runs the code only if it can rename its token, which the caller removes after `seconds`.
 _CODE = """
 import os
-folder, token, code = {folder!r}, {token!r}, {code!r}
+script, token, code = {script!r}, {token!r}, {code!r}
+answer = token + ".part"
 try:
-    os.unlink(folder + "/" + token)
-    os.unlink(folder + "/code")
+    os.rename(token, answer)
+    os.unlink(script)
 except OSError:
     pass
 else:
-    answer = folder + "/answer.part"
-    os.close(os.open(answer, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     try:
         exec(compile(code, "<kvfix>", "exec"), {{"__name__": "<kvfix>", "ANSWER": answer}})
     except BaseException as error:
@@ -56,18 +55,11 @@ else:
                 time.sleep(0.05)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
             _thread.start_new_thread(again, ())
-    os.rename(answer, folder + "/answer")
+    os.rename(answer, token + ".answer")
 """
-#: Content of the file `code` after the caller's timeout, when the call is still in the queue. It removes the folder at
-#: once, even if it has files of a later caller. That caller checks that the folder still exists.
-_GIVEN_UP = """
-import os
-gone = {folder!r} + "-gone"
-os.rename({folder!r}, gone)
-for name in os.listdir(gone):
-    os.unlink(gone + "/" + name)
-os.rmdir(gone)
-"""
+#: The script after the caller's timeout, when the call is still in the queue. It may remove the script of a later
+#: caller, who then notices this.
+_GIVEN_UP = "import os; os.unlink({script!r})"
 
 
 class Silent(Exception):
@@ -78,58 +70,59 @@ def run(pid: int, code: str, *, seconds: float) -> str:
     """Execute the code in the process. Return the text that it wrote to the file ANSWER, or FAILED and its error.
 
     The code must not wait or take a lock, because it may interrupt code that holds the lock. seconds: time for the main
-    thread to reach a bytecode. Raise Refused or Silent. After Silent the folder stays until the thread reaches a
-    bytecode. The next `run` uses this folder, so that a stuck process has only one call in its queue.
+    thread to reach a bytecode. Raise Refused or Silent. After Silent the script stays until the thread reaches a
+    bytecode. The next `run` replaces this script, so that a stuck process has only one call in its queue.
     """
     process = other_process.process(pid)
-    folder = _waiting(process)
-    if folder is not None:
+    queued = _queued(process)
+    if queued is not None:
         with suppress(FileNotFoundError):  # the call in the queue has run in the meantime
-            return _run(process, folder, code, seconds, is_queued=True)
-    return _run(process, _new_folder(process), code, seconds, is_queued=False)
+            return _run(process, *queued, code, seconds, is_queued=True)
+    return _run(process, *_new_script(process), code, seconds, is_queued=False)
 
 
-def _run(process: Process, folder: SharedFolder, code: str, seconds: float, is_queued: bool) -> str:
-    """Do the work of `run`. Raise FileNotFoundError if the folder of the queued call disappears."""
-    token = f"token-{os.getpid()}-{time.monotonic_ns()}"
+def _run(process: Process, folder: SharedFolder, script: str, code: str, seconds: float, is_queued: bool) -> str:
+    """Do the work of `run`. Raise FileNotFoundError if the queued call has removed the script."""
+    token = f"{script}.{os.getpid()}-{time.monotonic_ns()}"
+    files = [script, f"{script}.py", token, f"{token}.part", f"{token}.answer"]
     try:
         folder.write(token, "")
-        folder.write("code", _CODE.format(folder=folder.inside, token=token, code=code, failed=FAILED))
-        line = f"try:exec(open({folder.inside + '/code'!r}).read(),{{}})\nexcept BaseException:pass\n"
+        folder.write(script, _CODE.format(script=script, token=token, code=code, failed=FAILED))
+        line = f"try:exec(open({script!r}).read(),{{}})\nexcept BaseException:pass\n"
         at = None
-        if not _remote_exec(process, folder, line):
-            at = _put(process, folder, line)
+        if not _remote_exec(process, folder, f"{script}.py", line):
+            at = _put(process, script, line)
             if not process.run_waiting(at) and not is_queued:
                 process.call("Py_AddPendingCall", process.address("PyRun_SimpleString"), at)
-        text = _answer(process, folder, token, at, seconds)
+        return _answer(process, folder, script, token, at, seconds)
     except Silent:
+        files = []
         raise
-    except BaseException:
-        folder.remove()
-        raise
-    folder.remove()
-    return text
+    finally:
+        for path in files:
+            with suppress(OSError):
+                folder.unlink(path)
 
 
-def _answer(process: Process, folder: SharedFolder, token: str, line: int | None, seconds: float) -> str:
+def _answer(process: Process, folder: SharedFolder, script: str, token: str, line: int | None, seconds: float) -> str:
     began, until, again, begun = time.monotonic(), time.monotonic() + seconds, 0.1, False
     while True:
         try:
-            return folder.read("answer")
+            return folder.read(f"{token}.answer")
         except FileNotFoundError:
             pass
         except OSError as error:  # a link, a pipe, a file of another user
             raise Refused(f"the answer of process {process.pid} is not a file of its user: {error}") from error
-        if not folder.is_there() and process.is_alive():
-            raise FileNotFoundError(folder.inside)
         if not process.is_alive():
             raise Refused(f"process {process.pid} has ended", "")
+        if not folder.has(script) and folder.has(token):
+            raise FileNotFoundError(script)
         if time.monotonic() >= until:
             if begun:
                 raise Silent(f"the code of kvfix has begun, but has not answered in {_LONGEST:g} s")
             with suppress(FileNotFoundError):
                 folder.unlink(token)
-                folder.write("code", _GIVEN_UP.format(folder=folder.inside))
+                folder.write(script, _GIVEN_UP.format(script=script))
                 raise Silent(f"its main thread ran no Python bytecode in {seconds:g} s: it is stuck in native code")
             begun, until = True, time.monotonic() + _LONGEST
         if line is not None and time.monotonic() > began + again and folder.has(token):
@@ -138,22 +131,21 @@ def _answer(process: Process, folder: SharedFolder, token: str, line: int | None
         time.sleep(min(0.02, 0.002 + (time.monotonic() - began) / 8))
 
 
-def _waiting(process: Process) -> SharedFolder | None:
-    """Return the folder of a call that is still in the queue."""
+def _queued(process: Process) -> tuple[SharedFolder, str] | None:
+    """Return the folder and the script of a call that is still in the queue."""
     if not process.has_mapped(_PAGE):
         return None
-    inside = process.read(_PAGE, _SLOT).partition(b"\0")[0].decode(errors="replace")
-    if not re.fullmatch(_NAME, inside):
-        return None
-    with suppress(OSError):
-        folder = SharedFolder(process.folder(inside.rpartition("/")[0]), inside, process.user)
-        return folder if folder.is_of_user() and folder.has("code") else None
+    script = process.read(_PAGE, _SLOT).partition(b"\0")[0].decode(errors="replace")
+    if re.fullmatch(_SCRIPT, script):
+        with suppress(OSError):
+            folder = process.folder(os.path.dirname(script))
+            return (folder, script) if folder.has(script) else None
     return None
 
 
-def _put(process: Process, folder: SharedFolder, line: str) -> int:
+def _put(process: Process, script: str, line: str) -> int:
     """Write the line into a slot of the page in the process, and return its address. The first slot holds the path of
-    the last folder.
+    the last script.
     """
     text = line.encode() + b"\0"
     assert len(text) <= _SLOT
@@ -164,29 +156,30 @@ def _put(process: Process, folder: SharedFolder, line: str) -> int:
             raise Refused(f"process {process.pid} could not map memory for a line of code", "")
     slot = _PAGE + _SLOT * (1 + time.monotonic_ns() // 1000 % (_SLOTS - 1))
     process.write(slot, text)
-    process.write(_PAGE, folder.inside.encode() + b"\0")
+    process.write(_PAGE, script.encode() + b"\0")
     return slot
 
 
-def _remote_exec(process: Process, folder: SharedFolder, line: str) -> bool:
+def _remote_exec(process: Process, folder: SharedFolder, path: str, line: str) -> bool:
     """Return True if Python ran the line itself, which needs Python 3.14 in both processes."""
     remote_exec = getattr(sys, "remote_exec", None)
     if remote_exec is None or process.python() != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False
-    folder.write("line.py", line)
+    folder.write(path, line)
     try:
-        remote_exec(process.pid, f"{folder.inside}/line.py")
+        remote_exec(process.pid, path)
     except (RuntimeError, OSError):  # the process has disabled remote_exec
         return False
     return True
 
 
-def _new_folder(process: Process) -> SharedFolder:
-    """Make a folder that belongs to the process's user, and that the process can see."""
-    for parent in ("/tmp", "/dev/shm"):
+def _new_script(process: Process) -> tuple[SharedFolder, str]:
+    """Return a folder that the process can see and kvfix can write, and the path of a new script in it."""
+    for place in _FOLDERS:
         with suppress(OSError):
-            inside = f"{parent}/kvfix-look-{process.pid}-{secrets.token_hex(8)}"
-            return SharedFolder.make(process.folder(parent), inside, process.user)
+            folder, script = process.folder(place), f"{place}/kvfix-look-{process.pid}-{secrets.token_hex(8)}"
+            folder.write(script, "")
+            return folder, script
     raise Refused(
         f"process {process.pid} has no folder for the answer: neither /tmp nor /dev/shm can be written",
         "Mount a writable /tmp.",

@@ -72,8 +72,8 @@ class Way(NamedTuple):
     pid: int
     name: str
     how: str
-    reason: str = ""
-    setting: str = ""
+    reason: str
+    setting: str
 
 
 def engine_of(pid: int) -> list[Process]:
@@ -154,16 +154,9 @@ def _may_have_vllm(process: Process, maps: str | None) -> bool:
 
 def _recorded(process: Process) -> dict[str, Any] | None:
     """Return the state that kvfix writes at a signal in modes that record. This needs only the user's own rights."""
-    text, _ = gather.recorders([process])[process.pid]
+    text, _ = gather.recorder(process)
     lines = [json.loads(line) for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
     return {**lines[-1], "name": process.name} if lines else None
-
-
-def _code(full: bool, bring: bool) -> str:
-    """Return Python code that answers the state as JSON, or MISSING. bring: send the modules too."""
-    name, sources = _sources()
-    ask = _ASK.format(name=name, full=full)
-    return _BRING.format(name=name, parts=sources) + ask if bring else ask
 
 
 @cache
@@ -190,24 +183,40 @@ class Looker:
         return Look(time.monotonic(), [each for each in states if each is not None])
 
     def _one(self, process: Process) -> dict[str, Any] | None:
+        found, *way = self._read(process)
+        self.ways[process.pid] = Way(process.pid, process.name, *way)
+        return found
+
+    def _read(self, process: Process) -> tuple[dict[str, Any] | None, str, str, str]:
+        """Return the state of a process, and the last fields of its Way."""
+        setting = ""
         try:
-            found = self._inside(process)
-            self.ways[process.pid] = Way(process.pid, process.name, INSIDE)
-            return found
+            return self._inside(process), INSIDE, "", ""
         except inject.Refused as refused:
+            reason, setting = refused.reason, refused.setting
             recorded = _recorded(process)
             if recorded is not None:
-                self.ways[process.pid] = Way(process.pid, process.name, RECORDER, refused.reason, refused.setting)
-                return recorded
-            return self._stacks(process, refused.reason, refused.setting)
+                return recorded, RECORDER, reason, setting
         except inject.Silent as silent:
-            return self._stacks(process, str(silent), "")
+            reason = str(silent)
         except (ValueError, OSError) as error:
-            return self._stacks(process, f"the answer of the process cannot be read: {error}", "")
+            reason = f"the answer of the process cannot be read: {error}"
+        threads, why = gather.stacks(process.pid)
+        if not threads:
+            return None, NOT, f"{reason}; {why}", setting
+        frames = [
+            (each["name"].rpartition(".")[2], each["filename"] or "", each["line"] or 0)
+            for each in gather.main_frames(threads)
+        ]
+        about = {"pid": process.pid, "process": process.name, "name": process.name, "silent": reason}
+        return {**about, **of_stack(frames)}, STACKS, reason, setting
 
     def _inside(self, process: Process) -> dict[str, Any]:
-        for bring in (False, True) if process.pid in self._known else (True,):
-            answer = inject.run(process.pid, _code(self._full, bring), seconds=PATIENCE)
+        name, sources = _sources()
+        ask = _ASK.format(name=name, full=self._full)
+        for brings in (False, True) if process.pid in self._known else (True,):
+            code = _BRING.format(name=name, parts=sources) + ask if brings else ask
+            answer = inject.run(process.pid, code, seconds=PATIENCE)
             if answer.startswith(inject.FAILED):
                 raise ValueError(answer.removeprefix(inject.FAILED))
             if answer != MISSING:
@@ -215,31 +224,9 @@ class Looker:
                 return {**json.loads(answer), "name": process.name}
         raise ValueError("the process does not keep the modules of kvfix")
 
-    def _stacks(self, process: Process, reason: str, setting: str) -> dict[str, Any] | None:
-        threads, why = gather.stacks(process.pid)
-        how = STACKS if threads else NOT
-        self.ways[process.pid] = Way(process.pid, process.name, how, reason if threads else f"{reason}; {why}", setting)
-        if threads is None:
-            return None
-        return {
-            "pid": process.pid,
-            "process": process.name,
-            "name": process.name,
-            "silent": reason,
-            **of_stack(next(([_frame(frame) for frame in each["frames"]] for each in threads if _is_main(each)), [])),
-        }
-
 
 def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:
     """Return "stack" and "hook" as in `engine_state`. frames: (function, file, line), innermost first."""
     hooks = [name for name, file, _ in frames if places.is_hook(name, file)]
     shown = [f"{name} ({'/'.join(file.split('/')[-2:])}:{line})" for name, file, line in frames]
     return {"stack": shown, "hook": hooks[-1] if hooks else ""}
-
-
-def _is_main(thread: dict[str, Any]) -> bool:
-    return thread.get("thread_name") == "MainThread" or thread.get("os_thread_id") == thread.get("pid")
-
-
-def _frame(frame: dict[str, Any]) -> tuple[str, str, int]:
-    return frame["name"].rpartition(".")[2], frame["filename"] or "", frame["line"] or 0

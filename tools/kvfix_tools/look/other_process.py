@@ -5,11 +5,13 @@ import platform
 import re
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvfix_tools.look import calls, ptrace, shared_folder
-from kvfix_tools.look.calls import Refused
+from kvfix_tools.look import ptrace, shared_folder
+from kvfix_tools.look.ptrace import Refused
+from kvfix_tools.look.shared_folder import SharedFolder
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 OTHER_NAMESPACE = (
@@ -35,7 +37,6 @@ class Process:
             raise Refused(f"there is no process {pid}", OTHER_NAMESPACE) from None
         except PermissionError:
             raise Refused(f"process {pid} may not be traced", _missing_right(self.user)) from None
-        self._program = self._about()[1]
         self._mapped = _mapped_files(self._proc)
         self._found: dict[str, tuple[int, int]] = {}
 
@@ -44,23 +45,14 @@ class Process:
             os.close(self._memory)
 
     def is_alive(self) -> bool:
-        with suppress(OSError):
-            state, program = self._about()
-            return program == self._program and state not in "ZX"
-        return False
-
-    def refuse_if_traced(self) -> None:
-        tracer = self._status()["TracerPid"]
-        if tracer != "0":
-            raise Refused(f"process {self.pid} is traced by process {tracer}", f"End process {tracer} first.")
+        """Return False if the process has ended, or runs another program: its memory is gone then."""
+        return any(map(self.has_mapped, self._mapped.values()))
 
     def python(self) -> str:
         """Return the release, such as "3.11", from the name of the library or program; "" if it has none."""
         return next(
             (found[1] for path in self._mapped if (found := re.search(r"python(3\.\d+)", path.rpartition("/")[2]))), ""
         )
-
-    # ------------------------------------------------------------------ memory and files
 
     def has_mapped(self, address: int) -> bool:
         with suppress(OSError):
@@ -73,14 +65,12 @@ class Process:
     def write(self, address: int, content: bytes) -> None:
         os.pwrite(self._memory, content, address)
 
-    def folder(self, path: str) -> int:
+    def folder(self, path: str) -> SharedFolder:
         """Open a folder of the process, which may be in another container. Raise OSError, also for a link."""
-        return self._opened(path, os.O_PATH | os.O_DIRECTORY)
+        return SharedFolder(self._opened(path, os.O_PATH | os.O_DIRECTORY), self.user)
 
     def _opened(self, path: str, flags: int) -> int:
         return shared_folder.opened(os.open(self._proc / "root", os.O_PATH | os.O_DIRECTORY), path, flags)
-
-    # ------------------------------------------------------------------ calls
 
     def address(self, name: str) -> int:
         """Return the address of a function of Python or the C library, or of a breakpoint instruction (TRAP)."""
@@ -100,14 +90,28 @@ class Process:
 
     def call(self, name: str, *arguments: int) -> None:
         """Call a C function in the main thread. The function must neither wait nor allocate memory."""
-        calls.stop(self.pid, "", self._trap(), calls.call_one, self.address(name), *arguments)
+        address = self.address(name)
+        ptrace.stop(self.pid, "", self._trap(), lambda call: call(address, *arguments))
 
     def run_waiting(self, line: int) -> bool:
-        """Run a line of Python in the main thread if it waits in a system call without the GIL. True if it ran."""
+        """Run a line of Python in the main thread if it waits in a system call without the GIL. True if it ran.
+
+        A thread in a long wait without the GIL holds no lock of malloc or Python, so it may take the GIL. A thread that
+        has left the wait may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and would wait for itself.
+        """
         names = "PyGILState_Check", "PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release"
-        called = [self.address(name) for name in names]
+        check, ensure, run, release = map(self.address, names)
+
+        def work(call: Callable[..., int]) -> int:
+            if call(check):
+                return 0
+            state = call(ensure)
+            call(run, line)
+            call(release, state)
+            return 1
+
         wait = self.wait()
-        return bool(wait and calls.stop(self.pid, wait, self._trap(), calls.run_waiting, *called, line))
+        return bool(wait and ptrace.stop(self.pid, wait, self._trap(), work))
 
     def _trap(self) -> int:
         """Return the address of a breakpoint instruction. Raise Refused."""
@@ -126,29 +130,24 @@ class Process:
         mutex while it waits for a second mutex (`take_gil`, ceval_gil.h). A call into this thread would wait for a
         mutex that the thread itself holds.
         """
-        state, switches, first = self._state()
+        before = self._state()
         time.sleep(0.03)
-        if self._state() != (state, switches, first) or state != "S" or not first:
+        state, _, call = before
+        if self._state() != before or state != "S" or not call:
             return ""
         runtime, size = self._symbol("_PyRuntime")
-        return "" if int(first.split()[1], 16) in range(runtime, runtime + size) else first
+        return "" if int(call.split()[1], 16) in range(runtime, runtime + size) else call
 
     def _state(self) -> tuple[str, str, str]:
-        """Return the main thread's state, number of waits, and system call."""
-        status = self._status()
-        return status["State"][0], status["voluntary_ctxt_switches"], calls.system_call(self.pid)
+        """Return the main thread's state, number of waits, and system call; "" if it is in none or has ended."""
+        status, call = self.status(), ""
+        with suppress(OSError):
+            call = (self._proc / "syscall").read_text().strip()
+        return status["State"][0], status["voluntary_ctxt_switches"], "" if call.startswith(("-1", "running")) else call
 
-    def _status(self) -> dict[str, str]:
+    def status(self) -> dict[str, str]:
         lines = (self._proc / "status").read_text(errors="replace").splitlines()
         return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
-
-    def _about(self) -> tuple[str, list[str]]:
-        """Return the state, the start time, and the addresses of code and stack. These addresses change if the process
-        starts another program."""
-        fields = (
-            (self._proc / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        )  # man proc_pid_stat, from field 3 on
-        return fields[0], [fields[19], *fields[23:26]]
 
 
 #: {pid: process}, read once for all looks, because a process with CUDA has thousands of mappings.
@@ -157,12 +156,13 @@ _PROCESSES: dict[int, Process] = {}
 
 def process(pid: int) -> Process:
     """Return a process that nothing else traces. Raise Refused."""
-    found = _PROCESSES.get(pid)
-    if found is None or not found.is_alive():
-        for each in [each for each, known in list(_PROCESSES.items()) if not known.is_alive()]:
+    for each, known in list(_PROCESSES.items()):
+        if not known.is_alive():
             _PROCESSES.pop(each, None)
-        found = _PROCESSES[pid] = Process(pid)
-    found.refuse_if_traced()
+    found = _PROCESSES.get(pid) or _PROCESSES.setdefault(pid, Process(pid))
+    tracer = found.status()["TracerPid"]
+    if tracer != "0":
+        raise Refused(f"process {pid} is traced by process {tracer}", f"End process {tracer} first.")
     return found
 
 

@@ -1,11 +1,11 @@
-"""Stop a thread of another process with ptrace, and call C functions in it, on Linux for x86-64 and aarch64.
+"""Stop a thread of another process for a tenth of a millisecond, and call C functions in it (x86-64 and aarch64).
 
 ptrace stops only this thread, without a signal. Afterwards all registers are restored, including vector registers,
 because the thread may be inside a computation. kvfix writes only a return address below the thread's stack: the address
 of a breakpoint instruction that the process's code already has. The thread stops there again.
 
-The tracing process must stay alive. Without it the thread hits the breakpoint, and the process dies. So `calls` uses a
-separate process for tracing.
+The tracing process must stay alive. Without it the thread hits the breakpoint, and the process dies. So each call has
+its own tracing process, which completes the call if the user ends kvfix.
 """
 
 import ctypes
@@ -14,11 +14,17 @@ import os
 import platform
 import re
 import signal
-import struct
+import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from functools import lru_cache, partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TypeAlias
 
+#: Time limit of a call in seconds.
+_SECONDS = 20.0
 _POKEDATA, _CONT, _DETACH = 5, 7, 17
 _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 0x4204, 0x4205, 0x4206, 0x4207, 0x420A, 0x420B
 #: Option of waitpid to wait for threads too.
@@ -34,32 +40,31 @@ _FLAGS = 0xC00
 _ENDS = {signal.SIGTRAP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
-class Machine(NamedTuple):
-    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences of the machines.
+class Refused(Exception):
+    """The call is not possible. setting: what the user can change; "" if nothing helps."""
 
-    arguments, answer: arguments and result of a function.
-    place, stack, flags: program counter, stack pointer and flags.
-    number, called: number and arguments of a system call.
-    forgets: True if a system call number of -1 stops the kernel from restarting a system call.
-    returns: the return address; None if it is on the stack.
-    vectors: the register set with all vector registers.
-    trap, multiple: the breakpoint instruction, and the alignment of its address in bytes.
-    back: bytes from the program counter of a thread stopped in a system call to the address to which this call returns.
-    """
+    def __init__(self, reason: str, setting: str = "") -> None:
+        super().__init__(f"{reason}. {setting}" if setting else reason)
+        self.reason = reason
+        self.setting = setting
+
+
+class Machine(NamedTuple):
+    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences of the machines."""
 
     arguments: tuple[int, ...]
     answer: int
-    place: int
+    place: int  # the program counter
     stack: int
     flags: int
-    number: int
-    called: tuple[int, ...]
-    forgets: bool
-    returns: int | None
-    vectors: int
-    trap: re.Pattern[bytes]
-    multiple: int
-    back: int
+    number: int  # of a system call
+    called: tuple[int, ...]  # arguments of a system call
+    forgets: bool  # True if a system call number of -1 stops the kernel from restarting a system call
+    returns: int | None  # the return address; None if it is on the stack
+    vectors: int  # the register set with all vector registers
+    trap: re.Pattern[bytes]  # the breakpoint instruction
+    multiple: int  # alignment of the breakpoint instruction in bytes
+    back: int  # bytes from the program counter of a thread in a system call to the address to which this call returns
 
 
 #: The instruction brk with any number.
@@ -84,75 +89,124 @@ class _Vector(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Stopped:
-    """A stopped thread. trap: address of a breakpoint instruction in its process."""
+#: Work in a stopped thread. The argument calls a C function there: (address, arguments).
+Work = Callable[[Callable[..., int]], int]
+Registers: TypeAlias = "array[int]"
 
-    def __init__(self, thread: int, trap: int, machine: Machine) -> None:
-        self._thread, self._trap, self._machine = thread, trap, machine
-        self.registers = _get(thread, _REGISTERS)
 
-    def is_in(self, call: str) -> bool:
-        """Return True if the thread waits in this system call, given as in `man proc_pid_syscall`.
+@lru_cache(maxsize=1)
+def _cores() -> threading.Semaphore:
+    """Limit the threads that are stopped at once, so that no stopped thread waits for a core."""
+    return threading.Semaphore(len(os.sched_getaffinity(0)))
 
-        The kernel restarts an interrupted system call, or the call has returned EINTR.
-        """
-        machine, registers = self._machine, self._unpacked(self.registers)
-        number, *arguments, stack, place = (int(word, 0) for word in call.split())
-        found = [registers[at] for at in machine.called]
-        return (
-            [registers[machine.number], registers[machine.stack], *found[1:]] == [number, stack, *arguments[1:]]
-            and found[0] in (arguments[0], 2**64 - errno.EINTR)
-            and registers[machine.place] in (place, place - machine.back)
-        )
 
-    def call(self, function: int, *arguments: int) -> int:
-        """Call a C function. Return the lower 32 bits of its result. Raise OSError if it crashes."""
-        machine, registers = self._machine, self._unpacked(self.registers)
-        for at, argument in zip(machine.arguments, arguments, strict=False):
-            registers[at] = argument & 2**64 - 1
-        stack = (registers[machine.stack] - _BELOW) & -16
-        if machine.returns is None:
-            stack -= 8
-            _ptrace(_POKEDATA, self._thread, stack, self._trap)
-        else:
-            registers[machine.returns] = self._trap
-        if machine.forgets:
-            registers[machine.number] = 2**64 - 1  # the kernel must not restart a system call before the function
-        registers[machine.stack], registers[machine.place] = stack, function
-        registers[machine.flags] &= ~_FLAGS
-        _set(self._thread, _REGISTERS, struct.pack(f"<{len(registers)}Q", *registers))
-        _ptrace(_CONT, self._thread)
-        ended = _wait(self._thread, lambda number, event: not event and number in _ENDS)
-        after = self._unpacked(_get(self._thread, _REGISTERS))
-        if ended != signal.SIGTRAP or after[machine.place] - self._trap not in (0, 1):
-            raise OSError(f"the function ended with signal {ended} at {after[machine.place]:#x}")
-        return ctypes.c_int32(after[machine.answer] & 2**32 - 1).value
+def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
+    """Stop the thread, do the work in it, and let it run. Return None if it had left its wait. Raise Refused.
 
-    @staticmethod
-    def _unpacked(registers: bytes) -> list[int]:
-        return list(struct.unpack(f"<{len(registers) // 8}Q", registers))
+    wait: the thread's system call as in `man proc_pid_syscall`; "": the thread may be anywhere. trap: address of a
+    breakpoint instruction.
+    """
+    with _cores():
+        pipe, there = Pipe(duplex=False)
+        tracer = os.fork()
+        if tracer == 0:
+            _trace(there, thread, wait, trap, work)
+        there.close()
+        try:
+            if not pipe.poll(_SECONDS):
+                reason = f"thread {thread} did not return from a call within {_SECONDS:g} s"
+                raise Refused(reason, f"Do not end process {tracer}: it waits for the thread.")
+            answer: int | str | None = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Refused(f"thread {thread} cannot be called: process {tracer} has ended") from error
+        with suppress(ChildProcessError):  # who started kvfix may have told it to ignore the ends of its processes
+            os.waitpid(tracer, 0)
+    if isinstance(answer, str):
+        raise Refused(f"thread {thread} cannot be called: {answer}")
+    return answer
+
+
+def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
+    """Do the work in the tracing process, and end this process."""
+    try:
+        with suppress(PermissionError):  # root only: a stopped thread must not wait for this to get a core
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        for at in {int(name) for name in os.listdir("/proc/self/fd")} - {pipe.fileno()}:
+            with suppress(OSError):  # the descriptor of /proc/self/fd itself
+                os.close(at)  # whoever reads the output of kvfix must not wait for this process
+        pipe.send(_performed(*work))
+    finally:
+        os._exit(0)
+
+
+def _performed(thread: int, wait: str, trap: int, work: Work) -> int | str | None:
+    assert MACHINE is not None
+    try:
+        with _stopped(thread, MACHINE) as registers:
+            if wait and not _is_in(MACHINE, registers, wait):
+                return None
+            return work(partial(_call, MACHINE, thread, trap, registers))
+    except OSError as error:
+        return str(error)
+
+
+def _is_in(machine: Machine, registers: Registers, call: str) -> bool:
+    """Return True if the thread waits in this system call, given as in `man proc_pid_syscall`.
+
+    The kernel restarts an interrupted system call, or the call has returned EINTR.
+    """
+    number, *arguments, stack, place = (int(word, 0) for word in call.split())
+    found = [registers[at] for at in machine.called]
+    return (
+        [registers[machine.number], registers[machine.stack], *found[1:]] == [number, stack, *arguments[1:]]
+        and found[0] in (arguments[0], 2**64 - errno.EINTR)
+        and registers[machine.place] in (place, place - machine.back)
+    )
+
+
+def _call(machine: Machine, thread: int, trap: int, before: Registers, function: int, *arguments: int) -> int:
+    """Call a C function. Return the lower 32 bits of its result. Raise OSError if it crashes."""
+    registers = before[:]
+    for at, argument in zip(machine.arguments, arguments, strict=False):
+        registers[at] = argument & 2**64 - 1
+    stack = (registers[machine.stack] - _BELOW) & -16
+    if machine.returns is None:
+        stack -= 8
+        _ptrace(_POKEDATA, thread, stack, trap)
+    else:
+        registers[machine.returns] = trap
+    if machine.forgets:
+        registers[machine.number] = 2**64 - 1  # the kernel must not restart a system call before the function
+    registers[machine.stack], registers[machine.place] = stack, function
+    registers[machine.flags] &= ~_FLAGS
+    _set(thread, _REGISTERS, registers.tobytes())
+    _ptrace(_CONT, thread)
+    ended = _wait(thread, lambda number, event: not event and number in _ENDS)
+    after = array("Q", _get(thread, _REGISTERS))
+    if ended != signal.SIGTRAP or after[machine.place] - trap not in (0, 1):
+        raise OSError(f"the function ended with signal {ended} at {after[machine.place]:#x}")
+    return ctypes.c_int32(after[machine.answer] & 2**32 - 1).value
 
 
 @contextmanager
-def stopped(thread: int, trap: int) -> Iterator[Stopped]:
-    """Stop the thread, and let it run afterwards. Raise OSError."""
-    machine = MACHINE
-    assert machine is not None
+def _stopped(thread: int, machine: Machine) -> Iterator[Registers]:
+    """Stop the thread, yield its registers, and let it run afterwards. Raise OSError."""
     _ptrace(_SEIZE, thread)
     try:
         _ptrace(_INTERRUPT, thread)
         _wait(thread, lambda _, event: bool(event))
-        found = Stopped(thread, trap, machine)
-        vectors, blocked = _vectors(thread, machine), ctypes.c_uint64()
+        registers, vectors, blocked = _get(thread, _REGISTERS), _vectors(thread, machine), ctypes.c_uint64()
         _ptrace(_GETSIGMASK, thread, 8, ctypes.addressof(blocked))
         # A breakpoint while SIGTRAP is blocked would unblock SIGTRAP permanently.
         _block(thread, blocked.value & ~(1 << signal.SIGTRAP - 1))
         try:
-            yield found
+            yield array("Q", registers)
         finally:
             _block(thread, blocked.value)
             _set(thread, *vectors)
-            _set(thread, _REGISTERS, found.registers)
+            _set(thread, _REGISTERS, registers)
     finally:
         with suppress(ProcessLookupError):
             _ptrace(_DETACH, thread)

@@ -1,4 +1,4 @@
-"""The text of `kvfix look`: verdicts, requests by waiting time, transfers of the engine, and how it was read."""
+"""The text of `kvfix look`: verdicts, requests and what they wait for, transfers, and how the engine was read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfix import catalogue, installed_source
+from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import liveness, owed
-from kvfix_tools.look import lmcache_server, waits
+from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE
+from kvfix_tools.look import lmcache_server
 from kvfix_tools.look.looking import INSIDE, NOT, Way
 
 if TYPE_CHECKING:
@@ -35,16 +37,17 @@ def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
     versions: dict[str, str] = {}
     for each in processes:
         versions |= each.get("versions") or {}
-    found = []
-    for fix in catalogue.handling(verdict.code, verdict.message):
-        ours = [target for target in fix.targets if not target.helper]
+    return [
+        fix.code
+        for fix in catalogue.handling(verdict.code, verdict.message)
+        if fix.code not in applied
         # If the release in the engine is unknown, the release installed for kvfix's Python counts.
-        if fix.code not in applied and any(
+        and any(
             _within(versions.get(target.dist) or installed_source.version(target.dist), target.broken)
-            for target in ours
-        ):
-            found.append(fix.code)
-    return found
+            for target in fix.targets
+            if not target.helper
+        )
+    ]
 
 
 def _within(version: str, broken: str) -> bool:
@@ -70,21 +73,15 @@ def as_dict(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> dict[str, 
     }
 
 
-def screenful(
-    looks: Sequence[Look],
-    verdicts: Sequence[Verdict],
-    ways: Iterable[Way],
-    servers: Iterable[dict[str, Any]] = (),
-    rows: int = ROWS,
-) -> Group:
-    """Return the whole text, verdicts first. servers: from lmcache_server.of."""
+def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Iterable[Way]) -> Group:
+    """Return the whole text, verdicts first."""
     parts: list[RenderableType] = [*_verdicts(verdicts, looks[-1].processes)]
     for engine in owed.engines(looks[-1].processes):
         parts.append(_head(engine, looks))
         if engine.requests:
-            parts.append(_table(engine, rows))
+            parts.append(_table(engine))
         parts += [Text(f"  {line}") for line in _held(engine)]
-    parts += [Text(f"  {lmcache_server.line(each)}") for each in servers]
+    parts += [Text(f"  {lmcache_server.line(each)}") for each in lmcache_server.of(looks[-1].processes)]
     silent = [each for each in looks[-1].processes if each.get("silent")]
     parts += [Text(f"{each['name']} ({each['pid']}): {(each['stack'] or ['no frames'])[0]}") for each in silent]
     unread = [(each, f"{what}: {why}") for each in looks[-1].processes for what, why in each.get("unread", {}).items()]
@@ -151,19 +148,50 @@ def waited(row: dict[str, Any]) -> float:
     return float(row["since"] if row["since"] is not None else row["arrived"])
 
 
-def _table(engine: Engine, rows: int) -> Table:
+def waits_for(engine: Engine, row: dict[str, Any]) -> str:
+    """Return what the request waits for: who acts next, and on what."""
+    queue, name = row["queue"], row["id"]
+    if queue == "ended":
+        ranks = engine.ranks_with(name, "stores", *owed.KINDS)
+        return (
+            f"{owed.ranks_text(ranks)}: its transfer, which holds its blocks" if ranks else "no worker has its transfer"
+        )
+    if queue not in QUEUES:
+        return "the workers: its next tokens"
+    kind = next(kind for each, kind in owed.waits(engine) if each["id"] == name)
+    if kind == OUTSIDE:
+        return owed.OUTSIDE_STATUSES[row["status"]]
+    if kind == LOAD:
+        ranks = engine.ranks_with(name, *owed.KINDS)
+        if not ranks and not engine.sees_transfers:
+            return "the connector: its load"
+        return f"{owed.ranks_text(ranks)}: its load" if ranks else "no worker has its load"
+    if kind == LOOKUP:
+        return "the connector: its lookup"
+    if row["report"] == "failed":
+        return "the scheduler: to handle its failed load"
+    needs, free = row["needs"], engine.scheduler["pool"]["free"]
+    first = next(each for each, kind in owed.waits(engine) if kind == PLACE)
+    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # others wait behind it
+        return f"{first['id']}, which is before it in the queue"
+    if needs is None:
+        return "the scheduler: to be scheduled in a step"
+    return f"free blocks: it needs {needs}, {free} are free" if needs > free else "the scheduler: its next step"
+
+
+def _table(engine: Engine) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in _COLUMNS:
         table.add_column(name, justify="right" if name in _NUMBERS else "left")
     ordered = sorted(engine.requests, key=lambda row: (row["queue"] == "running", -waited(row)))
-    for row in ordered[:rows]:
+    for row in ordered[:ROWS]:
         table.add_row(
             row["id"], row["status"].lower(), _wait(row), f"{row['computed']} of {row['total']}",
             str(row["blocks"]), _or(row["promised"]), _or(row["granted"]), _load(row), _or(row["stored"]),
-            waits.waits_for(engine, row),
+            waits_for(engine, row),
         )  # fmt: skip
-    if len(ordered) > rows:
-        table.caption = f"and {len(ordered) - rows} more"
+    if len(ordered) > ROWS:
+        table.caption = f"and {len(ordered) - ROWS} more"
     return table
 
 
@@ -246,5 +274,5 @@ def request(engine: Engine, name: str) -> list[str]:
     for row in engine.requests:
         if row["id"] == name or row["id"].startswith(f"{name}-"):
             lines += [f"{key:12} {value}" for key, value in row.items() if value not in (None, "", [])]
-            lines.append(f"{'waits for':12} {waits.waits_for(engine, row)}")
+            lines.append(f"{'waits for':12} {waits_for(engine, row)}")
     return lines

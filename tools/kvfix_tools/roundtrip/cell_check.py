@@ -1,12 +1,4 @@
-"""The check of one cell: compare store, load and round trip with the definition of the layout.
-
-1. Every slot of the KV cache gets its own identity, with generation 1. The host buffers get poison.
-2. After the store, the host must hold exactly the stored tokens, and the KV cache must not have changed.
-3. The KV cache gets poison, and the tokens are loaded into other slots. These slots must hold the tokens, and every
-   other word must still be poison.
-4. The host buffers are filled by the definition, with generation 2, and loaded. This finds a store and a load that are
-   wrong in the same way.
-"""
+"""The check of one cell, in the steps of docs/roundtrip.md: compare each copy with the definition of the layout."""
 
 import time
 from collections.abc import Callable
@@ -30,13 +22,10 @@ class Refused(Exception):
 
 
 class Transfer:
-    """Moves KV between the KV cache and host buffers, for one cell.
+    """Moves KV between the KV cache and host buffers, for one cell."""
 
-    host: these buffers; None if the backend does not expose them. operations: the operations that it runs, as text.
-    """
-
-    host: Region | None = None
-    operations = ""
+    host: Region | None = None  # the host buffers; None if the backend does not expose them
+    operations = ""  # the operations that it runs, as text
 
     def store(self, slots: torch.Tensor) -> None:
         """Copy the KV of these slots [tokens] to the host, and return when the copy is complete."""
@@ -52,24 +41,17 @@ class Transfer:
 
 @dataclass
 class Result:
-    """The result of a cell.
-
-    verdict: passed, failed, refused or crashed (with `reason`). moved, verified: bytes.
-    store, load: seconds of the fastest store and load. plain_store, plain_load: seconds of plain copies of this size.
-    check_seconds: seconds of a whole check with filling and verifying, if it was timed.
-    """
-
     cell: Cell
-    verdict: str = "passed"
+    verdict: str = "passed"  # or failed, refused, crashed
     findings: list[Mismatch] = field(default_factory=list)
     reason: str = ""
-    moved: int = 0
-    verified: int = 0
-    store: float = 0.0
+    moved: int = 0  # bytes
+    verified: int = 0  # bytes
+    store: float = 0.0  # seconds of the fastest store
     load: float = 0.0
-    plain_store: float = 0.0
+    plain_store: float = 0.0  # seconds of a plain copy of this size
     plain_load: float = 0.0
-    check_seconds: float = 0.0
+    check_seconds: float = 0.0  # of a whole check with filling and verifying, if it was timed
     operations: str = ""
     race: str = ""
 
@@ -97,7 +79,7 @@ class CellCheck:
         return regions.make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
-        """Run the check. brief: leave out step 4, the load from host buffers that are filled by the definition."""
+        """Run the check. brief: leave out the load from host buffers that are filled by the definition."""
         self.result.operations = transfer.operations
         host = transfer.host
         try:

@@ -5,6 +5,7 @@ It uses argparse, so that it runs with torch alone.
 
 import argparse
 import contextlib
+import itertools
 import sys
 import time
 import traceback
@@ -19,7 +20,7 @@ from kvfix_tools.roundtrip import backends, fixes, races
 from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import REPEATS, CellCheck, Refused, Result, everywhere, plain
 from kvfix_tools.roundtrip.element import SECOND, WORD, too_large
-from kvfix_tools.roundtrip.matrix import AXES, Axes, Cell, full, pairs
+from kvfix_tools.roundtrip.matrix import AXES, Axes, Cell, pairs
 from kvfix_tools.roundtrip.planted_faults import FAULTS, plant
 from kvfix_tools.roundtrip.region import BAND
 from kvfix_tools.roundtrip.run_report import RunReport
@@ -193,7 +194,10 @@ def in_one_line(error: BaseException) -> str:
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
     """Return the cells of a backend, one for a whole engine. Raise ValueError for impossible sizes."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
-    made = full(one.name, axes) if options.full else pairs(one.name, axes, options.seed)
+    made = pairs(one.name, axes, options.seed)
+    if options.full:
+        every = itertools.product(*axes.values())
+        made = [Cell(one.name, **dict(zip(axes, values, strict=True))) for values in every]  # type: ignore[arg-type]
     cells = [replace(cell, layers=options.layers, head_size=options.head_size, seed=options.seed) for cell in made]
     for cell in cells:
         sizes = cell.geometry()

@@ -17,6 +17,8 @@ import torch
 
 
 class Stream:
+    """A stream or an event. All work is done already."""
+
     cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -27,15 +29,7 @@ class Stream:
 
     def synchronize(self, *_: Any, **__: Any) -> None: ...
 
-    wait_stream = wait_event = synchronize
-
-
-class Event:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def synchronize(self, *_: Any, **__: Any) -> None: ...
-
-    record = synchronize
+    record = wait_stream = wait_event = synchronize
 
     def query(self) -> bool:
         return True
@@ -44,6 +38,7 @@ class Event:
         return 0.0
 
 
+Event = Stream
 #: The parts of `torch.cuda` and of vLLM's `current_platform` that the code uses.
 CUDA = SimpleNamespace(
     Event=Event,

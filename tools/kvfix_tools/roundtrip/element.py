@@ -55,13 +55,11 @@ def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:
 
 def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     """Return the words (int64) of these identities. The argument is overwritten, because it may have gigabytes."""
-    x = numbers
-    x.bitwise_xor_(_signed(_seed(seed)))
-    x.mul_(_signed(_A))
-    x.bitwise_xor_(_logical_shift(x, _S1))
-    x.mul_(_signed(_B))
-    x.bitwise_xor_(_logical_shift(x, _S2))
-    return x
+    numbers.bitwise_xor_(_signed(_seed(seed)))
+    for factor, shift in ((_A, _S1), (_B, _S2)):
+        numbers.mul_(_signed(factor))
+        numbers.bitwise_xor_(_logical_shift(numbers, shift))
+    return numbers
 
 
 def decode(words: torch.Tensor, seed: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """LMCache's connectors for vLLM, which also log the worker's loads to a file (backends/engine.py reads the file).
 
-vLLM imports this module by its name (`kv_connector_module_path`) in each of its processes. LMCache has no in-process
-connector for the CPU. On the CPU, this module therefore installs the stand-ins of `lmcache-v2`, and the engine's KV
-goes through LMCache's own VLLMPagedMemGPUConnectorV2. This connector moves only whole blocks, because vLLM for the CPU
+vLLM imports this module by its name (`kv_connector_module_path`) in each of its processes. On the CPU, this module
+installs the stand-ins of `lmcache-v2`. LMCache's connector V2 then moves only whole blocks, because vLLM for the CPU
 has its own order of the data inside a block.
 """
 

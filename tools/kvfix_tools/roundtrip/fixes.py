@@ -1,8 +1,4 @@
-"""kvfix's fixes during the round trip, and known bugs that make cells fail.
-
-The fixes are applied as in an engine with `kvfix.apply()`, unless `--no-fixes` is given, and the report names them.
-Without kvfix, LMCache and vLLM run as released. A cell that shows a known bug still counts as failed.
-"""
+"""kvfix's fixes during the round trip, and known bugs that make cells fail. Without kvfix, nothing is fixed."""
 
 import contextlib
 import logging
@@ -10,8 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
-
-from kvfix_tools.roundtrip.cell_check import Result
 
 
 @contextlib.contextmanager
@@ -45,11 +39,6 @@ def applied(wanted: bool) -> Iterator[None]:
 def _warnings(record: logging.LogRecord) -> bool:
     """Hide lines about applied fixes, because the report names them."""
     return record.levelno >= logging.WARNING
-
-
-def in_children() -> bool:
-    """Return True if the fixes are applied in engines that this process starts."""
-    return os.environ.get("KVFIX", "off") != "off"
 
 
 def codes() -> list[str]:
@@ -90,12 +79,3 @@ KNOWN = (
         ("hnd", "hnd-block-first"),
     ),
 )
-
-
-def known_bug(result: Result, applied: list[str]) -> KnownBug | None:
-    """Return the known bug that a failed cell shows, or None. applied: codes of applied fixes."""
-    if result.verdict not in ("failed", "crashed"):
-        return None
-    cell = result.cell
-    shown = (bug for bug in KNOWN if cell.backend in bug.backends and cell.layout in bug.layouts)
-    return next((bug for bug in shown if bug.fix not in applied), None)

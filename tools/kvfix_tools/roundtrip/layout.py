@@ -24,15 +24,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout.
-
-    axes: order in memory, outermost first, without the row's elements. If `layer` is an axis, all layers are one
-    tensor; otherwise each layer has its own tensor. tensor: the axes of the engine's tensor; `a*b` is one axis.
-    """
+    """A layout. If `layer` is an axis, all layers are one tensor; otherwise each layer has its own tensor."""
 
     name: str
-    axes: tuple[str, ...]
-    tensor: tuple[str, ...]
+    axes: tuple[str, ...]  # order in memory, outermost first, without the row's elements
+    tensor: tuple[str, ...]  # the axes of the engine's tensor; `a*b` is one axis
 
     @property
     def one_tensor(self) -> bool:

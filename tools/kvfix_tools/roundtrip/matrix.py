@@ -95,12 +95,6 @@ class Cell:
         return source, target
 
 
-def full(backend: str, axes: Axes) -> list[Cell]:
-    """Return cells with every combination of values."""
-    every = itertools.product(*axes.values())
-    return [Cell(backend, **dict(zip(axes, values, strict=True))) for values in every]  # type: ignore[arg-type]
-
-
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
     """Return cells in which every pair of values of two axes occurs, by a greedy covering.
 

@@ -29,15 +29,12 @@ _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 
 @dataclass
 class Mismatch:
-    """Wrong words of one check of one region.
-
-    first: text about the first wrong word. address: its byte in the region. classes: number of words of each class.
-    """
+    """Wrong words of one check of one region."""
 
     stage: str
-    first: str
-    address: int
-    classes: Counter[str]
+    first: str  # text about the first wrong word
+    address: int  # of the first wrong word: its byte in the region
+    classes: Counter[str]  # number of words of each class
 
     @property
     def words(self) -> int:
@@ -70,7 +67,8 @@ def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
         kinds[where] = CLASSES.index(kind)
 
     name("shifted by bytes", _shifted(region, wrong))
-    name("bit flip", _bits(wrong.found ^ _words(region, wrong.expected)) <= FEW_BITS)
+    flipped = wrong.found ^ _words(region, wrong.expected)
+    name("bit flip", sum((flipped >> bit) & 1 for bit in range(64)) <= FEW_BITS)
     name("misplaced", known)
     differ = {field: getattr(held, field) != getattr(expected, field) for field in NAMED}
     alone = known & (torch.stack(list(differ.values())).sum(0) == 1)
@@ -153,8 +151,3 @@ def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
         low = (wrong.found >> by) & ((1 << (64 - by)) - 1)
         found |= _known(region, element.decode(low | (behind << (64 - by)), region.seed))
     return found
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the number of set bits of each word."""
-    return sum(((x >> bit) & 1 for bit in range(64)), torch.zeros_like(x))

@@ -10,7 +10,7 @@ import torch
 
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer, everywhere, host_poison
 from kvfix_tools.roundtrip.element import FIRST, POISON, STALE, Identity, rows
-from kvfix_tools.roundtrip.region import Coordinates, Region
+from kvfix_tools.roundtrip.region import Coordinates
 
 #: {fault: the class (mismatch.py) that the tool must find}
 FAULTS = {
@@ -39,24 +39,19 @@ def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
         raise Refused("the KV cache has only one layer")
     host = None if fault == "neighbour-write" else transfer.host
     region, name = (check.cache, "load") if host is None else (host, "store")
-    move = getattr(transfer, name)
+    move, token_in = getattr(transfer, name), check.token_in(cell.skipped)
 
     def move_and_damage(*slots: Any) -> None:
         move(*slots)
-        damage(fault, check, region)
+        for section, tensor in zip(region.sections, region.tensors(), strict=True):
+            at = section.coordinates(0, section.rows, check.device)
+            chosen, who = planted(fault, check, token_in, at)
+            content = rows(who.number()[chosen], tensor.shape[1], region.seed)
+            if fault == "bitflip":
+                content[:, 0] ^= 1 << 37
+            tensor[chosen.to(tensor.device)] = content.to(tensor.device)
 
     setattr(transfer, name, move_and_damage)
-
-
-def damage(fault: str, check: CellCheck, region: Region) -> None:
-    token_in = check.token_in(check.cell.skipped)
-    for section, tensor in zip(region.sections, region.tensors(), strict=True):
-        at = section.coordinates(0, section.rows, check.device)
-        chosen, who = planted(fault, check, token_in, at)
-        content = rows(who.number()[chosen], tensor.shape[1], region.seed)
-        if fault == "bitflip":
-            content[:, 0] ^= 1 << 37
-        tensor[chosen.to(tensor.device)] = content.to(tensor.device)
 
 
 def planted(fault: str, check: CellCheck, token_in: torch.Tensor, at: Coordinates) -> tuple[torch.Tensor, Identity]:

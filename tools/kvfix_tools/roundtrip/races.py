@@ -1,11 +1,15 @@
 """Races: concurrent work for which a transfer must wait. Each runs with its events or, as a negative control, without.
 
-A race is work on a few streams (streams.py) with events between them. Its docstring describes the work.
+A race is work on a few streams with events between them. Its docstring describes the work. On a GPU the streams are
+CUDA streams, and a slow stream sleeps on the device. On the CPU the streams are a stand-in.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -13,12 +17,41 @@ import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
 from kvfix_tools.roundtrip.backends import lmcache
-from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
+from kvfix_tools.roundtrip.backends.torch_copy import CudaStream, TorchCopy, Work
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result, everywhere, host_poison
 from kvfix_tools.roundtrip.element import FIRST, OTHER, POISON, STALE, Identity, rows
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
-from kvfix_tools.roundtrip.streams import CudaStream, DeferredStream
+
+
+@dataclass
+class DeferredStream:
+    """A stream of the stand-in on the CPU: a queue of deferred work. Work that returns False stays in the queue.
+
+    No work runs until all work is submitted, and a slow stream runs only if no other stream can. So a missing event is
+    always found.
+    """
+
+    slow: bool
+    queue: deque[Work] = field(default_factory=deque)
+
+    def submit(self, work: Work, host: bool = False) -> None:
+        self.queue.append(work)
+
+    def record(self) -> Event:
+        event = Event()
+        self.queue.append(event.set)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self.queue.append(event.is_set)
+
+    def step(self) -> bool:
+        """Do the next work. Return False if there is none, or if the stream must wait."""
+        if not self.queue or self.queue[0]() is False:
+            return False
+        self.queue.popleft()
+        return True
 
 
 class Race(CellCheck):

@@ -196,15 +196,9 @@ def started(
 
 
 class Ended(NamedTuple):
-    """The end of a program. code: None if the program was killed after the limit. answer: None if the program wrote no
-    answer.
-
-    log: the output of all its processes.
-    """
-
-    code: int | None
-    answer: Any
-    log: str
+    code: int | None  # None if the program was killed after the limit
+    answer: Any  # None if the program wrote no answer
+    log: str  # the output of all its processes
     pid: int
 
 

@@ -24,17 +24,13 @@ Expected = Callable[[Coordinates], Identity]
 
 @dataclass
 class Section:
-    """One tensor of a region, from word `start` on.
-
-    fixed: the layer of all its rows, if layer is not an axis. token: the first token of a host buffer; None in a KV
-    cache.
-    """
+    """One tensor of a region, from word `start` on."""
 
     start: int
     axes: tuple[str, ...]
     sizes: dict[str, int]
-    fixed: dict[str, int]
-    token: int | None
+    fixed: dict[str, int]  # the layer of all its rows, if layer is not an axis
+    token: int | None  # the first token of a host buffer; None in a KV cache
 
     @property
     def rows(self) -> int:

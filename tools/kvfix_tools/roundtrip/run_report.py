@@ -51,7 +51,7 @@ class RunReport:
     def code(self) -> int:
         if all(result.verdict == "refused" for result in self.results):
             return 77
-        return int(any(result.verdict in BAD for result in self.results))
+        return int(bool(self.wrong))
 
     @property
     def planted(self) -> tuple[int, int]:
@@ -154,33 +154,40 @@ class RunReport:
         times = f"{check_per_copy(result):.1f} times a plain copy there and back"
         return [*lines, f"{backend}: checked in {result.check_seconds:.2f} s, {times}"]
 
+    @property
+    def wrong(self) -> list[Result]:
+        return [result for result in self.results if result.verdict in BAD]
+
     def _wrong(self) -> list[str]:
         """Return the first failed cells in full, and the classes of wrong words in all cells."""
-        wrong, lines = [result for result in self.results if result.verdict in BAD], []
-        for result in wrong[:SHOWN]:
+        lines = []
+        for result in self.wrong[:SHOWN]:
             lines += [f"{result.verdict}: {self._command(result)}"]
             lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
             lines += [f"  {result.reason}"] if result.reason else []
             lines.append("")
-        classes: Counter[str] = sum((f.classes for result in wrong for f in result.findings), Counter())
+        classes: Counter[str] = sum((f.classes for result in self.wrong for f in result.findings), Counter())
         if classes:
             lines += ["wrong words of 8 bytes, by class:"]
             lines += [f"  {kind:20} {words:>10}" for kind, words in classes.most_common()] + [""]
         return lines
 
     def _summary(self) -> list[str]:
-        lines, wrong = [], [result for result in self.results if result.verdict in BAD]
+        lines = []
         if self.options.inject:
             tried, named = self.planted
             lines += [f"{self.options.inject} was planted in {tried} cells and found in {named}"]
-        bugs = Counter(filter(None, map(self.known, wrong)))
-        lines += [f"{count} of {len(wrong)} failed cells: {bug.bug}. Do: {bug.remedy}" for bug, count in bugs.items()]
+        bugs, failed = Counter(filter(None, map(self.known, self.wrong))), len(self.wrong)
+        lines += [f"{count} of {failed} failed cells: {bug.bug}. Do: {bug.remedy}" for bug, count in bugs.items()]
         every = Counter(result.verdict for result in self.results)
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in every.items()) or "nothing was checked"
         return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
 
     def known(self, result: Result) -> fixes.KnownBug | None:
-        return fixes.known_bug(result, self.fixes)
+        """Return the known bug that a failed cell shows, or None. If its fix is applied, the cell has another cause."""
+        cell = result.cell
+        shown = (bug for bug in fixes.KNOWN if cell.backend in bug.backends and cell.layout in bug.layouts)
+        return next((bug for bug in shown if bug.fix not in self.fixes), None) if result.verdict in BAD else None
 
     def _command(self, result: Result) -> str:
         """Return the command that repeats a result."""

@@ -30,35 +30,28 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Metrics:
-    """Sums over all engines of the server. Counters are in tokens, except `requests` and `preemptions`.
-
-    blocks, block: number of GPU blocks, and tokens of one block; 0 if unknown.
-    """
+    """Sums over all engines of the server. Counters are in tokens, except `requests` and `preemptions`."""
 
     requests: float
     queried: float
     hits: float
     preemptions: float
-    blocks: int
-    block: int
-
-    @property
-    def capacity(self) -> int:
-        """Number of tokens whose KV fits on the GPU."""
-        return self.blocks * self.block
+    blocks: int  # number of GPU blocks; 0 if unknown
+    block: int  # tokens of one block; 0 if unknown
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. first: seconds until the first token. prompt_tokens: as counted by the server.
-
-    cached: tokens of the prompt from any cache; None unless the server runs with --enable-prompt-tokens-details.
-    """
-
     answer: Answer
-    first: float
-    prompt_tokens: int
-    cached: int | None
+    first: float  # seconds until the first token
+    prompt_tokens: int  # as counted by the server
+    cached: int | None  # from any cache; None unless the server runs with --enable-prompt-tokens-details
+    counted: int | None = None  # from the connector by the metrics; None if unread, or other clients hide the number
+
+    @property
+    def hits(self) -> int | None:
+        """Tokens from the connector. After a flush, all cached tokens come from the connector."""
+        return self.cached if self.counted is None else self.counted
 
 
 class Server:
@@ -100,18 +93,15 @@ class Server:
         # vLLM before 0.11 answers with an empty body.
         return bool(answer.json().get("success", True)) if answer.content.strip() else True
 
-    def metrics(self) -> Metrics | None:
-        """Return the metrics; None if the server has no /metrics of vLLM."""
+    def metrics(self) -> Metrics:
+        """Return the metrics. Raise Refused if the server has no /metrics of vLLM."""
         try:
-            text = self._request("GET", "/metrics").text
-        except Refused:
-            return None
-        try:
-            samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        except ValueError:  # a page that is not Prometheus text
-            return None
+            families = text_string_to_metric_families(self._request("GET", "/metrics").text)
+            samples = [sample for family in families for sample in family.samples]
+        except (Refused, ValueError):  # ValueError: a page that is not Prometheus text
+            samples = []
         if not any(sample.name.startswith("vllm:") for sample in samples):
-            return None
+            raise Refused(f"{self.url}/metrics does not answer any more")
 
         def count(name: str) -> float:
             return sum(sample.value for sample in samples if sample.name == f"vllm:{name}_total")
@@ -123,14 +113,12 @@ class Server:
             _number(configs[-1].get("block_size") if configs else None),
         )  # fmt: skip
 
-    def metrics_after(self, before: Metrics, requests: int = 1) -> Metrics:
-        """Wait until the metrics count these requests, and return them."""
+    def metrics_after(self, before: Metrics) -> Metrics:
+        """Wait until the metrics count another request, and return them."""
         until = time.monotonic() + METRICS_LATE
         while True:
             now = self.metrics()
-            if now is None:
-                raise Refused(f"{self.url}/metrics does not answer any more")
-            if now.requests >= before.requests + requests or time.monotonic() > until:
+            if now.requests > before.requests or time.monotonic() > until:
                 return now
             time.sleep(0.005)
 

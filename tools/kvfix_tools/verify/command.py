@@ -68,27 +68,32 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
         raise Refused(f"{reference.url} has no model {options.model!r}. Give --model with one of: {names}")
     subject.model = reference.model = about["model"] = chosen["id"]
     about["vllm"] = reference.version()
-    metrics = reference.metrics()
-    if metrics is None:
+    try:
+        metrics = reference.metrics()
+    except Refused:
         raise Inconclusive(
             f"{reference.url} has no /metrics of vLLM, so kvfix cannot count tokens from the connector."
             " Use the port of the engine, not of a proxy"
-        )
-    maker, sizes = _plan(options, reference, metrics, _context_length(models, chosen))
-    rounds = Rounds(subject, reference, maker, sizes, options.clients, screen.progress)
+        ) from None
+    # vLLM reports the context length for the base model only, not for adapters.
+    base = next((each for each in models if each["id"] == chosen.get("parent")), chosen)
+    context = int(chosen.get("max_model_len") or base.get("max_model_len") or 0)
+    maker, sizes = _plan(options, reference, metrics, context)
+    capacity = metrics.blocks * metrics.block
+    rounds = Rounds(subject, reference, maker, sizes, capacity, options.clients, screen.progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
     started = time.monotonic()
     outcome = rounds.run(options.requests, _adapters(models, chosen))
     about["seconds"] = time.monotonic() - started
     screen.progress("")
-    code = report.verdict(outcome)
+    code, summary = report.verdict(outcome)
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **report.as_json(outcome)}))
         return code
     print(f"kvfix verify {options.url}: model {about['model']}, vLLM {about['vllm'] or 'unknown'}\n")
     print("\n".join(report.lines(outcome, about["vllm"])))
-    print(f"SUMMARY: kvfix verify {report.summary(outcome)}, in {about['seconds']:.0f} s")
+    print(f"SUMMARY: kvfix verify {summary}, in {about['seconds']:.0f} s")
     return code
 
 
@@ -110,12 +115,6 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
         )
     maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
     return maker, Sizes(options.chunk, block, longest, model_length)
-
-
-def _context_length(models: list[dict[str, Any]], chosen: dict[str, Any]) -> int:
-    """Return the model's context length in tokens. vLLM reports it for the base model only, not for adapters."""
-    base = next((each for each in models if each["id"] == chosen.get("parent")), chosen)
-    return int(chosen.get("max_model_len") or base.get("max_model_len") or 0)
 
 
 def _adapters(models: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:
@@ -144,6 +143,6 @@ def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: 
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
     else:
         if look_at:
-            print("\n".join(report.look_at()))
+            print("\n".join(report.LOOK_AT))
         print(f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}")
     return code

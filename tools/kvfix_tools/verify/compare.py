@@ -22,18 +22,14 @@ TOO_NOISY = 2.0
 FAR = 20.0
 #: Number of fresh prompts in the second test, in addition to those that must differ.
 SPARE = 2
-
-
 #: vLLM's smallest log probability. It also stands for NaN here.
 SMALLEST = -9999.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer. tokens: its tokens. logprobs: for each token, {token: log probability} of the likeliest tokens."""
-
     tokens: tuple[str, ...]
-    logprobs: tuple[dict[str, float], ...]
+    logprobs: tuple[dict[str, float], ...]  # for each token, {token: log probability} of the likeliest tokens
 
 
 def has_numbers(answer: Answer) -> bool:
@@ -43,15 +39,12 @@ def has_numbers(answer: Answer) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of a log probability, in nats.
-
-    position: index of the answered token. token, computed, cached: the token, and its two log probabilities.
-    """
+    """The largest difference of a log probability, in nats."""
 
     size: float
-    position: int
+    position: int  # index of the answered token
     token: str = ""
-    computed: float = 0.0
+    computed: float = 0.0  # log probability of the token
     cached: float = 0.0
 
 
@@ -94,17 +87,15 @@ class Judge:
     def exceeds(self, size: float) -> bool:
         return size > self.limit
 
-    def is_far(self, size: float) -> bool:
-        return size > FAR * self.noise
-
     def first_test(self, pairs: Sequence[float]) -> bool:
         """Return True if more differences are above every control than chance can explain.
 
         pairs: differences of prompts that have a control. The test uses the probability that the m largest differences
         of n controls and N pairs all belong to pairs.
         """
-        above = sum(map(self.exceeds, pairs))
-        return above > 0 and _all_on_one_side(above, len(pairs), len(self.controls)) < FALSE_ALARMS / 2
+        above, every = sum(map(self.exceeds, pairs)), len(pairs) + len(self.controls)
+        chance = math.prod((len(pairs) - number) / (every - number) for number in range(above))
+        return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
         """Return how many of `needed + SPARE` fresh prompts must differ to confirm a suspect (second test).
@@ -124,10 +115,6 @@ class Judge:
 def is_decided(differs: int, asked: int, needed: int) -> bool:
     """Return True if the second test is decided: enough prompts differ, or too few are left."""
     return differs >= needed or differs + (needed + SPARE - asked) < needed
-
-
-def _all_on_one_side(most: int, pairs: int, controls: int) -> float:
-    return math.prod((pairs - number) / (pairs + controls - number) for number in range(most))
 
 
 def _second(needed: int, controls: int) -> float:

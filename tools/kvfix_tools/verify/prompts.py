@@ -35,24 +35,23 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. body: token ids, or a text. length: in tokens; 0 if only the server knows it."""
-
     kind: str
-    body: tuple[int, ...] | str
+    body: tuple[int, ...] | str  # token ids, or a text
 
     @property
     def length(self) -> int:
+        """In tokens; 0 if only the server knows it."""
         return 0 if isinstance(self.body, str) else len(self.body)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in tokens. longest: of the longest prompt. context: of the model; 0 if unknown."""
+    """Sizes in tokens."""
 
     chunk: int
     block: int
-    longest: int
-    context: int = 0
+    longest: int  # of the longest prompt
+    context: int = 0  # of the model; 0 if unknown
 
     @property
     def whole(self) -> int:
@@ -65,13 +64,13 @@ class Sizes:
         return not self.context or self.whole + 2 * self.block + TOKENS < self.context
 
 
+@dataclass
 class Maker:
-    """Makes prompts. vocabulary: token ids to draw from; if empty, every prompt is a text."""
+    """Makes prompts."""
 
-    def __init__(self, vocabulary: list[int], tokens_per_word: float, drawn: random.Random) -> None:
-        self.vocabulary = vocabulary
-        self.tokens_per_word = tokens_per_word
-        self.drawn = drawn
+    vocabulary: list[int]  # token ids to draw from; if empty, every prompt is a text
+    tokens_per_word: float
+    drawn: random.Random
 
     def kinds(self, count: int) -> list[str]:
         """Return the kinds of `count` prompts, in the order of the requests."""

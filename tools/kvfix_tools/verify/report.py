@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +18,15 @@ VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PR
 ALONE, UNDER_LOAD = "alone", "under load"
 MODES = (ALONE, UNDER_LOAD)
 #: Possible reasons why too few tokens came from the connector.
-LOOK_AT = (
-    "The connector is not active: run `kvfix doctor -- vllm serve ...`, and check that vLLM's log names the connector.",
-    "The memory of the connector is too small for all prompts: increase it, for example max_local_cpu_size.",
-    "The chunk is larger than the prompts: use --prompt-tokens of at least three chunks.",
-    "LMCache stores whole chunks only, unless save_unfull_chunk is set.",
-    "Scheduler and worker of LMCache hash differently: set PYTHONHASHSEED=0.",
-    "Several engines are behind this URL: use the port of one engine.",
-)
+LOOK_AT = """
+Possible reasons:
+- The connector is not active: run `kvfix doctor -- vllm serve ...`, and check that vLLM's log names the connector.
+- The memory of the connector is too small for all prompts: increase it, for example max_local_cpu_size.
+- The chunk is larger than the prompts: use --prompt-tokens of at least three chunks.
+- LMCache stores whole chunks only, unless save_unfull_chunk is set.
+- Scheduler and worker of LMCache hash differently: set PYTHONHASHSEED=0.
+- Several engines are behind this URL: use the port of one engine.
+""".strip().splitlines()
 NARROW = (
     'kvfix search "wrong output with KV cache hits"',
     "kvfix roundtrip --backend lmcache vllm    checks every byte of KV, on the machine of the engine",
@@ -34,20 +36,18 @@ NARROW = (
 
 @dataclass
 class Case:
-    """One prompt.
-
-    control: difference between two answers without the connector; None without a clean pair of answers.
-    hits: tokens from the connector in the warm round; None if requests of other clients hide the number.
-    cached: {mode: difference between the computed answer and the answer with KV from the connector}.
-    """
-
     prompt: Prompt
     tokens: int
     computed: Reply
-    control: float | None = None
-    hits: int | None = 0
-    warm: Reply | None = None
+    control: float | None = None  # difference between two answers without the connector, if they are clean
+    warm: Reply | None = None  # the answer of the warm round
+    #: {mode: difference between the computed answer and the answer with KV from the connector}
     cached: dict[str, Difference] = field(default_factory=dict)
+
+    @property
+    def hits(self) -> int | None:
+        """Tokens from the connector in the warm round; None if requests of other clients hide the number."""
+        return self.warm.hits if self.warm else 0
 
 
 @dataclass
@@ -67,33 +67,39 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run.
-
-    error_rate: bound of the probability that a healthy run is called different.
-    expected, hits: minimum and actual number of tokens from the connector in the warm round. hits is None if requests
-        of other clients hide the number.
-    shared_with: an adapter that got KV of another adapter.
-    not_numbers: number of prompts of the survey whose answer became NaN with KV from the connector. NaN stays in the
-        engine's memory, and spoils the later rounds.
-    """
+    """The results of a run. NaN of the survey stays in the engine's memory, and spoils the later rounds."""
 
     sizes: Sizes
     judge: Judge
     cases: list[Case]
-    first_test: bool
-    confirmations: list[Confirmation]
-    error_rate: float
-    expected: int
-    hits: int | None
     preemptions: int
     flushed_by: str
-    shared_with: str = ""
-    not_numbers: int = 0
+    not_numbers: int  # number of prompts of the survey whose answer became NaN with KV from the connector
+    confirmations: list[Confirmation] = field(default_factory=list)
+    shared_with: str = ""  # an adapter that got KV of another adapter
 
     @property
-    def is_different(self) -> bool:
-        found = self.first_test or self.shared_with or self.not_numbers
-        return bool(found or any(each.holds for each in self.confirmations))
+    def compared(self) -> int:
+        """The number of comparisons."""
+        return sum(len(case.cached) for case in self.cases)
+
+    @property
+    def hits(self) -> int | None:
+        """Tokens from the connector in the warm round; None if requests of other clients hide the number."""
+        known = [case.hits for case in self.cases if case.hits is not None]
+        return sum(known) if known else None
+
+    @property
+    def expected(self) -> int:
+        """How many tokens must at least come from the connector: whole chunks of prompts that share no prefix."""
+        known = [case for case in self.cases if case.hits is not None and case.prompt.kind != "shared prefix"]
+        return sum((case.computed.prompt_tokens - 1) // self.sizes.chunk * self.sizes.chunk for case in known)
+
+    @property
+    def first_test(self) -> bool:
+        return self.judge.first_test(
+            [max(each.size for each in case.cached.values()) for case in self.cases if case.control is not None]
+        )
 
     def above(self, mode: str, kind: str = "") -> list[Case]:
         """Return the cases whose difference is above the limit."""
@@ -103,14 +109,15 @@ class Outcome:
         ]  # fmt: skip
 
 
-def look_at() -> list[str]:
-    return ["Possible reasons:", *(f"- {line}" for line in LOOK_AT)]
-
-
-def verdict(outcome: Outcome) -> int:
-    if outcome.is_different:
-        return DIFFERENT
-    return NOTHING_PROVEN if why_not(outcome) else SAME
+def verdict(outcome: Outcome) -> tuple[int, str]:
+    """Return the exit code, and the text for the last line of the output."""
+    found = outcome.first_test or outcome.shared_with or outcome.not_numbers
+    if found or any(each.holds for each in outcome.confirmations):
+        return DIFFERENT, f"different: {where(outcome)}"
+    why = why_not(outcome)
+    if why:
+        return NOTHING_PROVEN, f"nothing proven: {why}"
+    return SAME, f"same: {len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
 
 
 def why_not(outcome: Outcome) -> str:
@@ -125,7 +132,7 @@ def why_not(outcome: Outcome) -> str:
         return f"only {outcome.hits} of {outcome.expected} expected tokens came from the connector"
     if judge.limit > TOO_NOISY:
         return f"the noise is too large: a log probability moves by {judge.noise:.3g} without the connector"
-    far = [case for mode in MODES for case in outcome.above(mode) if judge.is_far(case.cached[mode].size)]
+    far = [case for mode in MODES for case in outcome.above(mode) if case.cached[mode].size > FAR * judge.noise]
     if far and not judge.is_exact:
         return (
             f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not repeat this."
@@ -157,11 +164,6 @@ def _chunks(case: Case, outcome: Outcome) -> int:
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
-def worst(outcome: Outcome) -> tuple[str, Case] | None:
-    wrong = [(mode, case) for mode in MODES for case in outcome.above(mode)]
-    return max(wrong, key=lambda pair: pair[1].cached[pair[0]].size, default=None)
-
-
 def first_tokens(outcome: Outcome) -> tuple[float, float]:
     """Return the median seconds until the first token, computed and with KV from the connector."""
     pairs = [(case.computed.first, case.warm.first) for case in outcome.cases if case.hits and case.warm]
@@ -182,7 +184,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             },
             "above_limit": {mode: len(outcome.above(mode, kind)) for mode in MODES},
         }
-        for kind, cases in _by_kind(outcome).items()
+        for kind, cases in by_kind(outcome.cases).items()
     }
     return {
         "chunk": outcome.sizes.chunk, "block": outcome.sizes.block,
@@ -190,7 +192,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "first_token_seconds": {"computed": computed, "cached": cached},
         "flushed_by": outcome.flushed_by, "preemptions": outcome.preemptions,
         "controls": len(judge.controls), "noise": judge.noise, "limit": judge.limit, "is_exact": judge.is_exact,
-        "false_alarm_rate": outcome.error_rate, "kinds": kinds, "shared_with": outcome.shared_with,
+        "false_alarm_rate": judge.error_rate(outcome.compared), "kinds": kinds, "shared_with": outcome.shared_with,
         "not_numbers": outcome.not_numbers,
         "confirmations": [vars(each) | {"holds": each.holds} for each in outcome.confirmations],
     }  # fmt: skip
@@ -198,7 +200,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 def lines(outcome: Outcome, vllm: str) -> list[str]:
     computed, cached = first_tokens(outcome)
-    judge, code = outcome.judge, verdict(outcome)
+    judge, (code, _) = outcome.judge, verdict(outcome)
     noise = f"{len(judge.controls)} prompts, repeated without the connector, differ by at most {judge.noise:.3g}"
     if judge.is_exact:
         noise = f"{len(judge.controls)} prompts, repeated without the connector, are equal in every bit"
@@ -208,12 +210,12 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
         f"GPU cache emptied:  {outcome.flushed_by}",
         f"Noise:              {noise}",
         f"Limit:              {judge.limit:.3g}, {MARGIN:g} times the noise; rate of false alarms below"
-        f" {outcome.error_rate:.0e}",
+        f" {judge.error_rate(outcome.compared):.0e}",
         "",
         f"{'prompts':33} {'from the':>9}  largest difference of a log probability",
         f"{'':33} {'connector':>9}  {'alone':>12}  {'under load':>12}",
     ]
-    for kind, cases in _by_kind(outcome).items():
+    for kind, cases in by_kind(outcome.cases).items():
         sizes = [max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES]
         marks = ["*" if judge.exceeds(size) else " " for size in sizes]
         hits = sum(case.hits or 0 for case in cases)
@@ -221,44 +223,31 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
             f"{len(cases):3} {kind:29} {hits:>9}  {sizes[0]:>12.3g}{marks[0]} {sizes[1]:>12.3g}{marks[1]}".rstrip()
         )
     text.append("* above the limit" if any(map(outcome.above, MODES)) else "")
-    text += [_confirmed(each) for each in outcome.confirmations]
+    text += [
+        f"Fresh prompts of '{each.kind}', {each.mode}: {each.differs} of {each.asked} differ;"
+        f" {each.needed} are needed to confirm"
+        for each in outcome.confirmations
+    ]
     if outcome.preemptions:
         text.append(f"Under load, vLLM preempted {outcome.preemptions} times.")
     if code == DIFFERENT:
-        text += ["", *_example(outcome), *_known(outcome, vllm)]
+        text += ["", *_example(outcome), *_known(vllm)]
     if code == NOTHING_PROVEN and (outcome.hits or 0) < outcome.expected / 2:
-        text += ["", *look_at()]
+        text += ["", *LOOK_AT]
     return text
 
 
-def summary(outcome: Outcome) -> str:
-    code = verdict(outcome)
-    if code == DIFFERENT:
-        return f"different: {where(outcome)}"
-    if code == NOTHING_PROVEN:
-        return f"nothing proven: {why_not(outcome)}"
-    return f"same: {len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
-
-
-def _by_kind(outcome: Outcome) -> dict[str, list[Case]]:
+def by_kind(cases: list[Case]) -> dict[str, list[Case]]:
     kinds: dict[str, list[Case]] = {}
-    for case in outcome.cases:
+    for case in cases:
         kinds.setdefault(case.prompt.kind, []).append(case)
     return kinds
 
 
-def _confirmed(each: Confirmation) -> str:
-    return (
-        f"Fresh prompts of '{each.kind}', {each.mode}: {each.differs} of {each.asked} differ;"
-        f" {each.needed} are needed to confirm"
-    )
-
-
 def _example(outcome: Outcome) -> list[str]:
-    found = worst(outcome)
-    text = []
-    if found:
-        mode, case = found
+    wrong, text = [(mode, case) for mode in MODES for case in outcome.above(mode)], list[str]()
+    if wrong:
+        mode, case = max(wrong, key=lambda pair: pair[1].cached[pair[0]].size)
         different, chunk = case.cached[mode], outcome.sizes.chunk
         text = [
             f"Largest: a prompt of {case.computed.prompt_tokens} tokens ('{case.prompt.kind}'), {mode}.",
@@ -279,19 +268,13 @@ def _example(outcome: Outcome) -> list[str]:
     return text
 
 
-def _known(outcome: Outcome, vllm: str) -> list[str]:
+def _known(vllm: str) -> list[str]:
     text = ["", "Next steps:"]
-    if is_packed(vllm):
-        text += [
-            f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released. KVF020 fixes this:",
-            "    kvfix run -- vllm serve ...; then empty all disks and remote caches; see kvfix explain KVF020.",
-        ]
+    with suppress(InvalidVersion):
+        if Version(vllm) >= Version("0.26"):  # packs K and V of a head
+            text += [
+                f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released."
+                " KVF020 fixes this:",
+                "    kvfix run -- vllm serve ...; then empty all disks and remote caches; see kvfix explain KVF020.",
+            ]
     return text + [f"  {line}" for line in NARROW]
-
-
-def is_packed(vllm: str) -> bool:
-    """Return True from vLLM 0.26 on, which packs K and V of a head."""
-    try:
-        return Version(vllm) >= Version("0.26")
-    except InvalidVersion:
-        return False

@@ -9,12 +9,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from kvfix_tools.verify.client import Metrics, Refused, Reply, Server
+from kvfix_tools.verify.client import Reply, Server
 from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is_decided
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
-from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
+from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome, by_kind
 
 #: Maximum seconds until the blocks of the last requests are free. A connector may still be storing them.
 STORING = 20.0
@@ -38,18 +38,17 @@ class Inconclusive(Exception):
     """Nothing can be proven. The text says why, and what to check."""
 
 
+@dataclass
 class Rounds:
-    def __init__(
-        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, clients: int, say: Callable[[str], None]
-    ) -> None:
-        """sizes: if chunk is 0, the survey finds the chunk size. say: called with the progress."""
-        self.subject, self.reference, self.maker, self.sizes = subject, reference, maker, sizes
-        self.clients, self.say = clients, say
-        self.flushed_by = ""
-        self.not_numbers = 0
-        metrics = reference.metrics()
-        assert metrics is not None
-        self.capacity = metrics.capacity
+    subject: Server
+    reference: Server
+    maker: Maker
+    sizes: Sizes  # if chunk is 0, the survey finds the chunk size
+    capacity: int  # tokens whose KV fits on the GPU; 0 if unknown
+    clients: int
+    say: Callable[[str], None]  # shows the progress
+    flushed_by: str = ""
+    not_numbers: int = 0
 
     def run(self, requests: int, others: list[str]) -> Outcome:
         """Run all rounds. others: adapters of the same base model."""
@@ -64,29 +63,24 @@ class Rounds:
                 f" {FEWEST_CONTROLS} are needed to know the noise."
                 " Start vLLM with --enable-prefix-caching and enough GPU blocks"
             )
-        preemptions = self._ask_with_hits(cases)
-        known = [case for case in cases if case.hits is not None]
-        compared = sum(len(case.cached) for case in cases)
-        outcome = Outcome(
-            self.sizes, judge, cases, False, [], judge.error_rate(compared), self._expected(known),
-            sum(case.hits or 0 for case in known) if known else None, preemptions, self.flushed_by,
-        )  # fmt: skip
-        pairs = [max(each.size for each in case.cached.values()) for case in cases if case.control is not None]
-        outcome.first_test = judge.first_test(pairs)
+        self.flush()
+        for number, case in enumerate(cases):
+            self.say(f"from the connector: {number} of {len(cases)} prompts")
+            self._ask_alone(case)
+        self.say(f"from the connector: {len(cases)} prompts at once")
+        preemptions = self._ask_under_load(cases)
+        outcome = Outcome(self.sizes, judge, cases, preemptions, self.flushed_by, self.not_numbers)
         if not outcome.first_test:
-            outcome.confirmations = [self._confirm(*suspect, judge, compared) for suspect in self._suspects(outcome)]
-        outcome.not_numbers = self.not_numbers
+            outcome.confirmations = [self._confirm(*suspect, outcome) for suspect in self._suspects(outcome)]
         outcome.shared_with = self._shared_with(cases, others)
         return outcome
-
-    # The survey
 
     def _survey(self) -> None:
         """Find the chunk size, unless it is given. Hits are whole chunks."""
         sizes = replace(self.sizes, chunk=self.sizes.chunk or self.sizes.block)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
-        before = self._metrics()
+        before = self.reference.metrics()
         computed = [self.reference.ask(prompt, 1) for prompt in prompts]
         if self.reference.metrics_after(before).requests == before.requests:
             raise Inconclusive(NOT_COUNTED)
@@ -94,16 +88,14 @@ class Rounds:
             time.sleep(attempt)
             self.flush()
             warm = [self._measured(self.subject, prompt, 1) for prompt in prompts]
-            hits = [self._hit(*each) for each in warm]
-            if any(hit != 0 for hit in hits):
+            if any(reply.hits != 0 for reply in warm):
                 break
         else:
-            raise Inconclusive(NEVER_ASKED if self._metrics().queried == before.queried else NO_HIT)
+            raise Inconclusive(NEVER_ASKED if self.reference.metrics().queried == before.queried else NO_HIT)
         self.not_numbers = sum(
-            has_numbers(one.answer) and not has_numbers(other.answer)
-            for one, (other, _) in zip(computed, warm, strict=True)
+            has_numbers(one.answer) and not has_numbers(other.answer) for one, other in zip(computed, warm, strict=True)
         )
-        found = math.gcd(*(hit for hit in hits if hit)) if any(hits) else 0
+        found = math.gcd(*(reply.hits or 0 for reply in warm))
         is_chunk = found >= self.sizes.block and found % self.sizes.block == 0
         self.sizes = replace(sizes, chunk=self.sizes.chunk or (found if is_chunk else sizes.block))
         if not self.sizes.fits:
@@ -111,24 +103,14 @@ class Rounds:
                 f"two chunks of {self.sizes.chunk} tokens do not fit into the model's context of {sizes.context} tokens"
             )
 
-    def _expected(self, cases: list[Case]) -> int:
-        """Return how many tokens must at least come from the connector: whole chunks. Prompts that share a prefix do
-        not count."""
-        chunk = self.sizes.chunk
-        lengths = [case.computed.prompt_tokens for case in cases if case.prompt.kind != "shared prefix"]
-        return sum((length - 1) // chunk * chunk for length in lengths)
-
     def _shared_with(self, cases: list[Case], others: list[str]) -> str:
         """Return an adapter that gets KV of another adapter, for a prompt that was never sent to it; or ""."""
-        case = next((case for case in cases if case.hits), None)
-        for other in others if case else []:
-            assert case is not None
+        hits = [case.prompt for case in cases if case.hits]
+        for other in others if hits else []:
             self.flush()
-            if self._measured(self.subject, case.prompt, 1, other)[1]:
+            if self._measured(self.subject, hits[0], 1, other).counted:
                 return other
         return ""
-
-    # The rounds
 
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
         """Run the cold round, with the controls: they run while the GPU's prefix cache still holds the prompts."""
@@ -138,12 +120,11 @@ class Rounds:
             computed = []
             for number, prompt in enumerate(group, len(cases)):
                 tokens = self._tokens(number)
-                reply, hits = self._measured(self.reference, prompt, tokens)
-                again, from_connector = self._measured(self.reference, prompt, tokens)
+                reply, again = (self._measured(self.reference, prompt, tokens) for _ in range(2))
                 case = Case(prompt, tokens, reply)
-                if self._is_clean(reply, from_connector):
+                if self._is_clean(again):
                     case.control = difference(reply.answer, again.answer).size
-                if not hits:
+                if not reply.counted:
                     computed.append(case)
             controls = [case for case in computed if case.control is not None]
             for case, reply in zip(controls, self._at_once(self.reference, controls), strict=True):
@@ -151,44 +132,31 @@ class Rounds:
             cases += computed
         return cases
 
-    def _ask_with_hits(self, cases: list[Case]) -> int:
-        """Run the warm round, one request at a time, and the load round. Return the load round's preemptions."""
-        self.flush()
-        for number, case in enumerate(cases):
-            self.say(f"from the connector: {number} of {len(cases)} prompts")
-            self._ask_alone(case)
-        self.say(f"from the connector: {len(cases)} prompts at once")
-        return self._ask_under_load(cases)
-
     def _ask_alone(self, case: Case) -> None:
-        case.warm, hits = self._measured(self.subject, case.prompt, case.tokens)
-        case.hits = self._hit(case.warm, hits)
+        case.warm = self._measured(self.subject, case.prompt, case.tokens)
         case.cached[ALONE] = difference(case.computed.answer, case.warm.answer)
 
     def _ask_under_load(self, cases: list[Case]) -> int:
         self.flush()
-        before = self._metrics()
+        before = self.reference.metrics()
         for case, reply in zip(cases, self._at_once(self.subject, cases, aborts=True), strict=True):
             case.cached[UNDER_LOAD] = difference(case.computed.answer, reply.answer)
-        return int(self._metrics().preemptions - before.preemptions)
-
-    # Suspects
+        return int(self.reference.metrics().preemptions - before.preemptions)
 
     def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
         """Return (kind, mode) with answers above the limit, worst first. If a kind differs in the mode ALONE, it is not
         repeated under load."""
-        worst: dict[str, tuple[float, str]] = {}
-        for mode in (UNDER_LOAD, ALONE):
-            for case in outcome.above(mode):
-                size = case.cached[mode].size
-                before, of = worst.get(case.prompt.kind, (0.0, mode))
-                worst[case.prompt.kind] = (max(size, before if of == mode else 0.0), mode)
+        worst = {
+            kind: (max(case.cached[mode].size for case in cases), mode)
+            for mode in (UNDER_LOAD, ALONE)
+            for kind, cases in by_kind(outcome.above(mode)).items()
+        }
         ranked = sorted(worst.items(), key=lambda item: -item[1][0])
         return [(kind, mode) for kind, (_, mode) in ranked[:SUSPECTS]]
 
-    def _confirm(self, kind: str, mode: str, judge: Judge, compared: int) -> Confirmation:
+    def _confirm(self, kind: str, mode: str, outcome: Outcome) -> Confirmation:
         """Send fresh prompts of the kind, until the second test is decided."""
-        needed = judge.needed(compared)
+        needed = outcome.judge.needed(outcome.compared)
         self.say(f"confirming: {kind}, {mode}")
         cases = self._compute(list(self.maker.prompts([kind] * (needed + SPARE), self.sizes)))
         confirmation = Confirmation(kind, mode, 0, 0, needed)
@@ -200,19 +168,18 @@ class Rounds:
             if mode == ALONE:
                 self._ask_alone(case)
             confirmation.asked += 1
-            confirmation.differs += judge.exceeds(case.cached[mode].size)
+            confirmation.differs += outcome.judge.exceeds(case.cached[mode].size)
             if is_decided(confirmation.differs, confirmation.asked, needed):
                 break
         return confirmation
-
-    # The server
 
     def flush(self) -> None:
         """Empty the GPU's prefix cache with vLLM's own request, or with other prompts that use all blocks."""
         until = time.monotonic() + STORING
         done = self.reference.reset()
         while done is False and time.monotonic() < until:
-            self.reference.ask(self._tiny(), 1)  # in this step the connector can end its stores
+            tiny = self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
+            self.reference.ask(tiny, 1)  # in this step the connector can end its stores
             time.sleep(0.1)
             done = self.reference.reset()
         if done:
@@ -236,9 +203,6 @@ class Rounds:
         """Number of prompts that use every block once, and a tenth more."""
         return math.ceil(1.1 * self.capacity / (self.sizes.longest - self.sizes.block)) + 1
 
-    def _tiny(self) -> Prompt:
-        return self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
-
     def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
         """Send all requests from several clients, and return the answers. aborts: also send aborted requests."""
         clients = self.clients
@@ -252,34 +216,22 @@ class Rounds:
                 replies.append(pool.submit(server.ask, case.prompt, case.tokens))
             return [reply.result() for reply in replies]
 
-    def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> tuple[Reply, int | None]:
-        """Return the answer, and the number of its tokens from the connector. None: other clients hide it."""
-        before = self._metrics()
+    def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> Reply:
+        """Return the answer, with the number of its tokens from the connector unless other clients hide it."""
+        before = self.reference.metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
         if after.queried - before.queried <= reply.prompt_tokens and after.requests - before.requests <= 1:
-            return reply, int(after.hits - before.hits)
-        return reply, None
+            return replace(reply, counted=int(after.hits - before.hits))
+        return reply
 
-    def _hit(self, reply: Reply, measured: int | None) -> int | None:
-        """Return the tokens from the connector. After a flush, all cached tokens come from the connector."""
-        return reply.cached if measured is None else measured
-
-    def _metrics(self) -> Metrics:
-        metrics = self.reference.metrics()
-        if metrics is None:
-            raise Refused(f"{self.reference.url}/metrics does not answer any more")
-        return metrics
-
-    def _is_clean(self, reply: Reply, from_connector: int | None) -> bool:
+    def _is_clean(self, reply: Reply) -> bool:
         """Return True if an answer from the GPU's own prefix cache used no token from the connector.
 
         If other clients hide the number, the length decides. If a prompt is one token longer than whole blocks, the
         GPU's cache serves all its tokens except the last.
         """
-        if from_connector is not None:
-            return from_connector == 0
-        return reply.prompt_tokens % self.sizes.block == 1
+        return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property
     def can_preempt(self) -> bool:

@@ -12,20 +12,13 @@ from kvfix_tools.roundtrip.matrix import Axes
 
 
 class Backend(NamedTuple):
-    """A backend.
-
-    open: makes the transfer of one cell, or raises Refused. missing: why it cannot be used on this device, or None.
-    group: a name for several backends. axes: default values of each axis; other values run only on request.
-    whole: runs one check instead of all cells, and fills a result.
-    """
-
     name: str
     summary: str
-    open: Callable[[CellCheck], Transfer]
-    missing: Callable[[torch.device], str | None] = lambda device: None
-    group: str = ""
-    axes: Axes = {}
-    whole: Callable[[torch.device, Result], Result] | None = None
+    open: Callable[[CellCheck], Transfer]  # makes the transfer of one cell, or raises Refused
+    missing: Callable[[torch.device], str | None] = lambda device: None  # why it cannot be used here, or None
+    group: str = ""  # a name for several backends
+    axes: Axes = {}  # default values of each axis; other values run only on request
+    whole: Callable[[torch.device, Result], Result] | None = None  # runs one check instead of all cells
 
 
 def all_backends() -> dict[str, Backend]:

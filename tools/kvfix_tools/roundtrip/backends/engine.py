@@ -1,16 +1,7 @@
-"""`engine-mp`, `engine-v1`: compare greedy outputs of a real vLLM engine with and without LMCache.
+"""`engine-mp`, `engine-v1`: compare greedy outputs of a real vLLM engine with and without LMCache, in four rounds.
 
-The rounds of greedy requests are:
-
-1. cold: the prompts.
-2. changed: the prompts with other first tokens. If their answers equal those of round 1, the model cannot show wrong
-KV.
-3. others: other prompts, which overwrite nearly all blocks.
-4. warm: the prompts again.
-
-The prefix cache is emptied after each round. So the last round computes a token, or takes it from the external cache.
-In the last round, tokens must have been promised and loaded, and no load may have failed, because vLLM computes the
-tokens of a failed load. The connector logs a line for each load of the worker (engine_connector.py).
+docs/roundtrip.md describes the rounds. The prefix cache is emptied after each. The connector logs a line for each load
+of the worker (engine_connector.py).
 
 The process of one engine is `python -m kvfix_tools.roundtrip.backends.engine JOB.json`.
 """
@@ -31,9 +22,9 @@ from typing import Any
 
 import torch
 
-from kvfix_tools.roundtrip import fixes, real_engine
+from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.backends import Backend, vllm_offload
-from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result
+from kvfix_tools.roundtrip.cell_check import Refused, Result, Transfer
 from kvfix_tools.roundtrip.real_engine import BLOCK, prompt
 
 #: Time limit of one engine in seconds.
@@ -68,10 +59,10 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
         f"{name} {importlib.metadata.version(name)}" for name in (vllm_offload.distribution(), "lmcache")
     )
     stood_in = "; torch.cuda is a stand-in" if kind == "v1" and device.type == "cpu" else ""
-    fixed = "with kvfix's fixes" if fixes.in_children() else "as released"
+    fixed = "as released" if os.environ.get("KVFIX", "off") == "off" else "with kvfix's fixes"
     operations = (
         f"{releases}, {CONNECTORS[kind][0]}, {fixed}{stood_in}: of {warm['asked']} prompt tokens {warm['hits']} were "
-        f"promised and {warm['loads']['loaded']} loaded"
+        f"promised and {warm['loaded']} loaded"
     )
     return replace(result, verdict="failed" if wrong else "passed", reason=wrong or "", operations=operations)
 
@@ -86,13 +77,13 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     alike = sum(one == other for one, other in zip(plain["cold"]["tokens"], plain["changed"]["tokens"], strict=True))
     if alike:
         return f"{alike} outputs do not change with the first tokens, so the model cannot show wrong KV"
-    warm, loads = ran["warm"], ran["warm"]["loads"]
+    warm = ran["warm"]
     if not warm["hits"]:
         return "warm: no token came from the external cache, so nothing was checked"
-    if loads["loaded"] < warm["hits"]:
-        return f"warm: {warm['hits']} tokens were promised, but only {loads['loaded']} loaded"
-    if loads["failed"]:
-        return f"warm: the load of {loads['failed']} blocks failed, so vLLM computed them"
+    if warm["loaded"] < warm["hits"]:
+        return f"warm: {warm['hits']} tokens were promised, but only {warm['loaded']} loaded"
+    if warm["failed"]:
+        return f"warm: the load of {warm['failed']} blocks failed, so vLLM computed them"
     if ran["cold"]["hits"]:
         return f"cold: {ran['cold']['hits']} tokens came from the external cache, which was not empty"
     return f"kvfix reports a violation: {ran['violations'][0]}" if ran["violations"] else None
@@ -150,20 +141,16 @@ def ask(job: dict[str, Any]) -> None:
         **job["engine"],
     )  # fmt: skip
     answer = {}
+
+    def counts() -> dict[str, int]:
+        return {"hits": real_engine.counter(engine, "vllm:external_prefix_cache_hits"), **loads(Path(job["loads"]))}
+
     for name, prompts in ROUNDS.items():
-        hits, before = hit_tokens(engine), loads(Path(job["loads"]))
-        answer[name] = {
-            "tokens": real_engine.generate(engine, [(one, GENERATE) for one in prompts]),
-            "hits": hit_tokens(engine) - hits,
-            "loads": {kind: count - before[kind] for kind, count in loads(Path(job["loads"])).items()},
-            "asked": sum(map(len, prompts)),
-        }
+        before = counts()
+        tokens = real_engine.generate(engine, [(one, GENERATE) for one in prompts])
+        more = {kind: count - before[kind] for kind, count in counts().items()}
+        answer[name] = {"tokens": tokens, "asked": sum(map(len, prompts)), **more}
     Path(job["out"]).write_text(json.dumps(answer))
-
-
-def hit_tokens(engine: Any) -> int:
-    """Return the number of tokens granted from the external cache so far."""
-    return real_engine.counter(engine, "vllm:external_prefix_cache_hits")
 
 
 def loads(file: Path) -> dict[str, int]:
@@ -181,17 +168,12 @@ def tokens_to_load(request: Any) -> int:
     return int(spec.lmcache_cached_tokens - spec.vllm_cached_tokens) if spec is not None and spec.can_load else 0
 
 
-def _no_cells(check: CellCheck) -> Any:
-    raise Refused("an engine has no cells")
+def _backend(kind: str) -> Backend:
+    summary, whole = f"a vLLM engine with {CONNECTORS[kind][0]}", functools.partial(check, kind)
+    return Backend(f"engine-{kind}", summary, lambda _: Transfer(), missing, "engine", whole=whole)
 
 
-BACKENDS = tuple(
-    Backend(
-        f"engine-{kind}", f"a vLLM engine with {name}", _no_cells, missing, "engine",
-        whole=functools.partial(check, kind),
-    )
-    for kind, (name, _) in CONNECTORS.items()
-)  # fmt: skip
+BACKENDS = tuple(map(_backend, CONNECTORS))
 
 if __name__ == "__main__":
     ask(json.loads(Path(sys.argv[1]).read_text()))

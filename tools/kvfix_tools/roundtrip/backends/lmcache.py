@@ -1,12 +1,9 @@
-"""Backends for the installed LMCache.
+"""Backends for the installed LMCache, whose own operations move the bytes: compiled ones, or its torch fallback.
 
-- `lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors. On a GPU they run as installed. On the CPU they
-  run on CPU tensors with a stand-in for `torch.cuda`, and without the assertions that a device is CUDA. The report
-  names the stand-ins. In both cases LMCache's own `lmcache.device_ops` move the bytes, with compiled operations or with
-  LMCache's torch fallback. The report names which.
-- `lmcache-engine`: the V2 connector with LMCache's cache engine and CPU storage, as its vLLM adapter calls them. Keys,
-  chunks, allocation and storage manager are real. kvfix cannot see the host memory, so it checks the loaded KV and the
-  number of tokens that the engine returns.
+- `lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors. On the CPU they run with a stand-in for
+  `torch.cuda`, and without the assertions that a device is CUDA. The report names the stand-ins.
+- `lmcache-engine`: the V2 connector with LMCache's cache engine and CPU storage, as its vLLM adapter calls them. kvfix
+  cannot see the host memory, so it checks the loaded KV and the number of tokens that the engine returns.
 - `lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it, for whole chunks only.
   LMCache issue 4463 does not affect this mode, so it shows the right result for the packed layout.
 """
@@ -19,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -82,8 +80,7 @@ class Connector(Transfer):
     def store(self, slots: torch.Tensor) -> None:
         to = {"kvcaches": self.caches, "slot_mapping": slots}
         if self.kind == "layerwise":
-            for _ in self.connector.batched_from_gpu(self.by_layer, self.starts, self.ends, sync=True, **to):
-                pass
+            deque(self.connector.batched_from_gpu(self.by_layer, self.starts, self.ends, sync=True, **to), maxlen=0)
         else:
             self.connector.batched_from_gpu(self.objects, self.starts, self.ends, **to)
 
@@ -94,8 +91,7 @@ class Connector(Transfer):
             next(mover)
             for objects in self.by_layer:
                 mover.send(objects)
-            for _ in mover:
-                pass
+            deque(mover, maxlen=0)
             return
         # The first loaded chunk is the one in which the engine's own tokens end (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
@@ -121,7 +117,7 @@ class ThroughEngine(Transfer):
         keys = ChunkedTokenDatabase(config, metadata)
         # A new engine collects garbage, which takes more than a second for the objects of vLLM's imports.
         gc.freeze()
-        self.engine = LMCacheEngine(config, metadata, keys, connector, _same, _same)
+        self.engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, _: tensor, lambda thing, _: thing)
         gc.unfreeze()
         self.engine.post_init()
         moved_by = operations(check.device, "multi_layer_kv_transfer")
@@ -145,10 +141,6 @@ class ThroughEngine(Transfer):
 
     def _more(self, slots: torch.Tensor) -> dict[str, Any]:
         return {"kvcaches": self.caches, "slot_mapping": slots, "req_id": "kvfix"}
-
-
-def _same(thing: Any, source: int) -> Any:
-    return thing
 
 
 class BlockTransfer(Transfer):
@@ -268,16 +260,15 @@ MP_AXES = {
 }
 MP = "the block transfer of LMCache's multi-process mode"
 ENGINE = "LMCache's cache engine and its CPU storage"
-
-
-def _backend(kind: str) -> Backend:
-    axes = {"layout": LAYOUTS, **({"skip": ("none",)} if kind == "layerwise" else {})}
-    summary = f"LMCache's {CLASSES[kind]}"
-    return Backend(f"lmcache-{kind}", summary, lambda check: Connector(kind, check), missing, "lmcache", axes)
-
-
+LAYERWISE_AXES = {"layout": LAYOUTS, "skip": ("none",)}
 BACKENDS = (
-    *map(_backend, CLASSES),
+    *(
+        Backend(
+            f"lmcache-{kind}", f"LMCache's {name}", functools.partial(Connector, kind), missing, "lmcache",
+            LAYERWISE_AXES if kind == "layerwise" else {"layout": LAYOUTS},
+        )
+        for kind, name in CLASSES.items()
+    ),
     Backend("lmcache-mp", MP, BlockTransfer, missing, "lmcache", MP_AXES),
     Backend("lmcache-engine", ENGINE, ThroughEngine, missing, axes={"layout": LAYOUTS}),
-)
+)  # fmt: skip

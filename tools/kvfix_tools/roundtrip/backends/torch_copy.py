@@ -4,8 +4,9 @@ It is the reference for other backends. It indexes the engine's tensors by their
 of the check (layout.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,12 +14,52 @@ from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import CellCheck, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
-from kvfix_tools.roundtrip.streams import CudaStream, Work
 
 #: Axes of a host buffer, outermost first. Each chunk has a buffer.
 HOST = "layer token kv head"
 #: Number of chunks in flight, each with its own stream and staging buffer.
 IN_FLIGHT = 2
+#: Clock cycles that a slow stream sleeps: tens of milliseconds, longer than the work of other streams.
+SLEEP = 50_000_000
+Work = Callable[[], Any]
+#: {layout: order in which `paged` takes the axes of a layer}
+ORDERS = {
+    **dict.fromkeys(("nhd", "one-tensor"), (1, 2, 0, 3, 4)),
+    **dict.fromkeys(("nhd-block-first", "block-outermost"), (0, 2, 1, 3, 4)),
+    **dict.fromkeys(("packed", "packed-pool"), (0, 1, 3, 2, 4)),
+    "hnd": (1, 3, 0, 2, 4), "hnd-block-first": (0, 3, 1, 2, 4), "packed-hnd": (0, 2, 3, 1, 4),
+    "packed-cpu": (0, 3, 2, 1, 4), "kv-inside": (0, 1, 2, 3, 4),
+}  # fmt: skip
+
+
+class CudaStream:
+    def __init__(self, device: torch.device, slow: bool = False) -> None:
+        self.device, self.native = device, torch.cuda.Stream(device)
+        self.kept: list[Work] = []  # keeps tensors alive until the device has read them
+        if slow:
+            with torch.cuda.stream(self.native):
+                torch.cuda._sleep(SLEEP)
+
+    def submit(self, work: Work, host: bool = False) -> None:
+        """Submit work. host: wait for all earlier work of the stream, then run this work on the host."""
+        if host:
+            self.native.synchronize()
+            work()
+            return
+        self.kept.append(work)
+        self.native.wait_stream(torch.cuda.current_stream(self.device))  # the current stream made the operands
+        with torch.cuda.stream(self.native):
+            work()
+
+    def record(self) -> Any:
+        return self.native.record_event()
+
+    def wait(self, event: Any) -> None:
+        self.native.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.native.synchronize()
+        self.kept.clear()
 
 
 class TorchCopy(Transfer):
@@ -82,26 +123,17 @@ def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
     torch cannot index fp8 on the CPU, so the view has words.
     """
+    name, held = geometry.layout.name, tensor.view(torch.int64)
     words, heads, two = geometry.row_words, geometry.heads, geometry.planes
-    held = tensor.view(torch.int64)
-    name = geometry.layout.name
-    if name in ("nhd", "one-tensor"):
-        return held.permute(1, 2, 0, 3, 4)
-    if name in ("nhd-block-first", "block-outermost"):
-        return held.permute(0, 2, 1, 3, 4)
-    if name == "hnd":
-        return held.permute(1, 3, 0, 2, 4)
-    if name == "hnd-block-first":
-        return held.permute(0, 3, 1, 2, 4)
-    if name in ("packed", "packed-pool"):
-        return held.unflatten(3, (two, words)).permute(0, 1, 3, 2, 4)
-    if name == "packed-hnd":
-        return held.unflatten(3, (two, words)).permute(0, 2, 3, 1, 4)
+    if name == "mla":
+        return held[:, :, None, None]
     if name == "packed-cpu":
-        return held.reshape(geometry.blocks, heads, two, geometry.block, words).permute(0, 3, 2, 1, 4)
-    if name == "kv-inside":
-        return held.unflatten(3, (heads, words))
-    return held[:, :, None, None]
+        held = held.reshape(geometry.blocks, heads, two, geometry.block, words)
+    elif name == "kv-inside":
+        held = held.unflatten(3, (heads, words))
+    elif name.startswith("packed"):
+        held = held.unflatten(3, (two, words))
+    return held.permute(ORDERS[name])
 
 
 BACKENDS = (Backend("torch", "gather, and pinned copies on streams", TorchCopy),)
