@@ -126,15 +126,6 @@ def test_a_name_that_is_not_known(options: list[str], message: str, fresh: Fresh
     assert done.stdout == ""
 
 
-def test_without_vllm_and_lmcache(fresh: Fresh) -> None:
-    code = "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p or 'kvfix' in p]; "
-    code += "from kvfix import installed_source; installed_source.package_dir = lambda dist: None; "
-    code += f"sys.argv[1:] = ['status']; sys.path += {sys.path!r}; from kvfix_tools.cli import main; main()"
-    done = fresh.run([sys.executable, "-c", code])
-    assert done.returncode == 77
-    assert "Neither vLLM nor LMCache is installed" in done.stdout
-
-
 def test_json_has_every_row_in_the_order_of_codes(fresh: Fresh) -> None:
     def asked(*options: str) -> list[dict[str, str]]:
         lines = ["import sys", f"sys.path.insert(0, {str(RELEASES / '0.3.10')!r})", f"sys.argv[1:] = {options!r}"]

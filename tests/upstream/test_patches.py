@@ -5,8 +5,6 @@ the patch applied, its regression test, kvfix's status, the fix's scenarios and 
 release without the patches.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from kvfix_tools import upstream
 from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.scenario import scenarios
 from maintain import peers
-from tests.conftest import RELEASES, ROOT, ForkServer, call, clean_environment, release_names
+from tests.conftest import RELEASES, ROOT, ForkServer, call, release_names
 from tests.healthy import changing
 from tests.lab import test_async_release
 from tests.upstream import patched
@@ -212,32 +210,6 @@ def test_every_fix_has_a_patch_or_a_reason() -> None:
     assert ready == wrong - without
     assert without <= wrong
     assert all(row.subject.startswith("[Bugfix]") for row in PATCHES)
-
-
-def test_export_is_signed_off_by_the_user(tmp_path: Path) -> None:
-    """And `git am` applies it to a checkout of the released files."""
-    row = PATCHES[0]
-    folder, home = tmp_path / "checkout", tmp_path / "home"
-    patched.copy(row.path, released(row), folder)
-    home.mkdir()
-    environment = clean_environment(HOME=str(home), GIT_CONFIG_NOSYSTEM="1")
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-    export = (sys.executable, "-m", "kvfix_tools.cli", "upstream", "export", row.slug, "-o", str(tmp_path))
-    done = run(*export)
-    assert done.returncode == 2
-    assert "git config --global user.name" in done.stderr
-    for key, value in (("user.name", "Ada"), ("user.email", "ada@example.org")):
-        run("git", "config", "--global", key, value)
-    assert run(*export).returncode == 0
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "as released"]):
-        assert run("git", *command).returncode == 0
-    (patch,) = tmp_path.glob("*.patch")
-    done = run("git", "am", str(patch))
-    assert done.returncode == 0, done.stderr
-    assert "Signed-off-by: Ada <ada@example.org>" in run("git", "log", "-1", "--format=%an%n%B").stdout
 
 
 def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
