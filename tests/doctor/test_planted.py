@@ -13,8 +13,8 @@ PLANTED = {name: Planted(**row) for name, row in ROWS.items()}
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path, newest: Path) -> None:
-    planted = PLANTED[name]
-    lines = say(planted.setup(tmp_path, newest), planted.check)
+    with PLANTED[name].served() as planted:
+        lines = say(planted.setup(tmp_path, newest), planted.check)
     found = [line for line in lines if line.status == planted.status]
     assert any(planted.what in line.what and planted.do in line.do for line in found) == bool(planted.what), lines
     assert planted.status != "none" or lines == []
