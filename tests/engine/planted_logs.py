@@ -307,8 +307,8 @@ class Run:
 
     def server_paused(self, engine: Engine) -> None:
         engine.twice()
-        port = int(self.values["SERVER"])
-        paused(next(pid for pid, each in servers.local() if servers.port_of(each) == port), 60, engine.twice)
+        port = self.values["SERVER"]
+        paused(next(pid for pid, each in servers.local() if each.options["port"] == port), 60, engine.twice)
 
     # Between prefill and decode
 

@@ -50,9 +50,10 @@ class Command(NamedTuple):
         """True if the command starts an engine, not LMCache's server."""
         return self.program.startswith("vllm")
 
-    def number(self, option: str, default: int) -> int:
-        """Return an option as a number. Raise ValueError if it is not a whole number."""
-        return int(self.options.get(option) or default)
+    def number(self, option: str, default: int) -> int | None:
+        """Return an option as a number; None if it is not a whole number."""
+        value = self.options.get(option) or str(default)
+        return int(value) if value.isdigit() else None
 
     def json(self, option: str) -> dict[str, Any]:
         """Return an option with a JSON object, with keys set by `--option.key`. Raise ValueError for other text."""

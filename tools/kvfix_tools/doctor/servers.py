@@ -67,15 +67,7 @@ def local() -> Iterator[tuple[int, Command]]:
 
 def running(port: int) -> Command | None:
     """Return the command of the `lmcache server` on this machine with this port; None if there is none."""
-    return next((command for _, command in local() if port_of(command) == port), None)
-
-
-def port_of(command: Command) -> int | None:
-    """Return the port of an `lmcache server` command; None if it is not a number."""
-    try:
-        return command.number("port", PORT)
-    except ValueError:
-        return None
+    return next((command for _, command in local() if command.number("port", PORT) == port), None)
 
 
 def http_address(given: str, command: Command | None, host: str) -> tuple[str, int] | None:
@@ -83,10 +75,8 @@ def http_address(given: str, command: Command | None, host: str) -> tuple[str, i
     if given:
         parts = urlsplit(given if "://" in given else f"http://{given}")
         return parts.hostname or "localhost", parts.port or HTTP_PORT
-    try:
-        return (host or "localhost", command.number("http-port", HTTP_PORT)) if command else None
-    except ValueError:
-        return None
+    port = command.number("http-port", HTTP_PORT) if command else None
+    return (host or "localhost", port) if port else None
 
 
 def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:

@@ -226,10 +226,7 @@ class Setup:
 
     def parallel(self, which: str) -> int:
         """Return the tensor, pipeline, data or decode-context parallel size; 1 if it is not given or not a number."""
-        try:
-            return max(self.command.number(f"{which}-parallel-size", 1), 1) if self.command else 1
-        except ValueError:
-            return 1
+        return (self.command and self.command.number(f"{which}-parallel-size", 1)) or 1
 
     @property
     def ranks(self) -> int:
