@@ -89,10 +89,7 @@ _SYMPTOM = "Describe the symptom, or name a file with the description."
 
 
 @app.command(rich_help_panel=COMMANDS["search"])
-def search(
-    text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)],
-    json: Json = False,
-) -> None:
+def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)], json: Json = False) -> None:
     """Find fixes, known problems and rules by the words of a text. Show the best three, and how to confirm each."""
     from kvfix_tools import search
 

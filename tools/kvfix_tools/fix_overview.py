@@ -95,9 +95,9 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 
 def severity(name: str) -> str:
     """Return the effect with this name. Raise ValueError for an unknown name."""
-    for effect in EFFECTS:
-        if name.strip().lower().replace("-", " ") == effect:
-            return effect
+    effect = name.strip().lower().replace("-", " ")
+    if effect in EFFECTS:
+        return effect
     raise ValueError(f"unknown severity {name!r}; known: {', '.join(EFFECTS)}")
 
 
@@ -105,8 +105,8 @@ def severity(name: str) -> str:
 def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
     """Return the releases that have the bug and whose fingerprints kvfix knows."""
     wrong = [target for target in fix.targets if target.dist == dist and not target.helper]
-    broken = {target.name: SpecifierSet(target.broken, prereleases=True) for target in wrong}
-    return frozenset(each for target in wrong for each in releases_with(target) if each in broken[target.name])
+    broken = (SpecifierSet(target.broken, prereleases=True).filter(releases_with(target)) for target in wrong)
+    return frozenset(release for releases in broken for release in releases)
 
 
 def first_right(fix: Fix, dist: str) -> str | None:

@@ -98,12 +98,8 @@ def read(lmcache: Package) -> Definitions:
         name = constant(key)
         if isinstance(name, str) and isinstance(value, ast.Dict):
             known[name] = _definition(name, value)
-    aliases, deprecated = (constant(assigned(tree, each)) for each in ("_CONFIG_ALIASES", "_DEPRECATED_CONFIGS"))
-    return Definitions(known, _texts(aliases), _texts(deprecated))
-
-
-def _texts(value: object) -> dict[str, str]:
-    return value if isinstance(value, dict) else {}
+    aliases, deprecated = (constant(assigned(tree, each)) or {} for each in ("_CONFIG_ALIASES", "_DEPRECATED_CONFIGS"))
+    return Definitions(known, aliases, deprecated)
 
 
 def _definition(name: str, node: ast.Dict) -> Definition:

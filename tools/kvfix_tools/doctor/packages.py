@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvfix import installed_source
 
@@ -101,7 +101,7 @@ class Packages:
         return Package(name, folder, "", ())
 
 
-def constant(node: ast.expr | None) -> object:
+def constant(node: ast.expr | None) -> Any:
     """Return the value of a literal; None for any other expression."""
     try:
         return ast.literal_eval(node) if node is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 
 from kvfix_tools.doctor import fit
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
@@ -53,19 +53,13 @@ def program(setup: Setup) -> Iterator[Line]:
         return
     try:
         with open(path, "rb") as file:
-            first = file.readline(300).decode(errors="replace").strip()
+            found = re.fullmatch(r"#!\s*(\S*python\S*)\s*", file.readline(300).decode(errors="replace"))
     except OSError:
         return
-    python = first.removeprefix("#!").strip()
-    if (
-        first.startswith("#!")
-        and "python" in python
-        and " " not in python
-        and Path(python).parent != Path(sys.executable).parent
-    ):
+    if found and Path(found[1]).parent != Path(sys.executable).parent:
         yield unchecked(
-            f"{path} runs with {python}, but kvfix doctor checked the installation of {sys.executable}",
-            f"{python} -m kvfix_tools.cli doctor -- ..., after installing kvfix for this Python",
+            f"{path} runs with {found[1]}, but kvfix doctor checked the installation of {sys.executable}",
+            f"{found[1]} -m kvfix_tools.cli doctor -- ..., after installing kvfix for this Python",
         )
 
 
@@ -92,11 +86,7 @@ def torch(setup: Setup) -> Iterator[Line]:
 
 
 def _wanted(package: Package, name: str) -> Requirement | None:
-    for line in package.needs:
-        try:
-            each = Requirement(line)
-        except InvalidRequirement:
-            continue
+    for each in map(Requirement, package.needs):
         if each.name == name and (each.marker is None or each.marker.evaluate({"extra": ""})):
             return each
     return None
@@ -230,7 +220,7 @@ def together(setup: Setup) -> Iterator[Line]:
         if found:
             shown = "; ".join(f"{each.what} ({each.where})" for each in found[:_SHOWN])
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            yield problem(f"{pair} do not work together: {shown}{more}", _remedy(kind, connector))
+            yield problem(f"{pair} do not work together: {shown}{more}", _remedy(kind))
             continue
         versions = {"vllm": vllm.version, "lmcache": lmcache.version}
         why = releases.cannot_play(kind, versions) if all(versions.values()) else "a release is unknown"
@@ -262,11 +252,10 @@ def _is_import(each: fit.Misfit) -> bool:
     return each.what.startswith(("No module", "cannot import"))
 
 
-def _remedy(kind: str, connector: Connector) -> str:
-    needs = KNOWN[kind].needs
-    wanted = ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in needs.items())
+def _remedy(kind: str) -> str:
+    wanted, better = (
+        ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in KNOWN[each].needs.items()) for each in (kind, "mp")
+    )
     if kind == "mp-in-tree":
-        both = KNOWN["mp"].needs
-        better = ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in both.items())
         return f"install {better}, and unset LMCACHE_USE_UPSTREAM_MP. vLLM's own copy works with {wanted} only"
     return f"install {wanted}. The matrix in kvfix's documentation shows tested pairs"
