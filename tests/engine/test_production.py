@@ -48,10 +48,7 @@ NGRAM: dict[str, Any] = {
     "environment": start.ONE_PROCESS,
 }  # fmt: skip
 FEW = [(prompt(300, seed), 12) for seed in range(1, 4)]
-RANKS: dict[str, Any] = {
-    "rounds": [FEW, FEW],
-    "engine": {**ENGINE, "tensor_parallel_size": 2},
-}
+RANKS: dict[str, Any] = {"rounds": [FEW, FEW], "engine": {**ENGINE, "tensor_parallel_size": 2}}
 #: Three KV groups: one of full attention, and two of windows of two chunks.
 WINDOWS: dict[str, Any] = {
     "rounds": [CROWD, CROWD],
