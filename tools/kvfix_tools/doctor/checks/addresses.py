@@ -63,15 +63,11 @@ def hosts(setup: Setup) -> Iterator[Line]:
     for name, url in _reached(setup):
         shown, at = redact.text(url), servers.address(url)
         if at.host in _ANY:
-            yield problem(
-                f"{name} is {shown}: {at.host} is an address to listen on, not to connect to",
-                f"{name}: the host name or IP address of the server",
-            )
+            what = f"{name} is {shown}: {at.host} is an address to listen on, not to connect to"
+            yield problem(what, f"{name}: the host name or IP address of the server")
         elif at.host and not resolves(at.host):
-            yield problem(
-                f"{name} is {shown}: this machine cannot resolve {at.host}",
-                f"{name}: a host name that resolves; in Kubernetes SERVICE.NAMESPACE",
-            )
+            what = f"{name} is {shown}: this machine cannot resolve {at.host}"
+            yield problem(what, f"{name}: a host name that resolves; in Kubernetes SERVICE.NAMESPACE")
         elif at.port is None or not 0 < at.port < 65536:
             yield problem(f"{name} is {shown}, which has no port from 1 to 65535", f"{name}: tcp://HOST:PORT")
 
@@ -118,18 +114,14 @@ def server(setup: Setup) -> Iterator[Line]:
         if each.address.port is None:
             continue
         if each.why_not:
-            yield problem(
-                f"no LMCache server answers at {each.address.url}: {each.why_not}",
-                f"{start.format(each.address.port)}, before vLLM",
-            )
+            what = f"no LMCache server answers at {each.address.url}: {each.why_not}"
+            yield problem(what, f"{start.format(each.address.port)}, before vLLM")
             continue
         yield ok(f"a server answers at {each.address.url}")
         own = setup.lmcache.version if setup.lmcache else ""
         if not each.release:
-            yield unchecked(
-                f"the release of the server at {each.address.url}: its HTTP port is unknown or does not answer",
-                "kvfix doctor --server-http HOST:PORT -- ..., with the server's --http-port",
-            )
+            what = f"the release of the server at {each.address.url}: its HTTP port is unknown or does not answer"
+            yield unchecked(what, "kvfix doctor --server-http HOST:PORT -- ..., with the server's --http-port")
         elif own and each.release != own:
             yield problem(
                 f"the server at {each.address.url} is LMCache {each.release}, the connector LMCache {own}: messages "

@@ -57,10 +57,8 @@ def program(setup: Setup) -> Iterator[Line]:
     except OSError:
         return
     if found and Path(found[1]).parent != Path(sys.executable).parent:
-        yield unchecked(
-            f"{path} runs with {found[1]}, but kvfix doctor checked the installation of {sys.executable}",
-            f"{found[1]} -m kvfix_tools.cli doctor -- ..., after installing kvfix for this Python",
-        )
+        what = f"{path} runs with {found[1]}, but kvfix doctor checked the installation of {sys.executable}"
+        yield unchecked(what, f"{found[1]} -m kvfix_tools.cli doctor -- ..., after installing kvfix for this Python")
 
 
 @check("torch")
@@ -72,10 +70,8 @@ def torch(setup: Setup) -> Iterator[Line]:
         if package is None or wanted is None or not str(wanted.specifier):
             continue
         if found is None or not found.version:
-            yield problem(
-                f"{package.title} needs torch{wanted.specifier}, but torch is not installed",
-                f'pip install "torch{wanted.specifier}"',
-            )
+            what = f"{package.title} needs torch{wanted.specifier}, but torch is not installed"
+            yield problem(what, f'pip install "torch{wanted.specifier}"')
         elif not _satisfies(wanted, found.version):
             yield problem(
                 f"{package.title} is built for torch{wanted.specifier}; torch {found.version} is installed",
@@ -113,10 +109,8 @@ def loads(setup: Setup) -> Iterator[Line]:
         if tried.why.startswith("not done"):
             yield unchecked(f"import torch: {tried.why}", "kvfix doctor again, when the machine is less busy")
         else:
-            yield problem(
-                f"import torch fails: {tried.why}",
-                "pip install --force-reinstall torch, in a build for the CUDA of this machine",
-            )
+            what = f"import torch fails: {tried.why}"
+            yield problem(what, "pip install --force-reinstall torch, in a build for the CUDA of this machine")
         return
     built = f"torch {tried.torch['version']}"
     for file in setup.libraries:
@@ -162,18 +156,14 @@ def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
         return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
     if missing and re.search("cud|nv|c10_cuda|torch_cuda|hip|roc", missing[1]):
         if not cuda:
-            return unchecked(
-                f"{name} needs {missing[1]}, but {torch} is built for the CPU",
-                "kvfix doctor, on the machine of the GPU",
-            )
+            what = f"{name} needs {missing[1]}, but {torch} is built for the CPU"
+            return unchecked(what, "kvfix doctor, on the machine of the GPU")
         return problem(f"{name} needs {missing[1]}, but {torch} is built for CUDA {cuda}", again)
     if missing:
         return problem(f"{name} needs {missing[1]}, which is not on this machine", f"install {missing[1]}, or {again}")
     if "SIGILL" in error:
-        return problem(
-            f"{name} has instructions that this processor does not have (SIGILL)",
-            "install a build for this processor; lscpu shows its instructions",
-        )
+        what = f"{name} has instructions that this processor does not have (SIGILL)"
+        return problem(what, "install a build for this processor; lscpu shows its instructions")
     return problem(f"{name} does not load with {torch}: {' '.join(error.split())[:300]}", again)
 
 

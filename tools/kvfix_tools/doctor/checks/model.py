@@ -36,10 +36,8 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     takes = not lmcache.is_v1 and _takes_groups(setup)
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
-        yield problem(
-            f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}",
-            remedy("KVD072" if off and takes else "KVD650"),
-        )
+        what = f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}"
+        yield problem(what, remedy("KVD072" if off and takes else "KVD650"))
     elif state and _stores_null_states(setup):
         yield unchecked(
             f"{kind} has layers with state, and kvfix cannot see the server's options: without kvfix the server stores "
@@ -47,10 +45,8 @@ def hybrid(setup: Setup) -> Iterator[Line]:
             "kvfix run -- lmcache server --separate-object-groups ...",
         )
     elif lmcache.is_v1 and setup.has_option("no-disable-hybrid-kv-cache-manager"):
-        yield problem(
-            f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several",
-            remedy("KVD652"),
-        )
+        what = f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several"
+        yield problem(what, remedy("KVD652"))
     elif sliding and not takes:
         yield ok(
             f"{kind} has sliding-window layers: with {lmcache.name} vLLM keeps all of their KV, which takes more memory"
@@ -127,21 +123,15 @@ def _servers(setup: Setup) -> Iterator[Line]:
     if count < 2:
         return
     if setup.ranks % count:
-        yield problem(
-            f"{setup.ranks} workers cannot be shared equally by {count} LMCache servers",
-            "lmcache.mp.server_urls: a number of servers that divides the number of workers",
-        )
+        what = f"{setup.ranks} workers cannot be shared equally by {count} LMCache servers"
+        yield problem(what, "lmcache.mp.server_urls: a number of servers that divides the number of workers")
     for which in ("pipeline", "data"):
         if setup.parallel(which) > 1:
-            yield problem(
-                f"several LMCache servers do not work with --{which}-parallel-size {setup.parallel(which)}",
-                f"lmcache.mp.server_urls: one server, or --{which}-parallel-size 1",
-            )
+            what = f"several LMCache servers do not work with --{which}-parallel-size {setup.parallel(which)}"
+            yield problem(what, f"lmcache.mp.server_urls: one server, or --{which}-parallel-size 1")
     if setup.ranks // count < setup.parallel("decode-context"):
-        yield problem(
-            "each LMCache server has fewer workers than --decode-context-parallel-size",
-            "lmcache.mp.server_urls: fewer servers",
-        )
+        what = "each LMCache server has fewer workers than --decode-context-parallel-size"
+        yield problem(what, "lmcache.mp.server_urls: fewer servers")
 
 
 def _ports(setup: Setup) -> Iterator[Line]:

@@ -115,10 +115,8 @@ def _offload_names(setup: Setup, extra: dict[str, Any]) -> Iterator[Line]:
         yield problem(f"vLLM has no spec_name {spec!r}", " | ".join(sorted(specs)))
     block = setup.option("block-size")
     if chunk.isdigit() and block.isdigit() and int(chunk) % int(block):
-        yield problem(
-            f"block_size {chunk} of OffloadingConnector is no multiple of vLLM's block size {block}",
-            f'"block_size": {-(-int(chunk) // int(block)) * int(block)}',
-        )
+        what = f"block_size {chunk} of OffloadingConnector is no multiple of vLLM's block size {block}"
+        yield problem(what, f'"block_size": {-(-int(chunk) // int(block)) * int(block)}')
 
 
 @check("cpu-cache-size")
@@ -133,7 +131,5 @@ def cpu_cache_size(setup: Setup) -> Iterator[Line]:
         return
     held = size * GIB / (chunk * of_token)
     if held < _FEWEST_CHUNKS:
-        yield problem(
-            f"max_local_cpu_size {size:g} holds {held:.1f} chunks of {chunk:g} tokens, which is too few for a prompt",
-            f"max_local_cpu_size: {64 * size / held:.2g}, or more (GiB for each worker)",
-        )
+        what = f"max_local_cpu_size {size:g} holds {held:.1f} chunks of {chunk:g} tokens, which is too few for a prompt"
+        yield problem(what, f"max_local_cpu_size: {64 * size / held:.2g}, or more (GiB for each worker)")

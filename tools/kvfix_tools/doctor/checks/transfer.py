@@ -72,10 +72,8 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
     known = _connectors(setup.packages)
     if known and entry.name not in known:
         near = next((name for name in sorted(known) if name.startswith(entry.name)), nearest(entry.name, known))
-        yield problem(
-            f"{_title(setup)} has no connector {entry.name!r}",
-            f'"kv_connector": "{near}"' if near else f"use one of {', '.join(sorted(known))}",
-        )
+        what = f"{_title(setup)} has no connector {entry.name!r}"
+        yield problem(what, f'"kv_connector": "{near}"' if near else f"use one of {', '.join(sorted(known))}")
 
 
 def _is_file(setup: Setup, module: str) -> bool:
