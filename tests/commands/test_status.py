@@ -26,10 +26,6 @@ def overview(found: list[fix_status.FixRow], connector: str = "") -> list[str]:
     return status.overview(status._select(found, (), connector, "", ""))
 
 
-def test_every_fix_has_an_effect() -> None:
-    assert {fix.code for fix in FIXES if fix.effect not in EFFECTS} == set()
-
-
 @pytest.mark.parametrize("connector", ["", *fix_overview.KNOWN])
 @pytest.mark.parametrize("verdicts", [("applicable",), ("refused",), ("opt-in", "applicable", "unfixable", "applied")])
 def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from kvfix_tools.ledger import RULES
 from maintain import documentation, scenario_matrix
 from maintain.documentation import error_index, support_matrix
 from maintain.documentation.diagnose_picture import picture
-from maintain.documentation.markdown import span
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
 
@@ -171,19 +170,9 @@ def test_the_pair_page_shows_bugs_that_are_not_fixed_and_pairs_that_could_not_be
 def test_of_a_fix_the_matrix_has_every_pair() -> None:
     text = support_matrix.of_fix(PAIRS, "KVF001")
     head, _, *rows = text.partition("\n\n")[0].splitlines()
-    assert [cell.strip() for cell in head.split("|")[2:-1]] == [
-        "0.3.9 to 0.3.9.post2",
-        "0.3.10",
-        "0.3.10.post1 to 0.5.6",
-    ]
+    assert head.endswith(" | 0.3.9 to 0.3.9.post2 | 0.3.10 | 0.3.10.post1 to 0.5.6 |")
     assert len(rows) == len({vllm for vllm, _ in PAIRS})
     assert "does not play this bug" in support_matrix.of_fix(PAIRS, "KVF902")
-
-
-def test_releases_are_listed_as_runs() -> None:
-    known = ["0.3.9", "0.3.10", "0.3.11", "0.4.1"]
-    assert span(known, known) == "0.3.9 to 0.4.1"
-    assert span(["0.3.9", "0.3.11", "0.4.1"], known) == "0.3.9, 0.3.11 to 0.4.1"
 
 
 def test_messages_lead_to_their_findings_and_fixes() -> None:

@@ -60,6 +60,7 @@ class Planted(NamedTuple):
     check: str
     what: str = ""
     do: str = ""
+    do_without: str = ""
     status: str = checks.PROBLEM
     connector: str = "LMCacheConnectorV1"
     keys: dict[str, Any] = {}
@@ -72,6 +73,7 @@ class Planted(NamedTuple):
     lmcache: str = NEWEST
     vllm: bool = False
     machine: dict[str, Any] = {}
+    python: list[int] = []
     http: dict[str, Any] = {}
     server_http: str = ""
     redis: str = ""

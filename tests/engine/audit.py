@@ -5,6 +5,7 @@ can be changed between two rounds. The job has `dtype`.
 """
 
 import json
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,4 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import job
-
-    job.run(main)
+    main(json.loads(Path(sys.argv[1]).read_text()))

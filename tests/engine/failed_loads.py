@@ -9,6 +9,7 @@ filled with random numbers: in a small engine they could have the right KV from 
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,4 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import job
-
-    job.run(main)
+    main(json.loads(Path(sys.argv[1]).read_text()))

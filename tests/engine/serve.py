@@ -22,7 +22,9 @@ round, with its answer. This file has all that a user does with kvfix, and only 
 import json
 import os
 import signal
+import sys
 import time
+import traceback
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,11 @@ def mix_l2(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import job
-
-    job.run(main, engine_is_here=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0")
+    try:
+        main(json.loads(Path(sys.argv[1]).read_text()))
+    finally:
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # LMCache's threads in this process never end
+            if sys.exc_info()[0]:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(0)
