@@ -1,11 +1,7 @@
 """Measure kvfix-diagnose: its time on one core, relative to a search in Python for the same needles, and its memory.
 
-- real logs: whole lives of engines, repeated with and without new request ids and times
-- a sparse log: 99 of 100 lines are vLLM's own about requests, and count for nothing
-- a stream of 200 MB through standard input
-
-Seconds are processor time without the start of Python. The search in Python reads each line and searches it for the
-needles. kvfix also parses the lines and keeps the ledger.
+It reads lives of engines, repeated with and without new request ids and times. It also reads a sparse log, of which 99
+of 100 lines count for nothing, and a stream of 200 MB. Seconds are processor time without the start of Python.
 """
 
 import json

@@ -1,10 +1,8 @@
 """The first report's own workload: `vllm serve` with LMCache on the CPU, and eight clients at a time.
 
 Random prompts, few blocks, chunked prefill, so that it preempts. A server in mode `strict` has to answer every request.
-Then the clients ask three servers in turn: without kvfix, in mode `fix` and in mode `check`. LMCache's GPU connector is
-replaced (tests/engine/plugin).
-
-The model has two small layers: a step takes 5 ms, where a real one takes 10 to 50, and kvfix takes as long in both.
+Then the clients ask three servers in turn: without kvfix, in mode `fix` and in mode `check`. A step of the small model
+takes 5 ms, where a real one takes 10 to 50, and kvfix takes as long in both.
 
 Four servers: nine minutes on two cores, which must have nothing else to do. One thread computes in each: threads that
 wait for one another spin, and two servers would then measure that more than kvfix.

@@ -2,8 +2,8 @@
 
     python -m tests.engine.healthy_logs FOLDER    48 lives, half a minute each; the logs stay in FOLDER
 
-Each is a whole engine's life: connector, release of LMCache, log level, ranks, workload and mode of kvfix are drawn in
-turn. It counts only if it answered every request, and loaded what it had stored. Exit 1 if something is found.
+Connector, release of LMCache, log level, ranks, workload and mode of kvfix are drawn in turn. A life counts only if the
+engine answered every request, and loaded what it had stored. Exit 1 if something is found.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """The audit of hits on real engines: it is silent where the cache is right, and names the chunk and layer where not.
 
-The faults are those of `kvfix verify` (plugin/kvfix_engine_verify.py), here in LMCache's memory. Real: vLLM with its
-scheduler and model, LMCache with adapter, storage and its GPU connector. Stand-ins: the device
+The faults are those of `kvfix verify` (plugin/kvfix_engine_verify.py), here in LMCache's memory. Stand-ins: the device
 (kvfix_engine_verify.py), and the model's linear layers, which round as those of two ranks in half of the rounds
 (audit.py).
 """

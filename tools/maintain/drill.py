@@ -4,8 +4,7 @@
 
 The drill removes the newest vLLM and LMCache from the fingerprints. It plays every scenario and N fuzzed steps of each
 connector, as released and with the fixes. Then it edits functions of these releases without changing their behaviour
-(`maintain.drill_edits`), and plays all again. A table shows how many fixes are applied and refused. Exit 1 if an
-outcome is worse than as released.
+(`maintain.drill_edits`), and plays all again. Exit 1 if an outcome is worse than as released.
 """
 
 import argparse

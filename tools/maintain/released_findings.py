@@ -2,9 +2,8 @@
 
     python -m maintain.released_findings [CONNECTOR...]
 
-It plays each of CONNECTORS with the vLLM of the running Python and with newer releases, in the environments of
-`requirements/matrix`. A fix belongs to a finding if a schedule still shows the finding with all other fixes. For each
-kind of finding, the first schedules are tried until one names a fix.
+A fix belongs to a finding if a schedule still shows the finding with all other fixes. For each kind of finding, the
+first schedules are tried until one names a fix.
 """
 
 from __future__ import annotations

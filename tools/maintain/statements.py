@@ -1,14 +1,10 @@
 """`make statements`: write the texts of the releases that kvfix-diagnose knows, from their source.
 
-- `kvfix_tools/diagnose/statements.json` has log statements and assertion texts that the grammar reads.
-- `kvfix_tools/diagnose/checks.json` has exceptions, assertions and logged errors. If no known problem explains a
-  failure, kvfix-diagnose names the releases that have the code of the failed check.
-
-Entries of other releases stay in the files.
+`kvfix_tools/diagnose/statements.json` has log statements and assertion texts that the grammar reads. `checks.json` has
+exceptions, assertions and logged errors. Entries of other releases stay in the files.
 
     python -m maintain.statements lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain.statements vllm DIR/0.9.2=.../site-packages ...
-
 """
 
 import ast

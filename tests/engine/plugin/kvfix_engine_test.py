@@ -1,9 +1,8 @@
 """A vLLM plugin of the test suite: it reads EngineCore and worker, and replaces LMCache's GPU connector.
 
-vLLM loads it in each of its processes, in addition to kvfix's own plugin. For each connector it writes a line of JSON
-with the pid, the process and `kvfix.status()`, and then a line for each grant and each load. It patches no function
-that kvfix fixes. It does not import LMCache, which would break the start of vLLM's CPU platform: the stand-in is set
-after LMCache's own import.
+For each connector it writes a line of JSON with the pid, the process and `kvfix.status()`, and then a line for each
+grant and each load. It patches no function that kvfix fixes. It does not import LMCache, which would break the start of
+vLLM's CPU platform: the stand-in is set after LMCache's own import.
 """
 
 import itertools

@@ -4,10 +4,8 @@ LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_co
 GPU from 0.26 on: K and V of each token and head packed, heads inside of tokens. vLLM for the CPU holds K transposed and
 then V in each block and head (float32), so a copy in the GPU's layout stands between the two.
 
-K carries its position (RoPE), so rows of K and V that change places together change no answer: attention sums over
-them. The faults therefore move K without V, or lose rows.
-
-The file KVFIX_TEST_FAULT names the fault; "" is none.
+K carries its position (RoPE), so rows of K and V that change places together change no answer. The faults therefore
+move K without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "" is none.
 """
 
 import os
