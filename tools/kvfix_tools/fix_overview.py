@@ -3,6 +3,7 @@
 import json as jsonlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 
 from packaging.specifiers import SpecifierSet
@@ -11,6 +12,7 @@ from packaging.version import Version
 from kvfix import applicability
 from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import screen
+from kvfix_tools.doctor import command_line
 
 _V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"
 #: {prefix of a module name: connector}. The longest prefix wins. "": every connector.
@@ -72,15 +74,14 @@ def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
 
 def _of_config(text: str) -> list[str]:
     """Return the connector of vLLM's JSON and the children of a MultiConnector."""
-    try:
-        config = jsonlib.loads(text)
-        children = (config.get("kv_connector_extra_config") or {}).get("connectors", [])
-        return [config["kv_connector"], *(child["kv_connector"] for child in children)]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(
-            f'--kv-transfer-config is not JSON with a key "kv_connector": {text[:80]!r}. '
-            """Write it as for vLLM: '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'"""
-        ) from None
+    with suppress(ValueError, AttributeError):
+        names = [each.name for each in command_line.connectors(jsonlib.loads(text))]
+        if all(names):
+            return names
+    raise ValueError(
+        f'--kv-transfer-config is not JSON with a key "kv_connector": {text[:80]!r}. '
+        """Write it as for vLLM: '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'"""
+    )
 
 
 def _checked(names: Iterable[str]) -> frozenset[str]:

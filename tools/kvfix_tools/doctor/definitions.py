@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvfix_tools.doctor.packages import Package, Packages, assigned, constant, defined, parse
+from kvfix_tools.doctor.packages import Package, Packages, assigned, compared, constant, defined, parse
 
 CONFIG = "lmcache.v1.config"
 #: {type of a setting: its name for people}. Values of other types are not checked.
@@ -122,8 +122,7 @@ def words(name: str, packages: Packages) -> set[str]:
     table, function = assigned(tree, holder), defined(tree, holder)
     if isinstance(table, ast.Dict):
         return {str(constant(key)) for key in table.keys}
-    compared = [node for node in ast.walk(function) if isinstance(node, ast.Compare)] if function else []
-    found = {str(constant(node.comparators[0])) for node in compared if isinstance(node.ops[0], ast.Eq)}
+    found = {str(constant(each.comparators[0])) for each in compared(function) if isinstance(each.ops[0], ast.Eq)}
     return found | _HASHES if found and module.startswith("vllm") else found
 
 

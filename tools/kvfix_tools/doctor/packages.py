@@ -128,3 +128,8 @@ def defined(tree: ast.AST, name: str) -> ast.ClassDef | ast.FunctionDef | None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             found = node
     return found
+
+
+def compared(function: ast.AST | None) -> list[ast.Compare]:
+    """Return the comparisons in a function."""
+    return [node for node in ast.walk(function) if isinstance(node, ast.Compare)] if function else []

@@ -47,14 +47,13 @@ def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
         value = setup.environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")  # vllm/envs.py 0.32.0:234
         if value.isdigit():
             yield "VLLM_NIXL_SIDE_CHANNEL_PORT", "", int(value)
-    names = {"enable_p2p": ("p2p_init_ports", "p2p_lookup_ports"), "internal_api_server_enabled": ()}
-    if str(setup.setting("pd_role")) == "receiver":
-        names["enable_pd"] = ("pd_peer_init_port", "pd_peer_alloc_port")
-    for switch, several in names.items():
-        for name in several if setup.v1 and setup.on(switch) else ():
-            for part in setup.several(name):
-                if str(part).strip().isdigit() and int(part):
-                    yield name, "", int(part)
+    names = ["p2p_init_ports", "p2p_lookup_ports"] if setup.on("enable_p2p") else []
+    if setup.on("enable_pd") and str(setup.setting("pd_role")) == "receiver":
+        names += ["pd_peer_init_port", "pd_peer_alloc_port"]
+    for name in names if setup.v1 else ():
+        for part in setup.several(name):
+            if str(part).strip().isdigit() and int(part):
+                yield name, "", int(part)
 
 
 @check("hosts")

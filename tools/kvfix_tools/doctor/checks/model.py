@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
-from kvfix_tools.doctor.packages import Packages, constant, defined
+from kvfix_tools.doctor.packages import Packages, compared, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
 #: Keys of config.json for models whose layers have state instead of KV: Mamba, linear attention, hybrids.
@@ -84,12 +84,9 @@ def parallel(setup: Setup) -> Iterator[Line]:
     faults = []
     tensor, context = setup.parallel("tensor"), setup.parallel("decode-context")
     if tensor % context:
-        faults.append(
-            problem(
-                f"--decode-context-parallel-size {context} does not divide --tensor-parallel-size {tensor}",
-                f"--decode-context-parallel-size {max(n for n in range(1, context + 1) if not tensor % n)}",
-            )
-        )
+        divisor = max(size for size in range(1, context + 1) if not tensor % size)
+        what = f"--decode-context-parallel-size {context} does not divide --tensor-parallel-size {tensor}"
+        faults.append(problem(what, f"--decode-context-parallel-size {divisor}"))
     heads = setup.model.get("num_attention_heads")
     if isinstance(heads, int) and heads % tensor:
         divisor = max(size for size in range(1, tensor) if not heads % size)
@@ -186,8 +183,8 @@ def _layouts(packages: Packages) -> list[str]:
 def _translated(packages: Packages) -> list[str]:
     tree = packages.tree("lmcache.integration.vllm.utils")
     function = defined(tree, "translate_vllm_kv_cache_layout") if tree else None
-    tables = [node for node in ast.walk(function) if isinstance(node, ast.Dict)] if function else []
-    return [str(constant(key)) for key in tables[0].keys] if tables else []
+    table = next((node for node in ast.walk(function) if isinstance(node, ast.Dict)), None) if function else None
+    return [str(constant(key)) for key in table.keys] if table else []
 
 
 @check("blending")
@@ -201,9 +198,7 @@ def blending(setup: Setup) -> Iterator[Line]:
         yield unchecked("enable_blending: vLLM or LMCache is not installed here")
         return
     function = defined(tree, "infer_model_from_vllm")
-    models = [
-        str(constant(node.comparators[0])) for node in ast.walk(function) if isinstance(node, ast.Compare)
-    ] if function else []  # fmt: skip
+    models = [str(constant(each.comparators[0])) for each in compared(function)]
     architecture = next(iter(setup.model.get("architectures") or ()), "")
     faults = []
     if "VLLMModelTracker" not in worker:
