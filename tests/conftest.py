@@ -46,10 +46,15 @@ def release(name: str) -> Path:
     return path
 
 
-def clean_environment(**changes: str) -> dict[str, str]:
+#: The folder of the vLLM plugin of the test suite.
+PLUGIN = ROOT / "tests/engine/plugin"
+
+
+def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
+    """Return the environment of a program, without variables of kvfix. first: folders in front of its path."""
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    places = [*quick.site(), str(ROOT / "patches"), str(ROOT / "tools")]
-    return {**kept, "PYTHONPATH": os.pathsep.join(places), **changes}
+    places = [*first, *quick.site(), ROOT / "patches", ROOT / "tools"]
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, places)), **changes}
 
 
 class Fresh:

@@ -9,11 +9,9 @@ wait for one another spin, and two servers would then measure that more than kvf
 """
 
 import json
-import os
 import random
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import permutations
@@ -21,10 +19,12 @@ from math import inf, sqrt
 from pathlib import Path
 from statistics import geometric_mean, median, stdev
 
+import httpx
+
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip.real_engine import MODEL, api_server, in_process, wait_for, write_tokenizer
 from tests.bench.row import Row
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import PLUGIN, clean_environment
 from tests.engine import pd
 
 #: Prompts for the server in mode `strict`.
@@ -106,9 +106,8 @@ def in_all_orders(runs: list[float]) -> list[float]:
 def server(folder: Path, mode: str, weights: str = "dummy", **settings: str) -> Iterator[int]:
     """A server that answers, in this mode of kvfix; "": without it. Its port. weights: `--load-format`. settings: of
     its environment."""
-    places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
     environment = clean_environment(
-        PYTHONPATH=os.pathsep.join(map(str, places)),
+        PLUGIN,
         KVFIX_TEST_REPORT=str(folder / f"report-{mode}"),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
         **({"KVFIX": mode} if mode else {}),
@@ -124,8 +123,7 @@ def server(folder: Path, mode: str, weights: str = "dummy", **settings: str) -> 
 
 
 def metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=600) as answer:
-        return str(answer.read().decode())
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=600).text
 
 
 def preemptions(port: int) -> int:

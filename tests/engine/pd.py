@@ -41,8 +41,9 @@ class Engine:
     settings: more of the kv_transfer_config. It has the same ports each time that it is started.
     """
 
-    #: More options of vLLM.
+    #: More options of vLLM, and folders in front of its path.
     options = ["--skip-tokenizer-init"]
+    places: tuple[Path, ...] = ()
 
     def __init__(self, folder: Path, role: str, mode: str, **settings: Any) -> None:
         self.folder = folder
@@ -53,7 +54,7 @@ class Engine:
         #: A text is not changed: it may be broken JSON.
         self.transfer: dict[str, Any] | str = nixl
         self.environment = clean_environment(
-            PYTHONPATH=os.pathsep.join(map(str, (ROOT / "patches", ROOT / "tools"))),
+            *self.places,
             KVFIX=mode,
             KVFIX_DUMP_DIR=str(folder / "dumps"),
             VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",

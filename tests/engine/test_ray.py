@@ -20,7 +20,7 @@ import pytest
 from kvfix_tools import engine_recordings, recording, replay
 from kvfix_tools.dump import processes
 from kvfix_tools.roundtrip.real_engine import free_port, wait_for
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import PLUGIN, clean_environment
 from tests.engine import start
 from tests.engine.start import CROWD, Ran
 
@@ -49,9 +49,8 @@ def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
 
 @contextmanager
 def node(folder: Path, name: str, *options: str) -> Iterator[int]:
-    places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
     settings = {**RAY, "KVFIX_TEST_REPORT": str(folder / "engine/report"), "PYTHONHASHSEED": "0"}
-    environment = clean_environment(PYTHONPATH=os.pathsep.join(map(str, places)), **settings)
+    environment = clean_environment(PLUGIN, **settings)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--num-gpus=1"]
     command += ["--disable-usage-stats", "--object-store-memory=100000000", *options]
     process = started(command, environment, folder / f"{name}.log")
