@@ -30,8 +30,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 RANKS = 2
 #: Of all processes. A token that another cluster left in ~/.ray makes `ray start --head` alone ask for one.
 RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-#: Of a request, in EngineCore: now all ranks serve.
-SERVES = "LMCache hit tokens"
 
 
 @contextmanager
@@ -102,7 +100,7 @@ class Served:
             more = {"distributed_executor_backend": "ray", "tensor_parallel_size": RANKS}
             self.ran: Ran = start.run(
                 folder / "engine", apply=True, transfer=start.v1(64), rounds=[CROWD, CROWD], mode="check",
-                engine={**start.ENGINE, **more}, when=(SERVES, dump),
+                engine={**start.ENGINE, **more}, when=("LMCache hit tokens", dump),
                 environment={"RAY_ADDRESS": address, **RAY}, forked=False,
             )  # fmt: skip
 

@@ -19,15 +19,14 @@ from packaging.version import Version
 from kvfix_tools.diagnose import checks, grammar, statements
 from kvfix_tools.diagnose.checks import Check
 
-LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
-#: Folders and files of vLLM that are read, and those of LMCache that are not.
+ERRORS = ("error", "critical", "exception")
+LEVELS = ("debug", "info", "warning", *ERRORS)
+#: Folders and files of vLLM that are read.
 VLLM = (
     "distributed/kv_transfer/", "distributed/kv_events.py", "v1/core/", "v1/kv_offload/", "v1/simple_kv_offload/",
     "v1/worker/kv_connector", "v1/worker/gpu_model_runner.py", "v1/worker/gpu/kv_connector", "v1/engine/core",
     "v1/executor/", "config/vllm.py", "config/kv_transfer.py", "config/cache.py", "config/parallel.py",
 )  # fmt: skip
-_NOT_LMCACHE = ("cli/", "tools/", "sdk/")
-_ERRORS = ("error", "exception", "critical")
 #: Maximum characters of a text and of a condition.
 _TEXT, _CONDITION = 200, 120
 
@@ -128,7 +127,7 @@ def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
             kind = ast.unparse(node.exc.func).rpartition(".")[2]
         elif isinstance(node, ast.Assert):
             kind, condition = "assert", ast.unparse(node.test)
-        elif isinstance(node, ast.Call) and level in _ERRORS and "log" in ast.unparse(node.func).rpartition(".")[0]:
+        elif isinstance(node, ast.Call) and level in ERRORS and "log" in ast.unparse(node.func).rpartition(".")[0]:
             kind = ""
         else:
             continue
@@ -142,7 +141,7 @@ def take_checks(table: checks.Table, release: str, package: Path) -> None:
         found.discard(release)
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package).as_posix()
-        if path.startswith(VLLM) if package.name == "vllm" else not path.startswith(_NOT_LMCACHE):
+        if path.startswith(VLLM) if package.name == "vllm" else not path.startswith(("cli/", "tools/", "sdk/")):
             for function, check in checks_in(file.read_bytes()):
                 table.setdefault((path, function, check), set()).add(release)
 

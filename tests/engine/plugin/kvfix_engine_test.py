@@ -12,11 +12,9 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
-REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
-#: {module: function of kvfix_engine_stand_ins}
+#: {module: function of kvfix_engine_stand_ins}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
 STAND_INS = {
-    **({} if REAL_CONNECTOR else {"lmcache.v1.gpu_connector": "current_releases"}),
+    **({} if "KVFIX_TEST_REAL_CONNECTOR" in os.environ else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
     "lmcache.integration.vllm.vllm_multi_process_adapter": "patient_pings",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",

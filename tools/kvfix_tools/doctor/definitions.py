@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from kvfix_tools.doctor.packages import Package, Packages, assigned, compared, constant, defined, parse
 
-CONFIG = "lmcache.v1.config"
 #: {type of a setting: its name for people}. Values of other types are not checked.
 KINDS = {
     "int": "a whole number",
@@ -35,8 +34,6 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
-#: Folders of LMCache with the `add_argument` calls of `lmcache server`.
-_WITH_OPTIONS = ("v1/multiprocess", "v1/distributed", "v1/mp_observability", "cli/commands")
 
 
 #: {setting that allows only certain words: (module, its table or function with these words)}
@@ -45,8 +42,6 @@ _WORDS = {
     "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),
     "pre_caching_hash_algorithm": ("vllm.utils.hashing", "get_hash_fn_by_name"),
 }
-#: LMCache takes these too (token_database.py 0.5.6:126-188).
-_HASHES = {"builtin", "sha256_cbor_64bit"}
 
 
 class Definition(NamedTuple):
@@ -89,7 +84,7 @@ class Definitions(NamedTuple):
 @lru_cache(maxsize=4)
 def read(lmcache: Package) -> Definitions:
     """Read the definitions of this release."""
-    tree = lmcache.tree(CONFIG)
+    tree = lmcache.tree("lmcache.v1.config")
     table = assigned(tree, "_CONFIG_DEFINITIONS") if tree else None
     if tree is None or not isinstance(table, ast.Dict):
         return Definitions()
@@ -123,7 +118,8 @@ def words(name: str, packages: Packages) -> set[str]:
     if isinstance(table, ast.Dict):
         return {str(constant(key)) for key in table.keys}
     found = {str(constant(each.comparators[0])) for each in compared(function) if isinstance(each.ops[0], ast.Eq)}
-    return found | _HASHES if found and module.startswith("vllm") else found
+    of_lmcache = {"builtin", "sha256_cbor_64bit"}  # in addition to vLLM's (token_database.py 0.5.6:126-188)
+    return found | of_lmcache if found and module.startswith("vllm") else found
 
 
 def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
@@ -166,7 +162,7 @@ def server_options(lmcache: Package) -> dict[str, Option]:
     if lmcache.file("lmcache.cli.commands.server") is None:
         return {}
     found: dict[str, Option] = {}
-    for place in _WITH_OPTIONS:
+    for place in ("v1/multiprocess", "v1/distributed", "v1/mp_observability", "cli/commands"):
         for file in sorted((lmcache.folder / place).rglob("*.py")):
             if place == "cli/commands" and file.name not in ("server.py", "base.py"):
                 continue

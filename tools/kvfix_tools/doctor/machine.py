@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 GIB = 2**30
-#: cgroup v1 writes a number near 2**63 where there is no limit.
-_NO_LIMIT = 2**60
 
 
 class Memory(NamedTuple):
@@ -83,7 +81,7 @@ class Machine:
             here = Path(path.strip("/"))
             for group in {here, *here.parents, Path()}:
                 text = self._text(f"{top}/{group}/{file}").strip()
-                if text.isdigit() and int(text) < _NO_LIMIT:
+                if text.isdigit() and int(text) < 2**60:  # cgroup v1 writes nearly 2**63 where there is no limit
                     yield int(text), file
 
     def _text(self, path: str) -> str:

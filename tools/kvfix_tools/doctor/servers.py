@@ -19,7 +19,6 @@ from kvfix_tools.doctor.command_line import Command, Connector
 from kvfix_tools.doctor.machine import connects
 
 PORT, HTTP_PORT = 5555, 8080  # lmcache/v1/multiprocess/config.py 0.5.6: MPServerConfig, HTTPFrontendConfig
-LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
 
 
 class Address(NamedTuple):
@@ -106,7 +105,7 @@ def inspect(each: Address, http_given: str) -> Server:
     why_not = "the address has no port" if each.port is None else connects(each.host, each.port)
     if each.port is None or why_not:
         return Server(each, why_not, {}, "")
-    command = running(each.port) if each.host in LOCAL else None
+    command = running(each.port) if each.host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "") else None
     options: dict[str, Any] = {}
     if command:
         options = {name.replace("-", "_"): value for name, value in command.options.items()}

@@ -33,7 +33,6 @@ class Setting(NamedTuple):
 
 #: Builds of vLLM's operations for the CPU, of which vLLM loads one, and the flags that PyTorch requires for AVX-512.
 _FOR_PROCESSORS = {"_C", "_C_AVX512", "_C_AVX2"}
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def _for_processor(files: list[Path], flags: set[str]) -> str:
@@ -41,7 +40,7 @@ def _for_processor(files: list[Path], flags: set[str]) -> str:
     built = {file.name.partition(".")[0] for file in files}
     if "_C_AVX2" not in built or not flags:  # built for a GPU, or for a processor other than x86
         return "_C"
-    if not flags >= _AVX512:
+    if not flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
         return "_C_AVX2"
     return "_C_AVX512" if "_C_AVX512" in built and "avx512_bf16" not in flags else "_C"
 

@@ -24,10 +24,6 @@ MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
 #: Maximum number of misfits to show for one pair; the rest is counted.
 _SHOWN = 3
 
-#: Patterns of the error messages of dlopen.
-_LIBRARY = re.compile(r"(lib[\w.+-]+): cannot open shared object file")
-_SYMBOL = re.compile(r"undefined symbol: (\S+)")
-
 
 @check("installed", essential=True)
 def installed(setup: Setup) -> Iterator[Line]:
@@ -151,7 +147,8 @@ def _name(file: Path) -> str:
 
 def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
     again = remedy("KVD701" if name.startswith("lmcache.") else "KVD712")
-    missing, symbol = _LIBRARY.search(error), _SYMBOL.search(error)
+    missing = re.search(r"(lib[\w.+-]+): cannot open shared object file", error)
+    symbol = re.search(r"undefined symbol: (\S+)", error)
     if symbol:
         return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
     if missing and re.search("cud|nv|c10_cuda|torch_cuda|hip|roc", missing[1]):

@@ -12,9 +12,6 @@ from kvfix_tools.doctor.checks.disaggregated import bytes_per_token
 from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
 
-#: A CPU cache of fewer chunks is too small for a prompt.
-_FEWEST_CHUNKS = 8
-
 
 @check("local-disk")
 def local_disk(setup: Setup) -> Iterator[Line]:
@@ -130,6 +127,6 @@ def cpu_cache_size(setup: Setup) -> Iterator[Line]:
     if not (size and chunk and of_token):
         return
     held = size * GIB / (chunk * of_token)
-    if held < _FEWEST_CHUNKS:
+    if held < 8:
         what = f"max_local_cpu_size {size:g} holds {held:.1f} chunks of {chunk:g} tokens, which is too few for a prompt"
         yield problem(what, f"max_local_cpu_size: {64 * size / held:.2g}, or more (GiB for each worker)")
