@@ -96,9 +96,6 @@ class Engine:
             assert time.monotonic() < end, f"{else_}: {self.log.read_text()[-3000:]}"
             time.sleep(0.1)
 
-    def until_logged(self, text: str) -> None:
-        self.until(lambda: text in self.log.read_text(), f"it does not log {text!r}")
-
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples with these labels."""
         words = [f'{label}="{value}"' for label, value in labels.items()]
@@ -132,13 +129,13 @@ class Engine:
 
 
 class Pair:
-    def __init__(self, folder: Path, mode: str = "check", **extra: Any) -> None:
+    def __init__(self, folder: Path, **extra: Any) -> None:
         """extra: of kv_connector_extra_config."""
         self.folder = folder
         real_engine.write_model(folder / "model", "float32", {})
         more = {"kv_connector_extra_config": extra}
-        self.prefill = Engine(folder / "prefill", "kv_producer", mode, **more)
-        self.decode = Engine(folder / "decode", "kv_consumer", mode, **more)
+        self.prefill = Engine(folder / "prefill", "kv_producer", "check", **more)
+        self.decode = Engine(folder / "decode", "kv_consumer", "check", **more)
         self.port = real_engine.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
