@@ -187,7 +187,8 @@ def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bo
 def rename_parameter(node: ast.FunctionDef, package: Path) -> bool:
     """Rename the last positional parameter, if no caller passes it by name."""
     for argument in reversed(node.args.args[1:]):
-        if _is_named_by_a_caller(node.name, argument.arg, package):
+        call = re.compile(rf"\b{node.name}\((?:[^()]|\([^()]*\))*\b{argument.arg}\s*=[^=]")
+        if any(call.search(path.read_text(errors="replace")) for path in package.rglob("*.py")):
             continue
         old, new = argument.arg, f"{argument.arg}_given"
         argument.arg = new
@@ -196,11 +197,6 @@ def rename_parameter(node: ast.FunctionDef, package: Path) -> bool:
                 each.id = new
         return True
     return False
-
-
-def _is_named_by_a_caller(function: str, parameter: str, package: Path) -> bool:
-    call = re.compile(rf"\b{function}\((?:[^()]|\([^()]*\))*\b{parameter}\s*=[^=]")
-    return any(call.search(path.read_text(errors="replace")) for path in package.rglob("*.py"))
 
 
 def add_default(node: ast.FunctionDef, package: Path) -> bool:

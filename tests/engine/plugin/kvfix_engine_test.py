@@ -38,8 +38,12 @@ def load() -> None:
     create = KVConnectorFactory.create_connector
 
     def create_connector(*args: Any, **kwargs: Any) -> Any:
+        import kvfix
+        from kvfix.session import session
+
         connector = create(*args, **kwargs)
-        note("connector", role=connector.role.name, **kvfix_here())
+        choice, rows = session.config, [row._asdict() for row in kvfix.status()]
+        note("connector", role=connector.role.name, choice=str(choice) if choice else None, status=rows)
         if "KVFIX_TEST_HANG" in os.environ:
             from kvfix_engine_hangs import plant
 
@@ -92,15 +96,6 @@ def plant_faults() -> None:
     for name in ("hit", "loads", "stores", "kept", "left"):
         setattr(lmcache_readers.MP, name, planted)
     recorder.add = dump.write = planted
-
-
-def kvfix_here() -> dict[str, Any]:
-    import kvfix
-    import kvfix.session
-
-    choice = kvfix.session.session.config
-    rows = [row._asdict() for row in kvfix.status()]
-    return {"choice": str(choice) if choice else None, "status": rows}
 
 
 def note(what: str, **more: Any) -> None:

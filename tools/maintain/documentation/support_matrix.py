@@ -29,13 +29,14 @@ Cells = dict[tuple[str, str], str]
 
 
 def page(pairs: Pairs) -> str:
+    data_of_pairs = json.dumps(data(pairs), separators=(",", ":")).replace("<", "\\u003c")  # cannot end its element
     return f"""# Is my pair safe?
 
 Choose your releases and your connector. `pip show vllm lmcache` prints the releases.
 
 <noscript>This page needs JavaScript. <code>kvfix status</code> also answers the question.</noscript>
 <div id="pair"></div>
-<script id="pair-data" type="application/json">{_json(data(pairs))}</script>
+<script id="pair-data" type="application/json">{data_of_pairs}</script>
 <script src="pair.js"></script>
 
 The answer has two sources:
@@ -68,11 +69,6 @@ def data(pairs: Pairs) -> dict[str, Any]:
             for fix in catalogue.fixes()
         ],
     }
-
-
-def _json(value: object) -> str:
-    """Return JSON that cannot end the script element that holds it."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _letters(fix: Fix, pairs: Pairs) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
-from kvfix_tools.doctor.packages import Packages, compared, constant, defined
+from kvfix_tools.doctor.packages import compared, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
 #: Keys of config.json for models whose layers have state instead of KV: Mamba, linear attention, hybrids.
@@ -34,11 +34,13 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     kind = str(setup.model.get("model_type") or "this model")
     off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
+    # Such a server stores several chunks in a step, and skips only those without any block (0.5.4).
+    server = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
         what = f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}"
         yield problem(what, remedy("KVD072" if off and takes else "KVD650"))
-    elif state and _stores_null_states(setup):
+    elif state and server is not None and defined(server, "all_null_chunk_masks"):
         yield unchecked(
             f"{kind} has layers with state, and kvfix cannot see the server's options: without kvfix the server stores "
             "states that do not exist (KVF125)",
@@ -53,12 +55,6 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         )
     else:
         yield ok(f"{kind}: {lmcache.name} supports its KV groups")
-
-
-def _stores_null_states(setup: Setup) -> bool:
-    """Return True if the server stores several chunks in a step, and skips only those without any block (0.5.4)."""
-    tree = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
-    return tree is not None and defined(tree, "all_null_chunk_masks") is not None
 
 
 def has_windows(setup: Setup) -> bool:
@@ -160,8 +156,13 @@ def layout(setup: Setup) -> Iterator[Line]:
     wanted = setup.environment.get("VLLM_KV_CACHE_LAYOUT", "")
     if not wanted:
         return
-    choices = _layouts(setup.packages)
-    moves = _translated(setup.packages) if setup.lmcache_connectors else []
+    pattern = r'env_with_choices\(\s*"VLLM_KV_CACHE_LAYOUT",\s*None,\s*(\[[^\]]*\])'
+    found = re.search(pattern, setup.packages.text("vllm.envs"))
+    choices = list(ast.literal_eval(found[1])) if found else []
+    tree = setup.packages.tree("lmcache.integration.vllm.utils") if setup.lmcache_connectors else None
+    function = defined(tree, "translate_vllm_kv_cache_layout") if tree else None
+    table = next((node for node in ast.walk(function) if isinstance(node, ast.Dict)), None) if function else None
+    moves = [str(constant(key)) for key in table.keys] if table else []
     if choices and wanted not in choices:
         yield problem(
             f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has only {', '.join(choices)}", "unset VLLM_KV_CACHE_LAYOUT"
@@ -172,19 +173,6 @@ def layout(setup: Setup) -> Iterator[Line]:
         yield ok(f"VLLM_KV_CACHE_LAYOUT={wanted}")
     else:
         yield unchecked(f"VLLM_KV_CACHE_LAYOUT={wanted}: the layouts of this vLLM are unknown")
-
-
-def _layouts(packages: Packages) -> list[str]:
-    pattern = r'env_with_choices\(\s*"VLLM_KV_CACHE_LAYOUT",\s*None,\s*(\[[^\]]*\])'
-    found = re.search(pattern, packages.text("vllm.envs"))
-    return list(ast.literal_eval(found[1])) if found else []
-
-
-def _translated(packages: Packages) -> list[str]:
-    tree = packages.tree("lmcache.integration.vllm.utils")
-    function = defined(tree, "translate_vllm_kv_cache_layout") if tree else None
-    table = next((node for node in ast.walk(function) if isinstance(node, ast.Dict)), None) if function else None
-    return [str(constant(key)) for key in table.keys] if table else []
 
 
 @check("blending")
