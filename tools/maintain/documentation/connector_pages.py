@@ -13,19 +13,11 @@ from maintain import released_findings
 from maintain.documentation.markdown import link, links, prose, table
 from maintain.released_findings import Found
 
-HEAD = """# What a connector must keep
-
-A KV connector for vLLM is a class with hooks (`vllm/distributed/kv_transfer/kv_connector/v1/base.py`, "base" below).
-The base class says only in part what the hooks must do. The scheduler (`v1/core/sched/scheduler.py`, "sched") assumes
-the rest.
-Lines are those of vLLM 0.32.0. [kvfix conform](conform.md) tests each rule on a connector of yours.
-
-"""
 _WORDS = {"ok": "ok", "violated": "**violated**", "not applicable": "-"}
 
 
 def contract() -> str:
-    return HEAD + "\n".join(_of_rule(rule) for rule in RULES)
+    return "\n".join(_of_rule(rule) for rule in RULES)
 
 
 def _of_rule(rule: Rule) -> str:
