@@ -92,12 +92,7 @@ LONG = ("engine", "upstream", "roundtrip", "lab", "release", "connector_events")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folders = [*LONG, ""]
-
-    def place(item: pytest.Item) -> int:
-        return next(at for at, folder in enumerate(folders) if folder in ("", item.path.parent.name))
-
-    items.sort(key=place)
+    items.sort(key=lambda item: [*LONG, item.path.parent.name].index(item.path.parent.name))
 
 
 @pytest.fixture

@@ -11,9 +11,3 @@ from tests.doctor.sites import site
 def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The newest LMCache, and the installed vLLM."""
     return site(tmp_path_factory.mktemp("newest"))
-
-
-@pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The newest LMCache, without vLLM."""
-    return site(tmp_path_factory.mktemp("place"), vllm=False)

@@ -129,7 +129,7 @@ def faults(engine: Engine) -> dict[str, Any]:
         if fault == "other_weights":
             Linear.change = 0.05
         else:
-            kvfix_engine_verify.FAULTS[fault](kv, kvfix_engine_verify.chunks_of(kv.shape[2]), "")
+            getattr(kvfix_engine_verify, fault)(kv, kvfix_engine_verify.chunks_of(kv.shape[2]), "")
         put(chunks, kv)
         events, (answer,) = engine.audited([WRONG])
         found[fault] = {"compared": events, "right": answer == right}

@@ -9,7 +9,7 @@ move K without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "" is
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Faulty(InProcess):
             if len(slots):
                 rows = [rows_of(cache, slots).chunk(2, dim=2) for cache in self.packed.values()]
                 kv = torch.stack([torch.stack(each) for each in rows], dim=1)
-                FAULTS[name](kv, chunks_of(len(slots)), argument or str(len(loads)))
+                globals()[name](kv, chunks_of(len(slots)), argument or str(len(loads)))
                 for cache, layer in zip(self.packed.values(), kv.unbind(1), strict=True):
                     cache[slots // cache.shape[2], :, slots % cache.shape[2]] = torch.cat([*layer], dim=2)
         for cache, packed, blocks in self.blocks(each.slot_mapping for each in loads):
@@ -107,8 +107,8 @@ def chunks_of(tokens: int) -> list[slice]:
     return [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
 
 
-# A fault changes `kv` in place: [K and V, layers, tokens, ...] of the loaded chunks. argument: follows the fault's
-# name and a colon; otherwise the number of requests for which the step loads.
+# A function below is a fault. It changes `kv` in place: [K and V, layers, tokens, ...] of the loaded chunks. argument:
+# the text after the name and a colon; otherwise the number of requests for which the step loads.
 
 
 def is_whole(chunk: slice) -> bool:
@@ -201,13 +201,3 @@ def only_together(kv: torch.Tensor, chunks: list[slice], loads: str) -> None:
     """Wrong under load: where one step loads for two requests."""
     if int(loads) > 1:
         last_chunk_wrong(kv, chunks, "")
-
-
-FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], None]] = {
-    function.__name__: function
-    for function in (
-        two_chunks_swapped, k_of_two_chunks_swapped, chunk_of_another_prompt, chunk_shifted_by_one, last_chunk_wrong,
-        last_partial_chunk_wrong, other_weights, other_adapter, one_layer_wrong, one_rank_wrong, one_bit,
-        v_of_one_token_wrong, not_a_number, zeros, only_one_chunk, only_together,
-    )
-}  # fmt: skip
