@@ -31,17 +31,17 @@ _MODULES = {
 class Command(NamedTuple):
     """A parsed command.
 
-    program: such as "vllm serve" or "lmcache server". model: "" if not given.
+    program: such as "vllm serve" or "lmcache server"; "" without a command. model: "" if not given.
     options: {long name without leading dashes: value}, with "" for a switch.
     container: True if the command starts a container (docker run).
     """
 
-    program: str
-    model: str
-    options: dict[str, str]
-    environment: dict[str, str]
-    container: bool
-    executable: str
+    program: str = ""
+    model: str = ""
+    options: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    container: bool = False
+    executable: str = ""
 
     @property
     def serves(self) -> bool:

@@ -15,7 +15,7 @@ _ANY = ("0.0.0.0", "::", "*")
 @check("listens")
 def listens(setup: Setup) -> Iterator[Line]:
     """The ports that this command listens on are free, and no port is used twice."""
-    if setup.command is None or setup.in_container:
+    if not setup.command.program or setup.in_container:
         return
     taken: dict[int, str] = {}
     for name, host, port in _own(setup):
@@ -32,8 +32,6 @@ def listens(setup: Setup) -> Iterator[Line]:
 
 def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
     command = setup.command
-    if command is None:
-        return
     options = {"--port": 8000} if command.serves else {"--port": servers.PORT, "--http-port": servers.HTTP_PORT}
     for option, default in options.items():
         name = option.removeprefix("--")

@@ -18,7 +18,7 @@ def chunk_size(setup: Setup) -> Iterator[Line]:
         sizes["chunk_size"] = setup.setting("chunk_size")
     for server in setup.servers:
         sizes["--chunk-size of the LMCache server"] = server.options.get("chunk_size", 256 if server.options else None)
-    if setup.command and not setup.command.serves:
+    if setup.command.program.startswith("lmcache"):
         sizes["--chunk-size"] = setup.option("chunk-size", "256")
     given = setup.option("block-size")
     share = setup.parallel("decode-context")

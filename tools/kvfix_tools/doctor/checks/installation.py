@@ -43,7 +43,7 @@ def installed(setup: Setup) -> Iterator[Line]:
 @check("program")
 def program(setup: Setup) -> Iterator[Line]:
     """The program of the command runs with this Python. Otherwise kvfix doctor checks another installation."""
-    name = setup.command.executable if setup.command else ""
+    name = setup.command.executable
     path = shutil.which(name, path=setup.environment.get("PATH")) if name else None
     if not path or not name.endswith(("vllm", "lmcache")):
         return
@@ -196,7 +196,7 @@ def together(setup: Setup) -> Iterator[Line]:
         yield unchecked(f"{lacks} is not installed here, so kvfix cannot tell whether the releases work together")
         return
     connectors = setup.lmcache_connectors
-    if not connectors and not (setup.command and setup.connectors):
+    if not setup.connectors:
         connectors = [Connector("LMCacheConnectorV1", "", {}, "", {})]  # all releases have this connector
     for connector in connectors:
         if connector.extra.get("use_native"):

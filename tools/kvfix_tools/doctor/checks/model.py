@@ -20,7 +20,7 @@ _STATE = (
 def hybrid(setup: Setup) -> Iterator[Line]:
     """A model with Mamba or linear attention layers has a connector that supports several KV groups."""
     lmcache = next(iter(setup.lmcache_connectors), None)
-    if lmcache is None or setup.command is None:
+    if lmcache is None:
         return
     if not setup.model:
         yield unchecked(
@@ -74,8 +74,7 @@ def _takes_groups(setup: Setup) -> bool:
 @check("parallel")
 def parallel(setup: Setup) -> Iterator[Line]:
     """The tensor, pipeline, data and decode context parallel sizes fit the model, the servers and the port lists."""
-    command = setup.command
-    if command is None or not command.serves or not setup.connectors:
+    if not setup.connectors:
         return
     faults = []
     tensor, context = setup.parallel("tensor"), setup.parallel("decode-context")

@@ -18,7 +18,7 @@ _EXAMPLE = """--kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_rol
 @check("kv-transfer-config", essential=True)
 def configuration(setup: Setup) -> Iterator[Line]:
     """--kv-transfer-config is valid JSON, and the installed vLLM knows its keys, values and connector."""
-    if setup.command is None or not setup.command.serves:
+    if not setup.command.serves:
         return
     transfer, why = setup.transfer
     if why:
