@@ -216,18 +216,14 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
             for item in items:
                 item.add_marker("no_shared_allocator")
 
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            self.add(report, passed=report.passed and report.when == "call")
-
         def pytest_collectreport(self, report: Any) -> None:
-            self.add(report, passed=False)
-
-        def add(self, report: Any, passed: bool) -> None:
             counts = self.found.get(report.nodeid.partition("::")[0])
             if counts is not None:
-                counts[0] += passed
+                counts[0] += report.passed and getattr(report, "when", "") == "call"
                 counts[1] += report.failed
                 counts[2] += report.longreprtext[-1500:] if report.failed else ""
+
+        pytest_runtest_logreport = pytest_collectreport
 
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
