@@ -138,6 +138,13 @@ def run(
     return Ran(ended.answer, notes, ended.log, ended.pid, folder)
 
 
+def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
+    """Return the answer of `kvfix dump`."""
+    command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
+    done = subprocess.run(command, env=clean_environment(**environment), capture_output=True, text=True, check=False)
+    return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr}
+
+
 @contextmanager
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str

@@ -78,13 +78,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def dumped(pid: int, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
-    environment = clean_environment(KVFIX_DUMP_DIR=str(folder / "engine/dumps"))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr}
-
-
 class Served:
     """`ran`; the dumps of the engine and of the second node, made meanwhile; the pids below each node then."""
 
@@ -95,7 +88,8 @@ class Served:
 
             def dump(pid: int) -> None:
                 self.below = [{each.pid for each in processes.tree(node)} for node in nodes]
-                self.dumps = [dumped(each, folder) for each in (pid, nodes[1])]
+                place = {"KVFIX_DUMP_DIR": str(folder / "engine/dumps")}
+                self.dumps = [start.dump(each, folder, **place) for each in (pid, nodes[1])]
 
             more = {"distributed_executor_backend": "ray", "tensor_parallel_size": RANKS}
             self.ran: Ran = start.run(
