@@ -91,10 +91,7 @@ def measure() -> Iterator[Row]:
 
         code = inject._CODE
         timed = SimpleNamespace(format=lambda **names: _TIMED.format(whole=code.format(**names), file=str(run)))
-        with (
-            mock.patch.object(calls, "_performed", _timed_stop(stopped)),
-            mock.patch.object(inject, "_CODE", timed),
-        ):
+        with mock.patch.object(calls, "_performed", _timed_stop(stopped)), mock.patch.object(inject, "_CODE", timed):
             ran = start.run(
                 folder, False, transfer, engine=start.TWO_PROCESSES, forked=False,
                 when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=2 * LOOKS + 300,

@@ -32,7 +32,7 @@ OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 #: {(code, dist): why the events differ}. The scenarios are clean and plain schedules the same with these too.
 DIFFERS = {
-    ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011",
+    ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011"
 }
 
 #: Imports of a process, once for all patches of a release.
@@ -45,21 +45,14 @@ def fix_of(row: upstream.Ready) -> Fix:
     return known
 
 
-def release_of(row: upstream.Ready) -> Path:
-    if row.dist == "lmcache":
-        return RELEASES / row.version
-    init = installed_source.source_file("vllm", "vllm")
-    assert init is not None
-    return init.parents[1]
-
-
 def released_tests(row: upstream.Ready) -> Path:
     """The folder with the tests of the release; older releases have no such folder."""
     return ROOT / ".cache/peers" / f"{row.dist}-{row.version}"
 
 
 def released(row: upstream.Ready) -> tuple[Path, Path]:
-    return release_of(row), released_tests(row)
+    vllm = installed_source.package_dir("vllm")
+    return RELEASES / row.version if row.dist == "lmcache" else vllm.parent, released_tests(row)
 
 
 def lmcache_of(row: upstream.Ready) -> str:
@@ -78,13 +71,8 @@ def connectors(row: upstream.Ready) -> list[str]:
     for prefix, connector in OF_VLLM.items():
         if row.code.startswith(prefix):
             return [connector]
-    return pairs_of(row) or ["mp", "v1"]
-
-
-def pairs_of(row: upstream.Ready) -> list[str]:
-    """Connectors between two engines that the scenarios of its fix play."""
     mine = {each.options.connector for each in scenarios() if each.slug in fix_of(row).scenarios}
-    return sorted(mine.intersection(PAIRS))
+    return sorted(mine.intersection(PAIRS)) or ["mp", "v1"]
 
 
 PATCHES = sorted(upstream.ready(), key=lmcache_of)

@@ -246,7 +246,7 @@ def main(arguments: list[str]) -> int:
     connectors = options.connector or CONNECTORS
     is_worse = False
     with tempfile.TemporaryDirectory(prefix="kvfix-drill-", dir=".cache") as folder:
-        for edits in (0, options.edits):
+        for edits in sorted({0, options.edits}):
             edited, made = None, list[str]()
             if edits:
                 edited = Path(folder).resolve()
@@ -261,8 +261,6 @@ def main(arguments: list[str]) -> int:
                 is_worse |= bool(row["worse_scenarios"] or row["worse_seeds"])
             print("\n".join(f"  {code} refused: {reason}" for code, reason in sorted(refused.items())))
             print("\n".join(f"  edited: {each}" for each in made))
-            if not options.edits:
-                break
     return int(is_worse)
 
 

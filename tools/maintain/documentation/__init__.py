@@ -27,10 +27,7 @@ def pairs() -> scenario_matrix.Pairs:
 
 def pages(root: Path) -> dict[str, str]:
     """{path below docs/: markdown}, in the order in which a section lists them."""
-    return {
-        **{page: _relinked((root / name).read_text()) for name, page in TOP.items()},
-        **code_pages.pages(pairs()),
-    }
+    return {**{page: _relinked((root / name).read_text()) for name, page in TOP.items()}, **code_pages.pages(pairs())}
 
 
 def filled(text: str) -> str:
