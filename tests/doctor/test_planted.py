@@ -15,6 +15,12 @@ ROWS = tomllib.loads(Path(__file__).with_name("planted.toml").read_text())
 PLANTED = {name: Planted(**row) for name, row in ROWS.items()}
 
 
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The newest LMCache, and the installed vLLM."""
+    return site(tmp_path_factory.mktemp("newest"))
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path, newest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.version_info", tuple(PLANTED[name].python) or sys.version_info)
