@@ -36,7 +36,8 @@ from kvfix_tools.doctor.setup import Setup
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import ROOT
-from tests.engine import fake_redis, healthy_logs, pd, start
+from tests.diagnose.lines import diagnose_files
+from tests.engine import fake_redis, pd, start
 from tests.verify import served
 
 #: Seconds for an answer, and for an engine that was told to end.
@@ -340,8 +341,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         getattr(this, case.main)()
     kept = [keep(path, here / f"{case.name}{'' if name == 'engine' else '.' + name}.log.gz", folder)
             for name, path in this.logs.items() if path.exists()]  # fmt: skip
-    found = healthy_logs.found(*kept)
-    findings = [each.rule.code for each in found.findings if not each.is_note]
+    findings = [each.rule.code for each in diagnose_files(*kept).findings if not each.is_note]
     return {"case": case.name, "expected": case.code, "findings": findings, "doctor": this.warned, "logs": len(kept)}
 
 
