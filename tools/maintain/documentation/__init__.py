@@ -4,6 +4,7 @@ A page for each fix, finding and rule and for the texts at the top of the reposi
 """
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def _checks() -> str:
 
 
 #: {mark in a page: function with the text that replaces the mark}
-MARKS = {
+MARKS: dict[str, Callable[[], str]] = {
     "<!-- the checks -->": _checks,
     "<!-- the connector -->": connector_pages.connector,
     "<!-- the table of connectors -->": connector_pages.connectors,
