@@ -49,14 +49,15 @@ def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
 
 
 def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
-    """`folder` as a copy of the release with the patch applied; AssertionError if it does not apply cleanly."""
-    folder.mkdir(parents=True)
+    """`folder` as the release with the patch applied; AssertionError if it does not apply cleanly."""
     git_apply(patch, released, folder)
+    link(released, folder)
     return folder
 
 
 def git_apply(patch: Path, released: Sequence[Path], folder: Path, *options: str) -> str:
     """Apply the patch to a copy of the files in `folder`, and return what git prints."""
+    folder.mkdir(parents=True, exist_ok=True)
     copy(patch, released, folder)
     done = subprocess.run(
         ["git", "apply", *options, str(patch)],

@@ -89,7 +89,7 @@ class Release:
         self.fork_server = ForkServer(first, **peers.environment(scratch))
         tests = []
         for row in rows:
-            patched.apply(row.path, released(row), scratch / row.slug / row.dist)
+            patched.git_apply(row.path, released(row), scratch / row.slug / row.dist)
             for file in regression_tests(row):
                 (scratch / file).parent.mkdir(parents=True, exist_ok=True)
                 (scratch / file).write_text((scratch / row.slug / row.dist / file).read_text())
@@ -143,7 +143,6 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
     release, tests = releases(lmcache_of(row)), regression_tests(row)
     assert tests, "a patch has a regression test"
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
-    patched.link(released(row), folder)
     before, found = release.unpatched, release.ask(folder, row.dist, tests, row.code, connectors(row))
     for file in tests:
         passed, failed, messages = found["regression"][file]
@@ -173,7 +172,6 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
 def test_chunks_after_one_load(row: upstream.Ready, fork_server: ForkServer, tmp_path: Path) -> None:
     """On LMCache's own cache engine, which the lab replaces."""
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
-    patched.link(released(row), folder)
     mode = ENGINE[row.code]
     found = fork_server(call(test_async_release.after_one_load, mode, 0), folder)
     assert found == [64, [test_async_release.right(mode)]]

@@ -232,10 +232,8 @@ def diagnose(
 def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] = None) -> None:
     """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
-        print(
-            "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip with the engine's Python",
-            file=sys.stderr,
-        )
+        what = "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip with the engine's Python"
+        print(what, file=sys.stderr)
         raise typer.Exit(77)
     from kvfix_tools.roundtrip import command
 
