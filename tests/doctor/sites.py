@@ -36,10 +36,10 @@ def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
     if lmcache:
         for each in (RELEASES / lmcache).glob("lmcache*"):
             (folder / each.name).symlink_to(each)
-    package = installed_source.package_dir("vllm") if vllm else None
-    if vllm and package is None:
-        pytest.skip("vLLM is not installed")
-    if package:
+    if vllm:
+        package = installed_source.package_dir("vllm")
+        if package is None:
+            pytest.skip("vLLM is not installed")
         for each in [package, *package.parent.glob("vllm*.dist-info")]:
             (folder / each.name).symlink_to(each)
     return folder
