@@ -46,10 +46,15 @@ def release(name: str) -> Path:
     return path
 
 
-def clean_environment(**changes: str) -> dict[str, str]:
+#: The folder of the vLLM plugin of the test suite.
+PLUGIN = ROOT / "tests/engine/plugin"
+
+
+def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
+    """Return the environment of a program, without variables of kvfix. first: folders in front of its path."""
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    places = [*quick.site(), str(ROOT / "patches"), str(ROOT / "tools")]
-    return {**kept, "PYTHONPATH": os.pathsep.join(places), **changes}
+    places = [*first, *quick.site(), ROOT / "patches", ROOT / "tools"]
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, places)), **changes}
 
 
 class Fresh:
@@ -87,12 +92,7 @@ LONG = ("engine", "upstream", "roundtrip", "lab", "release", "connector_events")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folders = [*LONG, ""]
-
-    def place(item: pytest.Item) -> int:
-        return next(at for at, folder in enumerate(folders) if folder in ("", item.path.parent.name))
-
-    items.sort(key=place)
+    items.sort(key=lambda item: [*LONG, item.path.parent.name].index(item.path.parent.name))
 
 
 @pytest.fixture

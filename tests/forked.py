@@ -1,9 +1,8 @@
 """A process that has imported vLLM, and its forks. This saves 12 s of a core for each process of a test.
 
-Each process of pytest has one, a fork server of `multiprocessing` without LMCache and kvfix. EngineCore and worker of
-an engine are forks too, as on a GPU. vLLM for the CPU starts new processes (cpu.py 0.32.0:409), so this needs a
-stand-in if LMCache is already imported (tests/engine/plugin/kvfix_engine_test.py). Programs that must start and end
-like a user's program are not forked.
+EngineCore and worker of an engine are forks too, as on a GPU. vLLM for the CPU starts new processes (cpu.py
+0.32.0:409), so this needs a stand-in if LMCache is already imported (tests/engine/plugin/kvfix_engine_test.py).
+Programs that must start and end like a user's program are not forked.
 """
 
 import multiprocessing

@@ -8,16 +8,10 @@ import gc
 import importlib
 
 MODULES = [
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.model_executor.models.llama",
-    "vllm.distributed.kv_transfer.kv_connector.factory",
-    "transformers.models.llama.modeling_llama",
-    "tests.conftest",
-]
+    "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama",
+    "vllm.distributed.kv_transfer.kv_connector.factory", "transformers.models.llama.modeling_llama", "tests.conftest",
+]  # fmt: skip
 
 gc.disable()
 for name in MODULES:

@@ -1,11 +1,7 @@
 """Measure kvfix-diagnose: its time on one core, relative to a search in Python for the same needles, and its memory.
 
-- real logs: whole lives of engines, repeated with and without new request ids and times
-- a sparse log: 99 of 100 lines are vLLM's own about requests, and count for nothing
-- a stream of 200 MB through standard input
-
-Seconds are processor time without the start of Python. The search in Python reads each line and searches it for the
-needles. kvfix also parses the lines and keeps the ledger.
+It reads lives of engines, repeated with and without new request ids and times. It also reads a sparse log, of which 99
+of 100 lines count for nothing, and a stream of 200 MB. Seconds are processor time without the start of Python.
 """
 
 import json
@@ -88,27 +84,19 @@ def row(what: str, found: dict[str, Any], peer: float, most: float) -> Row:
 
 def stream() -> Iterator[Row]:
     """Lives of all kinds through standard input."""
-    reader = subprocess.Popen(
-        [sys.executable, "-c", READ, "-"], env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert reader.stdin is not None
     with tempfile.NamedTemporaryFile() as log:
         for name in FIXTURES:
-            for life in lives(name, int(GIGABYTES * 1e9 / len(FIXTURES)), fresh=True):
-                reader.stdin.write(life)
-                log.write(life)
-        log.flush()
-        found = json.loads(reader.communicate()[0])
-        peer = search(Path(log.name))
+            log.writelines(lives(name, int(GIGABYTES * 1e9 / len(FIXTURES)), fresh=True))
+        log.seek(0)
+        found, peer = read("-", log), search(Path(log.name))
     what = f"{found['bytes'] / 1e9:.1f} GB through standard input"
     yield Row(f"memory for {what}", found["rss"], "MB", "", at_most=200)
     yield row(f"{what}, requests of their own", found, peer, REAL[True])
 
 
-def read(log: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", READ, str(log)], env=clean_environment(), capture_output=True, text=True, check=True
-    )
+def read(log: Path | str, stdin: Any = None) -> dict[str, Any]:
+    command = [sys.executable, "-c", READ, str(log)]
+    done = subprocess.run(command, env=clean_environment(), stdin=stdin, capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout))
 
 

@@ -1,12 +1,11 @@
 """Whole lives of engines one after the other, from the real logs: start, requests, end or crash."""
 
-import gzip
 import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta
-from pathlib import Path
 
-LOGS = Path(__file__).parents[1] / "diagnose/logs"
+from tests.diagnose.lines import real
+
 FIXTURES = ("healthy-0.5.6", "crash-0.3.10", "mp-0.5.6", "degraded-0.5.6")
 #: A request, or a time of LMCache's.
 _OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
@@ -15,7 +14,7 @@ _LASTS = timedelta(minutes=2)
 
 def lives(name: str, size: int, fresh: bool, first: int = 0) -> Iterator[bytes]:
     """Yield about `size` bytes. fresh: each life has new request ids and times. first: number of the first life."""
-    life = gzip.decompress((LOGS / f"{name}.log.gz").read_bytes())
+    life = real(name)
     parts = _OWN.split(life)
     for number in range(first, first + max(1, size // len(life))):
         if fresh:

@@ -1,8 +1,7 @@
 """Measure the lab with all checks on one core, after imports: its time, its memory, and the time of a shrink.
 
-The time is relative to the time of vLLM's scheduler with LMCache's connector for the same steps. The difference is the
-time of LMCache's worker, of making engines and requests, and of the lab. The time of a shrink is relative to one play
-of the schedule.
+The time is relative to that of vLLM's scheduler with LMCache's connector for the same steps. The time of a shrink is
+relative to one play of the schedule.
 """
 
 from collections.abc import Iterator

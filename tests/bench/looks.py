@@ -1,11 +1,8 @@
 """`kvfix look` at an engine under load that was started without kvfix: a thousand looks, one a second.
 
-No look may find anything wrong, and every round of the same requests has the same answers. On two cores: one is the
-engine's, with one thread for its kernels, the other one the looker's. An engine whose kernels take all cores pays for
-what a look costs outside of it too, which is a row of its own.
-
-It measures how long a thread of the engine is stopped, without the time that the thread or the looker waits. It also
-measures the processor time that the engine's main thread runs for kvfix.
+No look may find anything wrong, and every round of the same requests has the same answers. One of two cores is the
+engine's, with one thread for its kernels, the other one the looker's. It measures how long a thread of the engine is
+stopped, without the time that it waits, and the processor time that the engine's main thread runs for kvfix.
 """
 
 import os
@@ -16,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, quantiles
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,16 +36,6 @@ exec(compile({whole!r}, "<kvfix>", "exec"), {{}})
 with open({file!r}, "a") as file:
     file.write(f"{{time.thread_time() - began}}\\n")
 """
-
-
-class _Timed:
-    """In place of `inject._CODE`."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._code = str(file), inject._CODE
-
-    def format(self, **names: str) -> str:
-        return _TIMED.format(whole=self._code.format(**names), file=self._file)
 
 
 def _timed_stop(file: Path) -> Callable[..., Any]:
@@ -100,11 +88,9 @@ def measure() -> Iterator[Row]:
             finally:
                 (folder / "stop").touch()
 
-        timed = (
-            mock.patch.object(ptrace, "_performed", _timed_stop(stopped)),
-            mock.patch.object(inject, "_CODE", _Timed(run)),
-        )
-        with timed[0], timed[1]:
+        code = inject._CODE
+        timed = SimpleNamespace(format=lambda **names: _TIMED.format(whole=code.format(**names), file=str(run)))
+        with mock.patch.object(ptrace, "_performed", _timed_stop(stopped)), mock.patch.object(inject, "_CODE", timed):
             ran = start.run(
                 folder, False, transfer, engine=start.TWO_PROCESSES, forked=False,
                 when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=2 * LOOKS + 300,

@@ -1,21 +1,17 @@
 """The first report's own workload: `vllm serve` with LMCache on the CPU, and eight clients at a time.
 
 Random prompts, few blocks, chunked prefill, so that it preempts. A server in mode `strict` has to answer every request.
-Then the clients ask three servers in turn: without kvfix, in mode `fix` and in mode `check`. LMCache's GPU connector is
-replaced (tests/engine/plugin).
-
-The model has two small layers: a step takes 5 ms, where a real one takes 10 to 50, and kvfix takes as long in both.
+Then the clients ask three servers in turn: without kvfix, in mode `fix` and in mode `check`. A step of the small model
+takes 5 ms, where a real one takes 10 to 50, and kvfix takes as long in both.
 
 Four servers: nine minutes on two cores, which must have nothing else to do. One thread computes in each: threads that
 wait for one another spin, and two servers would then measure that more than kvfix.
 """
 
 import json
-import os
 import random
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import permutations
@@ -23,10 +19,12 @@ from math import inf, sqrt
 from pathlib import Path
 from statistics import geometric_mean, median, stdev
 
+import httpx
+
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip.real_engine import MODEL, api_server, in_process, wait_for, write_tokenizer
 from tests.bench.row import Row
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import PLUGIN, clean_environment
 from tests.engine import pd
 
 #: Prompts for the server in mode `strict`.
@@ -108,9 +106,8 @@ def in_all_orders(runs: list[float]) -> list[float]:
 def server(folder: Path, mode: str, weights: str = "dummy", **settings: str) -> Iterator[int]:
     """A server that answers, in this mode of kvfix; "": without it. Its port. weights: `--load-format`. settings: of
     its environment."""
-    places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
     environment = clean_environment(
-        PYTHONPATH=os.pathsep.join(map(str, places)),
+        PLUGIN,
         KVFIX_TEST_REPORT=str(folder / f"report-{mode}"),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
         **({"KVFIX": mode} if mode else {}),
@@ -126,8 +123,7 @@ def server(folder: Path, mode: str, weights: str = "dummy", **settings: str) -> 
 
 
 def metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=600) as answer:
-        return str(answer.read().decode())
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=600).text
 
 
 def preemptions(port: int) -> int:

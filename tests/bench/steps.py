@@ -1,12 +1,7 @@
 """Measure the processor time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
 
-A step is `schedule()` and `update_from_output()` of the real scheduler, with one of these:
-
-- LMCache's connector
-- OffloadingConnector: each step begins and ends eight store jobs
-- NixlConnector: each step begins and ends a lease
-
-A real step takes milliseconds more, for the model.
+A step is `schedule()` and `update_from_output()` with LMCache's connector, with OffloadingConnector (each step begins
+and ends eight store jobs), or with NixlConnector (a lease). A real step takes milliseconds more, for the model.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Logs of real engines on the CPU (tests/engine/start.py), whole, with the paths of the machine taken out.
 
 In-process ones have a stand-in for LMCache's GPU connector; nothing else in them is ours. The archive planted.tar.xz
-has logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_cases.py).
+has logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_logs.toml).
 `python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
 """
 
@@ -14,8 +14,7 @@ from kvfix.ledger.events import Stored
 from kvfix_tools.diagnose import advice, command
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from tests.diagnose.lines import LOGS, codes, diagnose_files, real
-from tests.engine.planted_cases import CASES
-from tests.engine.planted_logs import Case
+from tests.engine.planted_logs import CASES, Case
 
 ARCHIVE = LOGS / "planted.tar.xz"
 

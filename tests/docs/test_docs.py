@@ -16,7 +16,6 @@ from kvfix_tools.ledger import RULES
 from maintain import documentation, scenario_matrix
 from maintain.documentation import error_index, support_matrix
 from maintain.documentation.diagnose_picture import picture
-from maintain.documentation.markdown import span
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
 
@@ -140,8 +139,8 @@ def test_the_pair_page_has_what_the_lab_ran() -> None:
     crash = letters(PAIRS, "KVF001")
     assert crash.keys() == PAIRS.keys()
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "F"} == {"0.3.10"}
-    page = support_matrix.page(PAIRS)
-    assert all(played["date"] in page for played in PAIRS.values())
+    dates = support_matrix.when_played(PAIRS)
+    assert all(played["date"] in dates for played in PAIRS.values())
 
 
 def test_a_bug_that_was_not_played_is_in_the_pair_page_if_the_code_has_it() -> None:
@@ -171,33 +170,22 @@ def test_the_pair_page_shows_bugs_that_are_not_fixed_and_pairs_that_could_not_be
 def test_of_a_fix_the_matrix_has_every_pair() -> None:
     text = support_matrix.of_fix(PAIRS, "KVF001")
     head, _, *rows = text.partition("\n\n")[0].splitlines()
-    assert [cell.strip() for cell in head.split("|")[2:-1]] == [
-        "0.3.9 to 0.3.9.post2",
-        "0.3.10",
-        "0.3.10.post1 to 0.5.6",
-    ]
+    assert head.endswith(" | 0.3.9 to 0.3.9.post2 | 0.3.10 | 0.3.10.post1 to 0.5.6 |")
     assert len(rows) == len({vllm for vllm, _ in PAIRS})
     assert "does not play this bug" in support_matrix.of_fix(PAIRS, "KVF902")
 
 
-def test_releases_are_listed_as_runs() -> None:
-    known = ["0.3.9", "0.3.10", "0.3.11", "0.4.1"]
-    assert span(known, known) == "0.3.9 to 0.4.1"
-    assert span(["0.3.9", "0.3.11", "0.4.1"], known) == "0.3.9, 0.3.11 to 0.4.1"
-
-
 def test_messages_lead_to_their_findings_and_fixes() -> None:
-    by_text = {entry.text: entry for entry in error_index.entries()}
-    crash = next(entry for text, entry in by_text.items() if "Mismatch in tokens to load" in text)
-    assert (crash.findings, crash.fixes) == (("KVD101", "KVD102"), ("KVF001", "KVF003"))
-    spec = next(entry for text, entry in by_text.items() if "was not given a load spec" in text)
-    assert spec.findings == ("KVD104",)
-    resumed = next(entry for text, entry in by_text.items() if "Preempted request" in text)
-    assert resumed.findings == ("KVD103", "KVD105", "KVD106", "KVD107")
-    server = next(entry for text, entry in by_text.items() if "Cannot reach the LMCache MP server" in text)
-    assert server.findings == ("KVD116",)
-    stall = next(entry for text, entry in by_text.items() if "Timeout occurred for rank" in text)
-    assert (stall.findings, stall.fixes) == (("KVD203",), ("KVF015",))
+    def found(words: str) -> error_index.Entry:
+        return next(entry for entry in error_index.entries() if words in entry.text)
+
+    assert found("Mismatch in tokens to load").fixes == ("KVF001", "KVF003")
+    assert found("Mismatch in tokens to load").findings == ("KVD101", "KVD102")
+    assert found("was not given a load spec").findings == ("KVD104",)
+    assert found("Preempted request").findings == ("KVD103", "KVD105", "KVD106", "KVD107")
+    assert found("Cannot reach the LMCache MP server").findings == ("KVD116",)
+    assert found("Timeout occurred for rank").findings == ("KVD203",)
+    assert found("Timeout occurred for rank").fixes == ("KVF015",)
 
 
 def test_no_message_is_left_without_an_answer() -> None:
@@ -209,7 +197,7 @@ def test_no_message_is_left_without_an_answer() -> None:
     # of stacks.
     others = [rule.code for rule in without if not {"", "asked", "stats", "retrieved"} >= set(rule.on)]
     assert sorted(others) == ["KVD117", "KVD212", "KVD213"]
-    page = error_index.page()
+    page = error_index.messages()
     assert all(f"findings/{code.lower()}.md" in page for code in found)
 
 

@@ -1,6 +1,13 @@
 """Folders like site-packages, made of links to released files, and a machine made of text files."""
 
+from __future__ import annotations
+
 import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +20,7 @@ from kvfix_tools.doctor.machine import Machine
 from kvfix_tools.doctor.packages import Packages
 from kvfix_tools.doctor.setup import Setup
 from tests.conftest import RELEASES
+from tests.engine import fake_redis
 
 NEWEST = "0.5.6"
 V1 = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
@@ -28,10 +36,10 @@ def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
     if lmcache:
         for each in (RELEASES / lmcache).glob("lmcache*"):
             (folder / each.name).symlink_to(each)
-    package = installed_source.package_dir("vllm") if vllm else None
-    if vllm and package is None:
-        pytest.skip("vLLM is not installed")
-    if package:
+    if vllm:
+        package = installed_source.package_dir("vllm")
+        if package is None:
+            pytest.skip("vLLM is not installed")
         for each in [package, *package.parent.glob("vllm*.dist-info")]:
             (folder / each.name).symlink_to(each)
     return folder
@@ -52,6 +60,7 @@ class Planted(NamedTuple):
     check: str
     what: str = ""
     do: str = ""
+    do_without: str = ""
     status: str = checks.PROBLEM
     connector: str = "LMCacheConnectorV1"
     keys: dict[str, Any] = {}
@@ -64,6 +73,26 @@ class Planted(NamedTuple):
     lmcache: str = NEWEST
     vllm: bool = False
     machine: dict[str, Any] = {}
+    python: list[int] = []
+    http: dict[str, Any] = {}
+    server_http: str = ""
+    redis: str = ""
+
+    @contextmanager
+    def served(self) -> Iterator[Planted]:
+        """Yield the row with the ports of running servers."""
+        with ExitStack() as stack:
+            listening, closed = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
+            ports = {"$LISTENING": listening.getsockname()[1], "$CLOSED": closed.getsockname()[1]}
+            closed.close()
+            if self.http:
+                ports["$HTTP"] = stack.enter_context(http(self.http))
+            if self.redis:
+                ports["$REDIS"] = stack.enter_context(fake_redis.running(self.redis)).server_address[1]
+            text = json.dumps(self._asdict())
+            for name, port in ports.items():
+                text = text.replace(name, str(port))
+            yield Planted(**json.loads(text))
 
     def setup(self, folder: Path, place: Path) -> Setup:
         environment, words = dict(self.environment), [self.command]
@@ -79,7 +108,27 @@ class Planted(NamedTuple):
             (folder / "lmcache.yaml").write_text(self.yaml)
             environment["LMCACHE_CONFIG_FILE"] = str(folder / "lmcache.yaml")
         where = machine(folder / "machine", **self.machine) if self.machine else None
-        return look(words, place, where, environment)
+        return look(words, place, where, environment, self.server_http)
+
+
+@contextmanager
+def http(answers: dict[str, Any]) -> Iterator[int]:
+    """Serve these answers as an LMCache server does; yield the port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in answers else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers.get(self.path)).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
 
 
 def machine(
@@ -89,8 +138,10 @@ def machine(
     cgroup: dict[str, str] | None = None,
     text: str = "Linux",
     flags: str = "",
+    locked_kib: int | None = None,
+    shm_mib: int | None = None,
 ) -> Machine:
-    """cgroup: {path below the root: content}. flags: of the processor."""
+    """cgroup: {path below the root: content}. flags: of the processor. locked_kib: 0 is unlimited."""
     (root / "proc/self").mkdir(parents=True)
     (root / "dev/shm").mkdir(parents=True)
     (root / "proc/version").write_text(text)
@@ -101,7 +152,12 @@ def machine(
     for path, content in (cgroup or {}).items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(content)
-    return Machine(root)
+    made = Machine(root)
+    if locked_kib is not None:
+        made.locked_memory = lambda: locked_kib * 1024 or None
+    if shm_mib is not None:
+        made.shared_memory = lambda: (shm_mib << 20, shm_mib << 20)
+    return made
 
 
 def look(

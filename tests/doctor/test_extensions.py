@@ -1,6 +1,7 @@
 """Compiled extensions: broken ones, and a crash while they load. torch is a stand-in, and the child process real."""
 
 import os
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -49,19 +50,39 @@ def without(content: bytes, names: tuple[bytes, ...] = (b"PyObject_GetAttr", b"P
     raise AssertionError("the library has none of these symbols")
 
 
-def test_built_for_another_torch(tmp_path: Path) -> None:
-    setup = look(serve(V1), make(tmp_path, {f"c_ops{SUFFIX}": without(library())}))
-    found = problems(setup, "extensions")
-    assert (
-        "lmcache.c_ops is built for another torch than torch 2.99.0+cu130 (undefined symbol _ZN3c105Error"
-        in found[0].what
-    )
-    assert "kvfix explain KVD701" in found[0].do
+def for_cuda_12() -> bytes:
+    """LMCache 0.3.10's operations, which are built with CUDA 12, without their need of torch."""
+    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
+    return released.read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
 
-def test_what_loads_is_right(tmp_path: Path) -> None:
-    setup = look(serve(V1), make(tmp_path, {f"c_ops{SUFFIX}": library()}))
-    assert [line.what for line in say(setup, "extensions")] == ["lmcache.c_ops loads with torch 2.99.0+cu130"]
+C_OPS = f"c_ops{SUFFIX}"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "cuda", "status", "what"),
+    [
+        (C_OPS, library, "13.0", "ok", "lmcache.c_ops loads with torch 2.99.0+cu130"),
+        (C_OPS, lambda: without(library()), "13.0", "problem",
+         "lmcache.c_ops is built for another torch than torch 2.99.0+cu130 (undefined symbol _ZN3c105Error"),
+        (C_OPS, lambda: b"\x7fELF no", "13.0", "problem", "lmcache.c_ops does not load with torch 2.99.0+cu130"),
+        (C_OPS, for_cuda_12, "13.0", "problem", "lmcache.c_ops needs libcuda"),
+        (C_OPS, for_cuda_12, None, "unchecked", "lmcache.c_ops needs libcuda"),  # torch is built for the CPU
+        ("c_ops.cpython-37m-x86_64-linux-gnu.so", library, "13.0", "problem", "c_ops is built for another Python"),
+        ("no_ops.so", library, "13.0", "problem", "has no compiled operations (cuda_ops or c_ops)"),
+    ],
+)  # fmt: skip
+def test_a_library(
+    file: str, content: Callable[[], bytes], cuda: str | None, status: str, what: str, tmp_path: Path
+) -> None:
+    first, *_ = say(look(serve(V1), make(tmp_path, {file: content()}, cuda)), "extensions")
+    assert first.status == status
+    assert what in first.what
+    assert ("kvfix explain KVD7" in first.do) == (status == "problem" and "another Python" not in what)
+
+
+def test_a_torch_for_the_cpu_needs_no_compiled_operations(tmp_path: Path) -> None:
+    assert say(look(serve(V1), make(tmp_path, {}, None)), "extensions") == []
 
 
 AVX2 = "fpu sse2 avx avx2 fma"
@@ -110,33 +131,6 @@ def test_a_build_for_another_processor(tmp_path: Path, monkeypatch: pytest.Monke
     (found,) = problems(setup, "extensions")
     assert found.what == "lmcache.c_ops has instructions that this processor does not have (SIGILL)"
     assert "torch" not in found.do
-
-
-def test_no_library_at_all(tmp_path: Path) -> None:
-    setup = look(serve(V1), make(tmp_path, {f"c_ops{SUFFIX}": b"\x7fELF no"}))
-    assert "does not load" in problems(setup, "extensions")[0].what
-
-
-@pytest.mark.parametrize(("cuda", "count"), [("13.0", 1), (None, 0)])
-def test_no_compiled_operations(cuda: str | None, count: int, tmp_path: Path) -> None:
-    setup = look(serve(V1), make(tmp_path, {}, cuda))
-    assert len(problems(setup, "extensions")) == count
-
-
-def test_built_for_another_python(tmp_path: Path) -> None:
-    setup = look(serve(V1), make(tmp_path, {"c_ops.cpython-37m-x86_64-linux-gnu.so": library()}))
-    assert "built for another Python" in problems(setup, "extensions")[0].what
-
-
-@pytest.mark.parametrize(("cuda", "status"), [("13.0", "problem"), (None, "unchecked")])
-def test_a_library_of_cuda_is_missing(cuda: str | None, status: str, tmp_path: Path) -> None:
-    """LMCache 0.3.10 is built with CUDA 12. With a torch for the CPU there is nothing wrong with that."""
-    folder = make(tmp_path, {}, cuda)
-    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
-    content = released.read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
-    (folder / "lmcache" / f"c_ops{SUFFIX}").write_bytes(content)
-    lines = [line for line in say(look(serve(V1), folder), "extensions") if "libcuda" in line.what]
-    assert [line.status for line in lines] == [status]
 
 
 def test_a_crash_is_an_answer_and_the_others_are_tried(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvfix_tools.doctor import checks, extensions
 from kvfix_tools.roundtrip import real_engine
 from tests.conftest import Fresh
-from tests.doctor.sites import look, site
+from tests.doctor.sites import MP, look, site
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,6 @@ def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:
     return ["vllm", "serve", str(folder / "model"), *options, *given]
 
 
-def mp(port: int) -> dict[str, Any]:
-    """As `real_engine.server` has it."""
-    extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
-    return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
 @pytest.mark.parametrize("which", ["in process", "multi process", "plain"])
 def test_a_set_up_that_works_has_no_complaint(
     which: str, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
@@ -48,9 +42,10 @@ def test_a_set_up_that_works_has_no_complaint(
     facts = {"version": "2.13.0", "cuda": None, "available": False}
     monkeypatch.setattr(extensions, "attempt", lambda *_: extensions.Tried(facts, {}, "not in this test"))
     with socket.create_server(("127.0.0.1", 0)) as server:
+        extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": server.getsockname()[1]}
         transfer = {
             "in process": real_engine.in_process(64),
-            "multi process": mp(server.getsockname()[1]),
+            "multi process": {**MP, "kv_connector_extra_config": extra},
             "plain": None,
         }
         setup = look(words(tmp_path, transfer[which]), place, environment=real_engine.ENVIRONMENT)

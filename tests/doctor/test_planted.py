@@ -1,23 +1,35 @@
 """Faults planted in set-ups (planted.toml): each is found by its check, with the remedy as typed, and only there."""
 
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 import tomllib
 
-from tests.doctor.sites import V1, Planted, look, problems, say, serve, site
+from kvfix_tools.doctor import servers
+from kvfix_tools.doctor.command_line import Command
+from tests.doctor.sites import MP, V1, Planted, look, problems, say, serve, site
 
 ROWS = tomllib.loads(Path(__file__).with_name("planted.toml").read_text())
 PLANTED = {name: Planted(**row) for name, row in ROWS.items()}
 
 
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The newest LMCache, and the installed vLLM."""
+    return site(tmp_path_factory.mktemp("newest"))
+
+
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_found(name: str, tmp_path: Path, newest: Path) -> None:
-    planted = PLANTED[name]
-    lines = say(planted.setup(tmp_path, newest), planted.check)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path, newest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.version_info", tuple(PLANTED[name].python) or sys.version_info)
+    with PLANTED[name].served() as planted:
+        lines = say(planted.setup(tmp_path, newest), planted.check)
     found = [line for line in lines if line.status == planted.status]
     assert any(planted.what in line.what and planted.do in line.do for line in found) == bool(planted.what), lines
     assert planted.status != "none" or lines == []
+    assert not any(planted.do_without and planted.do_without in line.do for line in found)
 
 
 @pytest.mark.parametrize("check", sorted({each.check for each in PLANTED.values()}))
@@ -27,33 +39,31 @@ def test_without_a_fault_there_is_none(check: str, newest: Path) -> None:
     assert problems(look(serve(V1, "-tp", "2", extra=extra), newest, environment=environment), check) == []
 
 
-@pytest.mark.parametrize(("lmcache", "found"), [("0.3.10", 1), ("0.5.6", 0)])
-def test_an_old_release_hashes_none(lmcache: str, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 0.3.15, on Python before 3.12, a seed is not enough."""
-    monkeypatch.setattr("sys.version_info", (3, 11))
-    setup = look(serve(V1, "-tp", "2"), site(tmp_path, lmcache, vllm=False), environment={"PYTHONHASHSEED": "0"})
-    assert len(problems(setup, "hash-seed")) == found
+@pytest.mark.parametrize(("cuda", "supported", "count"), [("None", "", 1), ("None", "auto", 0), ("'13.0'", "", 0)])
+def test_a_worker_without_a_gpu(
+    cuda: str, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of LMCache 0.5.6 takes lmcache_driven only, unless its command line has another mode."""
+    options = {"port": "5555", **({"supported-transfer-mode": supported} if supported else {})}
+    monkeypatch.setattr(servers, "running", lambda port: Command("lmcache server", "", options, {}, False, ""))
+    here = site(tmp_path, vllm=False)
+    (here / "torch").mkdir()
+    (here / "torch/version.py").write_text(f"cuda = {cuda}\nhip = None\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        words = serve(MP, extra={"lmcache.mp.host": "localhost", "lmcache.mp.port": server.getsockname()[1]})
+        assert len(problems(look(words, here), "transfer-mode")) == count
 
 
 @pytest.mark.parametrize(
-    ("lmcache", "yaml", "found"),
+    ("url", "host", "port"),
     [
-        ("0.3.12", "local_disk: /tmp/x\nmax_local_disk_size: 5", "cannot write keys of bytes"),
-        ("0.3.12", "chunk_size: 256", ""),
-        ("0.3.13", "local_disk: /tmp/x\nmax_local_disk_size: 5", ""),
-        ("0.4.5", "enable_async_loading: true", "needs hashes that are numbers"),
-        ("0.4.6", "enable_async_loading: true", ""),
+        ("tcp://localhost:5555", "localhost", 5555),
+        ("grpc://10.0.0.1:1", "10.0.0.1", 1),
+        ("host:2", "host", 2),
+        ("tcp://[::1]:3", "::1", 3),
+        ("redis://user:pass@h:4/0", "h", 4),
+        ("tcp://localhost", "localhost", None),
     ],
 )
-def test_a_hash_that_is_bytes(
-    lmcache: str, yaml: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """KVD739 and KVD738, before the launch; a seed helps there from Python 3.12 on."""
-    planted = Planted("hash-seed", yaml=f"{yaml}\npre_caching_hash_algorithm: sha256_cbor")
-    setup = planted.setup(tmp_path, site(tmp_path / "place", lmcache))
-    said = problems(setup, "hash-seed")
-    assert [line.what for line in said if found and found in line.what] == [line.what for line in said]
-    assert bool(said) == bool(found)
-    for version_info, seed in (((3, 11), lmcache >= "0.4.1"), ((3, 12), True)):  # KVF901
-        monkeypatch.setattr("sys.version_info", version_info)
-        assert all(("PYTHONHASHSEED=0" in line.do) == seed for line in problems(setup, "hash-seed"))
+def test_addresses(url: str, host: str, port: int | None) -> None:
+    assert servers.address(url) == (url, host, port)

@@ -5,8 +5,8 @@ can be changed between two rounds. The job has `dtype`.
 """
 
 import json
+import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,54 +20,11 @@ TOKENS = 4
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate([100, 128, 200, 256, 411, 657] * 4 + [300], 1)]
 #: The prompt with planted faults: three chunks and a part of one.
 WRONG, OTHER = prompt(200, 77), prompt(200, 78)
-Chunks = list[torch.Tensor]
-
-
-def two_chunks_swapped(chunks: Chunks, _: Chunks) -> None:
-    kept = chunks[1].clone()
-    chunks[1].copy_(chunks[2])
-    chunks[2].copy_(kept)
-
-
-def chunk_of_another_prompt(chunks: Chunks, others: Chunks) -> None:
-    chunks[1].copy_(others[1])
-
-
-def chunk_shifted_by_one(chunks: Chunks, _: Chunks) -> None:
-    chunks[0][:, :, 1:] = chunks[0][:, :, :-1].clone()
-
-
-def last_chunk_wrong(chunks: Chunks, _: Chunks) -> None:
-    chunks[2][0] = chunks[2][0].flip(1)
-
-
-def one_layer_wrong(chunks: Chunks, _: Chunks) -> None:
-    for chunk in chunks:
-        chunk[0, -1] = chunk[0, -1].flip(0)
-
-
-def v_of_one_token_wrong(chunks: Chunks, _: Chunks) -> None:
-    chunks[1][1, 0, 5] = chunks[1][1, 0, 6]
-
-
-def not_a_number(chunks: Chunks, _: Chunks) -> None:
-    chunks[2][1, 1, 7, 0] = float("nan")
-
-
-def zeros(chunks: Chunks, _: Chunks) -> None:
-    for chunk in chunks:
-        chunk.zero_()
-
-
-def other_weights(chunks: Chunks, _: Chunks) -> None:
-    """The model has changed since the cache was filled."""
-    Linear.change = 0.05
-
-
-FAULTS: list[Callable[[Chunks, Chunks], None]] = [
-    two_chunks_swapped, chunk_of_another_prompt, chunk_shifted_by_one, last_chunk_wrong, one_layer_wrong,
-    v_of_one_token_wrong, not_a_number, zeros, other_weights,
-]  # fmt: skip
+#: Faults of the plugin `kvfix_engine_verify`, and other weights of the model since the cache was filled.
+FAULTS = (
+    "two_chunks_swapped", "chunk_of_another_prompt", "chunk_shifted_by_one", "last_chunk_wrong", "one_layer_wrong",
+    "v_of_one_token_wrong", "not_a_number", "zeros", "other_weights",
+)  # fmt: skip
 
 
 class Linear:
@@ -120,7 +77,7 @@ class Engine:
     def events(self, kind: str) -> list[Any]:
         return [each.event for each in self.session.events if type(each.event).__name__ == kind]
 
-    def chunks(self, tokens: list[int]) -> Chunks:
+    def chunks(self, tokens: list[int]) -> list[torch.Tensor]:
         """Return the chunks of this prompt in LMCache's memory."""
         keys = [key for _, _, key in self.lmcache.token_database.process_tokens(tokens=tokens)]
         return [self.memory.hot_cache[key].tensor for key in keys if key in self.memory.hot_cache]
@@ -161,22 +118,34 @@ def healthy(engine: Engine) -> dict[str, Any]:
 
 def faults(engine: Engine) -> dict[str, Any]:
     """{fault: what is compared, whether the answer is right, and whether it is without the audit}"""
+    import kvfix_engine_verify
+
     right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))
-    chunks, others = engine.chunks(WRONG), engine.chunks(OTHER)
-    kept, found = [chunk.clone() for chunk in chunks], {}
+    chunks, found = engine.chunks(WRONG), {}
+    kept = torch.cat(chunks, dim=2)  # [K and V, layers, tokens, width]
+    kvfix_engine_verify.EARLIER[:] = engine.chunks(OTHER)[:1]
     for fault in FAULTS:
-        fault(chunks, others)
+        kv = kept.clone()
+        if fault == "other_weights":
+            Linear.change = 0.05
+        else:
+            getattr(kvfix_engine_verify, fault)(kv, kvfix_engine_verify.chunks_of(kv.shape[2]), "")
+        put(chunks, kv)
         events, (answer,) = engine.audited([WRONG])
-        found[fault.__name__] = {"compared": events, "right": answer == right}
-        if fault is zeros:
+        found[fault] = {"compared": events, "right": answer == right}
+        if fault == "zeros":
             engine.audit(0)
             _, (answer,) = engine.audited([WRONG])
-            found[fault.__name__]["right when loaded"] = answer == right
+            found[fault]["right when loaded"] = answer == right
             engine.audit(1)
-        for chunk, before in zip(chunks, kept, strict=True):
-            chunk.copy_(before)
-        Linear.change = 0
+    put(chunks, kept)
+    Linear.change = 0
     return found
+
+
+def put(chunks: list[torch.Tensor], kv: torch.Tensor) -> None:
+    for chunk, part in zip(chunks, kv.split([each.shape[2] for each in chunks], dim=2), strict=True):
+        chunk.copy_(part)
 
 
 def half_of_the_hits(engine: Engine) -> dict[str, Any]:
@@ -214,7 +183,8 @@ def strict(engine: Engine) -> str:
     import kvfix
 
     kvfix.apply("strict", audit=1.0)
-    zeros(engine.chunks(WRONG), [])
+    for chunk in engine.chunks(WRONG):
+        chunk.zero_()
     try:
         engine.ask([WRONG])
     except Exception as error:  # noqa: BLE001
@@ -239,6 +209,4 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import job
-
-    job.run(main)
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,14 +1,14 @@
 """Loads of LMCache in one asynchronous engine: one that succeeds, and some that fail while the next step is in flight.
 
-start.py runs it as `python failed_loads.py JOB.json`, and it writes the job's `out`. The engine runs in this process,
-so that a case can add a request between two steps. After a case the prefix cache is empty, so repeated prompts are
-loaded.
+start.py runs it as `python failed_loads.py JOB.json`. The engine runs in this process, so that a case can add a request
+between two steps. After a case the prefix cache is empty, so repeated prompts are loaded.
 
 A load fails because its chunks are removed from LMCache's store between lookup and load. The request's blocks are
 filled with random numbers: in a small engine they could have the right KV from before.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,4 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import job
-
-    job.run(main)
+    main(json.loads(Path(sys.argv[1]).read_text()))

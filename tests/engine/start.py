@@ -16,7 +16,7 @@ import pytest
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import PLUGIN, clean_environment
 from tests.fork_server import FORK_WORKERS
 from tests.forked import Forked
 
@@ -113,10 +113,10 @@ def run(
     - more: fields of serve.py's job
     """
     folder.mkdir(parents=True, exist_ok=True)
-    places = [lmcache, HERE / "plugin", ROOT / "patches", ROOT / "tools"]
     spoil = str(folder / "spoil")
     settings = clean_environment(
-        PYTHONPATH=os.pathsep.join(str(place) for place in places if place),
+        *([lmcache] if lmcache else []),
+        PLUGIN,
         KVFIX_TEST_REPORT=str(folder / "report"),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
         KVFIX_TEST_SPOIL=spoil,
@@ -138,6 +138,13 @@ def run(
     return Ran(ended.answer, notes, ended.log, ended.pid, folder)
 
 
+def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
+    """Return the answer of `kvfix dump`."""
+    command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
+    done = subprocess.run(command, env=clean_environment(**environment), capture_output=True, text=True, check=False)
+    return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr}
+
+
 @contextmanager
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
@@ -146,12 +153,8 @@ def server(
     LMCacheMPConnector with it. lmcache: folder of 0.4.6; else the newest. options: more of the server's own.
     log: kept there. settings: of its environment."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
-    environment = clean_environment(**settings)
-    transfer_mode = real_engine.ANY_MODE
-    if lmcache:
-        places = [str(place) for place in (lmcache, ROOT / "patches", ROOT / "tools")]
-        environment["PYTHONPATH"] = os.pathsep.join(places)
-        transfer_mode = ("--transfer-mode", "non_gpu")
+    environment = clean_environment(*([lmcache] if lmcache else []), **settings)
+    transfer_mode = ("--transfer-mode", "non_gpu") if lmcache else real_engine.ANY_MODE
     with (
         tempfile.TemporaryDirectory() as folder,
         real_engine.server(log or Path(folder) / "log", 64, environment, start, (*transfer_mode, *options)) as transfer,

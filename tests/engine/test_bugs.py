@@ -4,9 +4,6 @@ Eleven engines, in one process or two. vLLM's copy of the multi-process connecto
 0.4.6. On the CPU it needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py). Client and server are real.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools import recording
-from tests.conftest import clean_environment, release
+from tests.conftest import release
 from tests.engine import start
 from tests.engine.start import CROWD, Ran, prompt, server
 
@@ -117,16 +114,6 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
     assert ran.answer["rounds"][1][1] == ran.answer["rounds"][2][0]
 
 
-def dump(pid: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Return the output of `kvfix dump` for the engine, again and again."""
-    for number in range(8):
-        out = folder / str(number)
-        out.mkdir()
-        command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(out), "--json"]
-        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=True, timeout=120)
-        yield json.loads(done.stdout)
-
-
 @APPLY
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
     """Every lookup that is waited for says so. Waits double: in 300 seconds there are eight at most.
@@ -137,9 +124,10 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
     dumps: list[dict[str, Any]] = []
 
     def stands_in_the_lookup(pid: int) -> None:
-        for found in dump(pid, tmp_path) if not apply else ():
-            dumps.append(found)
-            if any(row["hook"].startswith(STANDS) for row in found["processes"]):
+        for number in range(0 if apply else 8):
+            (tmp_path / str(number)).mkdir()
+            dumps.append(start.dump(pid, tmp_path / str(number)))
+            if any(row["hook"].startswith(STANDS) for row in dumps[-1]["processes"]):
                 return
 
     transfer = start.v1(64, lookup_timeout_ms=300)

@@ -1,8 +1,7 @@
 """A load fails while the next step is in flight, on a real engine with asynchronous scheduling: KVF205, KVF007, KVF203.
 
-As released answers are wrong, those of later requests too, and the engine dies; with kvfix all are right. The cases
-are those of failed_loads.py; two engines, each plays all of them. Stand-ins: CUDA's events and streams, and LMCache's
-GPU connector.
+As released, answers are wrong, those of later requests too, and the engine dies. Two engines each play the cases of
+failed_loads.py. Stand-ins: CUDA's events and streams, and LMCache's GPU connector.
 """
 
 from typing import Any

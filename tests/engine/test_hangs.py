@@ -57,12 +57,7 @@ HANGS = {
     "server_stops": Hang("KVD204", "the LMCache server "),
     "load_is_lost": Hang("KVD208", "waits for a load that no worker has"),
     "hook_waits": Hang("KVD213", "has been in start_load_kv for at least "),
-    "locked_out": Hang(
-        "KVD202",
-        "1 request is loaded and waits behind r2-",
-        rounds=[STORED, BOTH],
-        engine=TWENTY,
-    ),
+    "locked_out": Hang("KVD202", "1 request is loaded and waits behind r2-", rounds=[STORED, BOTH], engine=TWENTY),
 }
 
 

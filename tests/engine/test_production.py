@@ -1,11 +1,8 @@
 """Engines with options of production, in mode `check`, compared with plain vLLM: drafts, ranks, windows, L2.
 
-The engines use speculative decoding (ngram), two ranks, or a model with sliding windows, and LMCache in process or a
-real `lmcache server`. The server's L1 is emptied between rounds, so that chunks come from its L2. The tests also check
-that every rank has loaded all granted tokens, and that no recorder has a violation.
-
-Stand-ins replace LMCache's GPU connector in process, and a part of the start of vLLM's worker
-(plugin/kvfix_engine_test.py). Eight engines, one server.
+They use speculative decoding (ngram), two ranks, or a model with sliding windows, and LMCache in process or a real
+`lmcache server`. The server's L1 is emptied between rounds, so that chunks come from its L2. Stand-ins replace
+LMCache's GPU connector in process, and a part of the start of vLLM's worker (plugin/kvfix_engine_test.py).
 """
 
 import importlib.metadata
@@ -48,10 +45,7 @@ NGRAM: dict[str, Any] = {
     "environment": start.ONE_PROCESS,
 }  # fmt: skip
 FEW = [(prompt(300, seed), 12) for seed in range(1, 4)]
-RANKS: dict[str, Any] = {
-    "rounds": [FEW, FEW],
-    "engine": {**ENGINE, "tensor_parallel_size": 2},
-}
+RANKS: dict[str, Any] = {"rounds": [FEW, FEW], "engine": {**ENGINE, "tensor_parallel_size": 2}}
 #: Three KV groups: one of full attention, and two of windows of two chunks.
 WINDOWS: dict[str, Any] = {
     "rounds": [CROWD, CROWD],
@@ -136,39 +130,31 @@ def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
     assert replay.replay(ran.dumps("signal"), json=True) == 0
 
 
-def assert_drafted(ran: Ran) -> None:
-    """Some drafts were accepted, and some were not; and what was generated on them was loaded: the fourth chunk."""
+PLACES = pytest.mark.parametrize("place", ["on_server", "in_process"])
+
+
+@PLACES
+def test_speculative_decoding(place: str, engines: Engines) -> None:
+    ran = getattr(engines, place)(f"ngram-{place}", NGRAM, save_decode_cache=True)
+    assert_loaded(ran, engines.plain(NGRAM))
+    # Some drafts were accepted, and some were not; and what was generated on them was loaded: the fourth chunk.
     assert 0 < ran.answer["counters"][ACCEPTED] < ran.answer["counters"][DRAFTS]
     granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
     assert granted[-len(ANSWERS) :] == [256] * len(ANSWERS)
 
 
-class TestOnOneServer:
-    def test_speculative_decoding(self, engines: Engines) -> None:
-        ran = engines.on_server("ngram-mp", NGRAM, save_decode_cache=True)
-        assert_loaded(ran, engines.plain(NGRAM))
-        assert_drafted(ran)
-
-    def test_two_ranks(self, engines: Engines) -> None:
-        assert_loaded(engines.on_server("ranks-mp", RANKS), engines.plain(RANKS), ranks=2)
-
-    def test_sliding_windows(self, engines: Engines) -> None:
-        """In the third round each chunk of the L2 has the bytes of another one, and the answers differ."""
-        third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
-        ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
-        assert "group_tokens_per_block=[32, 32, 32]" in ran.log
-        assert_loaded(ran, engines.plain(WINDOWS))
-        assert ran.answer["rounds"][2] != ran.answer["rounds"][1]
+@PLACES
+def test_two_ranks(place: str, engines: Engines) -> None:
+    assert_loaded(getattr(engines, place)(f"ranks-{place}", RANKS), engines.plain(RANKS), ranks=2)
 
 
-class TestInProcess:
-    def test_speculative_decoding(self, engines: Engines) -> None:
-        ran = engines.in_process("ngram-v1", NGRAM, save_decode_cache=True)
-        assert_loaded(ran, engines.plain(NGRAM))
-        assert_drafted(ran)
-
-    def test_two_ranks(self, engines: Engines) -> None:
-        assert_loaded(engines.in_process("ranks-v1", RANKS), engines.plain(RANKS), ranks=2)
+def test_sliding_windows(engines: Engines) -> None:
+    """In the third round each chunk of the L2 has the bytes of another one, and the answers differ."""
+    third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
+    ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
+    assert "group_tokens_per_block=[32, 32, 32]" in ran.log
+    assert_loaded(ran, engines.plain(WINDOWS))
+    assert ran.answer["rounds"][2] != ran.answer["rounds"][1]
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from kvfix_tools import engine_recordings, recording, replay
 from kvfix_tools.dump import processes
 from kvfix_tools.roundtrip.real_engine import free_port, wait_for
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import PLUGIN, clean_environment
 from tests.engine import start
 from tests.engine.start import CROWD, Ran
 
@@ -30,8 +30,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 RANKS = 2
 #: Of all processes. A token that another cluster left in ~/.ray makes `ray start --head` alone ask for one.
 RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-#: Of a request, in EngineCore: now all ranks serve.
-SERVES = "LMCache hit tokens"
 
 
 @contextmanager
@@ -49,9 +47,8 @@ def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
 
 @contextmanager
 def node(folder: Path, name: str, *options: str) -> Iterator[int]:
-    places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
     settings = {**RAY, "KVFIX_TEST_REPORT": str(folder / "engine/report"), "PYTHONHASHSEED": "0"}
-    environment = clean_environment(PYTHONPATH=os.pathsep.join(map(str, places)), **settings)
+    environment = clean_environment(PLUGIN, **settings)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--num-gpus=1"]
     command += ["--disable-usage-stats", "--object-store-memory=100000000", *options]
     process = started(command, environment, folder / f"{name}.log")
@@ -81,13 +78,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def dumped(pid: int, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
-    environment = clean_environment(KVFIX_DUMP_DIR=str(folder / "engine/dumps"))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr}
-
-
 class Served:
     """`ran`; the dumps of the engine and of the second node, made meanwhile; the pids below each node then."""
 
@@ -98,12 +88,13 @@ class Served:
 
             def dump(pid: int) -> None:
                 self.below = [{each.pid for each in processes.tree(node)} for node in nodes]
-                self.dumps = [dumped(each, folder) for each in (pid, nodes[1])]
+                place = {"KVFIX_DUMP_DIR": str(folder / "engine/dumps")}
+                self.dumps = [start.dump(each, folder, **place) for each in (pid, nodes[1])]
 
             more = {"distributed_executor_backend": "ray", "tensor_parallel_size": RANKS}
             self.ran: Ran = start.run(
                 folder / "engine", apply=True, transfer=start.v1(64), rounds=[CROWD, CROWD], mode="check",
-                engine={**start.ENGINE, **more}, when=(SERVES, dump),
+                engine={**start.ENGINE, **more}, when=("LMCache hit tokens", dump),
                 environment={"RAY_ADDRESS": address, **RAY}, forked=False,
             )  # fmt: skip
 

@@ -15,12 +15,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import kvfix
+from kvfix import applicability, catalogue, fix_status, installed_source
+from kvfix.fixes.record import Target
+from kvfix.ledger.events import Asked
 from maintain import peers
+from tests.healthy import events, violated
 
 #: Random schedules without faults, and with faults.
 SEEDS, FAULTY = 24, 4
@@ -43,14 +49,15 @@ def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
 
 
 def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
-    """`folder` as a copy of the release with the patch applied; AssertionError if it does not apply cleanly."""
-    folder.mkdir(parents=True)
+    """`folder` as the release with the patch applied; AssertionError if it does not apply cleanly."""
     git_apply(patch, released, folder)
+    link(released, folder)
     return folder
 
 
 def git_apply(patch: Path, released: Sequence[Path], folder: Path, *options: str) -> str:
     """Apply the patch to a copy of the files in `folder`, and return what git prints."""
+    folder.mkdir(parents=True, exist_ok=True)
     copy(patch, released, folder)
     done = subprocess.run(
         ["git", "apply", *options, str(patch)],
@@ -210,18 +217,14 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
             for item in items:
                 item.add_marker("no_shared_allocator")
 
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            self.add(report, passed=report.passed and report.when == "call")
-
         def pytest_collectreport(self, report: Any) -> None:
-            self.add(report, passed=False)
-
-        def add(self, report: Any, passed: bool) -> None:
             counts = self.found.get(report.nodeid.partition("::")[0])
             if counts is not None:
-                counts[0] += passed
+                counts[0] += report.passed and getattr(report, "when", "") == "call"
                 counts[1] += report.failed
                 counts[2] += report.longreprtext[-1500:] if report.failed else ""
+
+        pytest_runtest_logreport = pytest_collectreport
 
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
@@ -271,11 +274,6 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
 
 def status_of(code: str, dist: str) -> str:
     """The status of the patched copy in a process that has imported it, by fingerprint and probe."""
-    from importlib import import_module
-
-    from kvfix import applicability, catalogue, fix_status, installed_source
-    from kvfix.fixes.record import Target
-
     known = catalogue.find(code)
     assert known is not None
 
@@ -306,7 +304,6 @@ def _violated(code: str, connectors: list[str]) -> list[Any]:
 
 def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
     """{schedule: digest of its events, with these fixes}: the scenarios of the fix, and random schedules."""
-    import kvfix
     from kvfix_tools.lab import runner
 
     found = {}
@@ -327,9 +324,6 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
     """All events. A promise of 0 is the same event with and without a lookup."""
-    from kvfix.ledger.events import Asked
-    from tests.healthy import events
-
     log = [
         (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
         for step, event in done.log
@@ -343,9 +337,7 @@ def _digest(events: list[Any]) -> str:
 
 def healthy(connector: str, fixes: list[str]) -> list[str]:
     """For each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
-    import kvfix
     from kvfix_tools.lab import runner
-    from tests.healthy import events, violated
 
     with runner.quiet():
         from kvfix_tools.lab.fuzz.fuzz import play

@@ -5,8 +5,6 @@ the patch applied, its regression test, kvfix's status, the fix's scenarios and 
 release without the patches.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from kvfix_tools import upstream
 from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.scenario import scenarios
 from maintain import peers
-from tests.conftest import RELEASES, ROOT, ForkServer, call, clean_environment, release_names
+from tests.conftest import RELEASES, ROOT, ForkServer, call, release_names
 from tests.healthy import changing
 from tests.lab import test_async_release
 from tests.upstream import patched
@@ -34,7 +32,7 @@ OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 #: {(code, dist): why the events differ}. The scenarios are clean and plain schedules the same with these too.
 DIFFERS = {
-    ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011",
+    ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011"
 }
 
 #: Imports of a process, once for all patches of a release.
@@ -47,21 +45,14 @@ def fix_of(row: upstream.Ready) -> Fix:
     return known
 
 
-def release_of(row: upstream.Ready) -> Path:
-    if row.dist == "lmcache":
-        return RELEASES / row.version
-    init = installed_source.source_file("vllm", "vllm")
-    assert init is not None
-    return init.parents[1]
-
-
 def released_tests(row: upstream.Ready) -> Path:
     """The folder with the tests of the release; older releases have no such folder."""
     return ROOT / ".cache/peers" / f"{row.dist}-{row.version}"
 
 
 def released(row: upstream.Ready) -> tuple[Path, Path]:
-    return release_of(row), released_tests(row)
+    vllm = installed_source.package_dir("vllm")
+    return RELEASES / row.version if row.dist == "lmcache" else vllm.parent, released_tests(row)
 
 
 def lmcache_of(row: upstream.Ready) -> str:
@@ -80,13 +71,8 @@ def connectors(row: upstream.Ready) -> list[str]:
     for prefix, connector in OF_VLLM.items():
         if row.code.startswith(prefix):
             return [connector]
-    return pairs_of(row) or ["mp", "v1"]
-
-
-def pairs_of(row: upstream.Ready) -> list[str]:
-    """Connectors between two engines that the scenarios of its fix play."""
     mine = {each.options.connector for each in scenarios() if each.slug in fix_of(row).scenarios}
-    return sorted(mine.intersection(PAIRS))
+    return sorted(mine.intersection(PAIRS)) or ["mp", "v1"]
 
 
 PATCHES = sorted(upstream.ready(), key=lmcache_of)
@@ -103,7 +89,7 @@ class Release:
         self.fork_server = ForkServer(first, **peers.environment(scratch))
         tests = []
         for row in rows:
-            patched.apply(row.path, released(row), scratch / row.slug / row.dist)
+            patched.git_apply(row.path, released(row), scratch / row.slug / row.dist)
             for file in regression_tests(row):
                 (scratch / file).parent.mkdir(parents=True, exist_ok=True)
                 (scratch / file).write_text((scratch / row.slug / row.dist / file).read_text())
@@ -157,7 +143,6 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
     release, tests = releases(lmcache_of(row)), regression_tests(row)
     assert tests, "a patch has a regression test"
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
-    patched.link(released(row), folder)
     before, found = release.unpatched, release.ask(folder, row.dist, tests, row.code, connectors(row))
     for file in tests:
         passed, failed, messages = found["regression"][file]
@@ -187,7 +172,6 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
 def test_chunks_after_one_load(row: upstream.Ready, fork_server: ForkServer, tmp_path: Path) -> None:
     """On LMCache's own cache engine, which the lab replaces."""
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
-    patched.link(released(row), folder)
     mode = ENGINE[row.code]
     found = fork_server(call(test_async_release.after_one_load, mode, 0), folder)
     assert found == [64, [test_async_release.right(mode)]]
@@ -212,32 +196,6 @@ def test_every_fix_has_a_patch_or_a_reason() -> None:
     assert ready == wrong - without
     assert without <= wrong
     assert all(row.subject.startswith("[Bugfix]") for row in PATCHES)
-
-
-def test_export_is_signed_off_by_the_user(tmp_path: Path) -> None:
-    """And `git am` applies it to a checkout of the released files."""
-    row = PATCHES[0]
-    folder, home = tmp_path / "checkout", tmp_path / "home"
-    patched.copy(row.path, released(row), folder)
-    home.mkdir()
-    environment = clean_environment(HOME=str(home), GIT_CONFIG_NOSYSTEM="1")
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-    export = (sys.executable, "-m", "kvfix_tools.cli", "upstream", "export", row.slug, "-o", str(tmp_path))
-    done = run(*export)
-    assert done.returncode == 2
-    assert "git config --global user.name" in done.stderr
-    for key, value in (("user.name", "Ada"), ("user.email", "ada@example.org")):
-        run("git", "config", "--global", key, value)
-    assert run(*export).returncode == 0
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "as released"]):
-        assert run("git", *command).returncode == 0
-    (patch,) = tmp_path.glob("*.patch")
-    done = run("git", "am", str(patch))
-    assert done.returncode == 0, done.stderr
-    assert "Signed-off-by: Ada <ada@example.org>" in run("git", "log", "-1", "--format=%an%n%B").stdout
 
 
 def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ A fault is planted in the server: the file `fault` names it, and the connector o
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfix_tools.roundtrip import real_engine
-from tests.conftest import ROOT, Fresh
+from tests.conftest import PLUGIN, ROOT, Fresh
 from tests.engine import pd
 
 CHUNK = 64
@@ -30,15 +29,14 @@ OFFLOADING = {
 
 class Served(pd.Engine):
     options = ["--enable-prompt-tokens-details"]
+    places = (PLUGIN, ROOT)
 
     def __init__(self, folder: Path, mode: str, transfer: dict[str, Any] | str | None, **environment: str) -> None:
         """transfer: kv_transfer_config. environment: more of the server's."""
         super().__init__(folder, "kv_both", mode)
         self.transfer = transfer or {}
         self.fault_file = folder / "fault"
-        places = (ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools", ROOT)
         self.environment.update(
-            PYTHONPATH=os.pathsep.join(map(str, places)),
             KVFIX_TEST_REPORT=str(folder / "report"),
             KVFIX_TEST_REAL_CONNECTOR="1",
             KVFIX_TEST_FAULT=str(self.fault_file),

@@ -89,10 +89,7 @@ _SYMPTOM = "Describe the symptom, or name a file with the description."
 
 
 @app.command(rich_help_panel=COMMANDS["search"])
-def search(
-    text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)],
-    json: Json = False,
-) -> None:
+def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)], json: Json = False) -> None:
     """Find fixes, known problems and rules by the words of a text. Show the best three, and how to confirm each."""
     from kvfix_tools import search
 
@@ -235,10 +232,8 @@ def diagnose(
 def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] = None) -> None:
     """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
-        print(
-            "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip with the engine's Python",
-            file=sys.stderr,
-        )
+        what = "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip with the engine's Python"
+        print(what, file=sys.stderr)
         raise typer.Exit(77)
     from kvfix_tools.roundtrip import command
 

@@ -41,7 +41,10 @@ def entries() -> Iterator[Entry]:
 def explain(name: str, json: bool) -> int:
     """Print the entry with this code or name. Return 2 if there is none."""
     named = (each for each in entries() if name.upper() == each.code or name.lower() == each.name)
-    found = next(named, None) or _of_retired(name.upper())
+    found, code = next(named, None), name.upper()
+    retired = RETIRED.get(code) or knowledge().retired.get(code)  # never used again
+    if found is None and retired:
+        found = Entry(code, "", {"code": code, "retired": retired}, f"{code} is retired: {retired}.")
     if found is None:
         guess = screen.did_you_mean(name, (each.name for each in entries()))
         print(f"kvfix explain: no fix, rule or finding is called {name!r}.{guess}", file=sys.stderr)
@@ -53,12 +56,6 @@ def explain(name: str, json: bool) -> int:
     else:
         print(found.text)
     return 0
-
-
-def _of_retired(code: str) -> Entry | None:
-    """Return the entry of a code that is never used again; None if this code is not retired."""
-    why = RETIRED.get(code) or knowledge().retired.get(code)
-    return Entry(code, "", {"code": code, "retired": why}, f"{code} is retired: {why}.") if why else None
 
 
 def _of_fix(fix: Fix) -> Entry:

@@ -3,6 +3,7 @@
 import json as jsonlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 
 from packaging.version import Version
@@ -10,6 +11,7 @@ from packaging.version import Version
 from kvfix import applicability
 from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import screen
+from kvfix_tools.doctor import command_line
 
 _V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"
 #: {prefix of a module name: connector}. The longest prefix wins. "": every connector.
@@ -39,13 +41,12 @@ KNOWN = sorted({name for name in _CONNECTORS.values() if name} | set(_ALIASES))
 
 def connectors(fix: Fix) -> frozenset[str]:
     """Return the connectors that have the bug; empty if the bug is in vLLM itself and concerns every connector."""
-    found = {_connector(target.module) for target in fix.targets if not target.helper}
+    found = set()
+    for target in fix.targets:
+        if not target.helper:
+            beginnings = [each for each in _CONNECTORS if target.module.startswith(each)]
+            found.add(_CONNECTORS[max(beginnings, key=len, default="vllm.v1.core.")])
     return frozenset() if "" in found else frozenset(found)
-
-
-def _connector(module: str) -> str:
-    beginning = max((each for each in _CONNECTORS if module.startswith(each)), key=len, default="vllm.v1.core.")
-    return _CONNECTORS[beginning]
 
 
 def concerns(fix: Fix, chosen: frozenset[str]) -> bool:
@@ -71,15 +72,14 @@ def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
 
 def _of_config(text: str) -> list[str]:
     """Return the connector of vLLM's JSON and the children of a MultiConnector."""
-    try:
-        config = jsonlib.loads(text)
-        children = (config.get("kv_connector_extra_config") or {}).get("connectors", [])
-        return [config["kv_connector"], *(child["kv_connector"] for child in children)]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(
-            f'--kv-transfer-config is not JSON with a key "kv_connector": {text[:80]!r}. '
-            """Write it as for vLLM: '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'"""
-        ) from None
+    with suppress(ValueError, AttributeError):
+        names = [each.name for each in command_line.connectors(jsonlib.loads(text))]
+        if all(names):
+            return names
+    raise ValueError(
+        f'--kv-transfer-config is not JSON with a key "kv_connector": {text[:80]!r}. '
+        """Write it as for vLLM: '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'"""
+    )
 
 
 def _checked(names: Iterable[str]) -> frozenset[str]:
@@ -94,9 +94,9 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 
 def severity(name: str) -> str:
     """Return the effect with this name. Raise ValueError for an unknown name."""
-    for effect in EFFECTS:
-        if name.strip().lower().replace("-", " ") == effect:
-            return effect
+    effect = name.strip().lower().replace("-", " ")
+    if effect in EFFECTS:
+        return effect
     raise ValueError(f"unknown severity {name!r}; known: {', '.join(EFFECTS)}")
 
 

@@ -33,7 +33,6 @@ Without them you can run: kvfix-diagnose LOG, kvfix explain CODE, kvfix status -
 
 #: {verdict: the command to type}
 _TYPE = {
-    "applied": "",
     "applicable": "kvfix.apply(), or: kvfix run -- CMD",
     "opt-in": 'kvfix.apply(plus=["{code}"]), after: kvfix explain {code}',
     "refused": "look for a newer release of kvfix",

@@ -3,24 +3,30 @@
     python -m maintain.drill [--steps N] [--connector NAME ...] [--edits N]
 
 The drill removes the newest vLLM and LMCache from the fingerprints. It plays every scenario and N fuzzed steps of each
-connector, as released and with the fixes. Then it edits functions of these releases without changing their behaviour
-(`maintain.drill_edits`), and plays all again. A table shows how many fixes are applied and refused. Exit 1 if an
-outcome is worse than as released.
+connector, as released and with the fixes. Then it edits functions of these releases as a next release would, without
+changing their behaviour, and plays all again. Exit 1 if an outcome is worse than as released.
 """
 
 import argparse
+import ast
 import json
 import math
+import os
+import random
+import re
+import shutil
 import sys
 import tempfile
+import textwrap
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import kvfix
 from kvfix import applicability, catalogue
 from kvfix_tools.lab import runner
-from maintain import drill_edits, fingerprints
+from maintain import fingerprints
 from maintain.scenario_matrix import VLLM, answer_of
 
 LMCACHE = Path(".cache/lmcache")
@@ -137,6 +143,90 @@ def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str,
     return dict(answer_of(VLLM / newest("vllm") / "bin/python", code, *first))
 
 
+# ------------------------------------------------------------------ edits
+
+
+def edit_packages(folder: Path, vllm: Path, lmcache: Path, number: int) -> list[str]:
+    """Copy both packages to `folder`/vllm and `folder`/lmcache, and edit `number` functions. Return the edits."""
+    (site,) = vllm.glob("lib/python*/site-packages")
+    places = {"vllm": folder / "vllm", "lmcache": folder / "lmcache"}
+    for dist, source in (("vllm", site), ("lmcache", lmcache)):
+        for part in (source / dist, *source.glob(f"{dist}-*.dist-info")):
+            shutil.copytree(part, places[dist] / part.name, copy_function=os.link)
+    chance = random.Random(1)  # each run makes the same edits
+    fixed = {target.name: target for fix in catalogue.fixes() if fix.fixable for target in fix.targets}
+    targets = [target for _, target in sorted(fixed.items())]
+    chance.shuffle(targets)
+    kinds = list(EDITS)
+    made: list[str] = []
+    for target in targets:
+        path = places[target.dist].joinpath(*target.module.split(".")).with_suffix(".py")
+        kind = kinds[len(made) % len(kinds)]
+        if len(made) < number and path.is_file() and edit(path, target.function, EDITS[kind], places[target.dist]):
+            made.append(f"{target.name}: {kind}")
+    return made
+
+
+def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bool], package: Path) -> bool:
+    """Change one function of this file. Return False if this kind of edit does not fit it."""
+    text = path.read_text()
+    node: ast.AST | None = ast.parse(text)
+    for name in function.split("."):
+        body = getattr(node, "body", ())
+        node = next((each for each in reversed(body) if getattr(each, "name", "") == name), None)
+    if not isinstance(node, ast.FunctionDef) or not change(node, package):
+        return False
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    lines = text.splitlines(keepends=True)
+    code = textwrap.indent(ast.unparse(node), " " * node.col_offset) + "\n"
+    path.unlink()  # a hard link to the file of the release
+    path.write_text("".join(lines[: first - 1]) + code + "".join(lines[node.end_lineno :]))
+    return True
+
+
+def rename_parameter(node: ast.FunctionDef, package: Path) -> bool:
+    """Rename the last positional parameter, if no caller passes it by name."""
+    for argument in reversed(node.args.args[1:]):
+        call = re.compile(rf"\b{node.name}\((?:[^()]|\([^()]*\))*\b{argument.arg}\s*=[^=]")
+        if any(call.search(path.read_text(errors="replace")) for path in package.rglob("*.py")):
+            continue
+        old, new = argument.arg, f"{argument.arg}_given"
+        argument.arg = new
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name) and each.id == old:
+                each.id = new
+        return True
+    return False
+
+
+def add_default(node: ast.FunctionDef, package: Path) -> bool:
+    """Add the default None to the last parameter without a default."""
+    if len(node.args.args) - len(node.args.defaults) < 2:
+        return False
+    node.args.defaults.insert(0, ast.Constant(None))
+    return True
+
+
+def move_branch(node: ast.FunctionDef, package: Path) -> bool:
+    """Negate the first `if` and swap its branches."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.If):
+            each.test = ast.UnaryOp(ast.Not(), each.test)
+            each.body, each.orelse = each.orelse or [ast.Pass()], each.body
+            ast.fix_missing_locations(node)
+            return True
+    return False
+
+
+EDITS: dict[str, Callable[[ast.FunctionDef, Path], bool]] = {
+    "a parameter renamed": rename_parameter,
+    "a default added": add_default,
+    "a branch moved": move_branch,
+}
+
+
+# ------------------------------------------------------------------ the table
+
 HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse"
 
 
@@ -156,11 +246,11 @@ def main(arguments: list[str]) -> int:
     connectors = options.connector or CONNECTORS
     is_worse = False
     with tempfile.TemporaryDirectory(prefix="kvfix-drill-", dir=".cache") as folder:
-        for edits in (0, options.edits):
+        for edits in sorted({0, options.edits}):
             edited, made = None, list[str]()
             if edits:
                 edited = Path(folder).resolve()
-                made = drill_edits.make(edited, VLLM / newest("vllm"), LMCACHE / newest("lmcache"), edits)
+                made = edit_packages(edited, VLLM / newest("vllm"), LMCACHE / newest("lmcache"), edits)
             title = f"vLLM {newest('vllm')} and LMCache {newest('lmcache')} as unknown releases, {len(made)} edits"
             print(f"\n{title}\n{HEAD}", flush=True)
             refused: dict[str, str] = {}
@@ -171,8 +261,6 @@ def main(arguments: list[str]) -> int:
                 is_worse |= bool(row["worse_scenarios"] or row["worse_seeds"])
             print("\n".join(f"  {code} refused: {reason}" for code, reason in sorted(refused.items())))
             print("\n".join(f"  edited: {each}" for each in made))
-            if not options.edits:
-                break
     return int(is_worse)
 
 

@@ -2,12 +2,10 @@
 
     python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew]
 
-`--anew` runs the tests without kvfix, and writes those that do not pass to tests/peers/<dist>-<release>.json. If any
-other test fails with kvfix, it runs again alone, with and without kvfix. It counts if it fails only with kvfix.
-tests/peers/exceptions.json has the tests that are meant to fail, with the reason. Exit 1 if another test fails, or if
-an exception does not fail.
-
-The tests are in .cache/peers (requirements/peers). They run in the environment of the project, in two processes.
+`--anew` runs the tests (.cache/peers) without kvfix, and writes those that do not pass to
+tests/peers/<dist>-<release>.json. If any other test fails with kvfix, it runs again alone. It counts if it fails only
+with kvfix. tests/peers/exceptions.json has the tests that are meant to fail, with the reason. Exit 1 if another test
+fails, or if an exception does not fail.
 """
 
 import argparse

@@ -2,9 +2,8 @@
 
     python -m maintain.released_findings [CONNECTOR...]
 
-It plays each of CONNECTORS with the vLLM of the running Python and with newer releases, in the environments of
-`requirements/matrix`. A fix belongs to a finding if a schedule still shows the finding with all other fixes. For each
-kind of finding, the first schedules are tried until one names a fix.
+A fix belongs to a finding if a schedule still shows the finding with all other fixes. For each kind of finding, the
+first schedules are tried until one names a fix.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import math
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,19 +83,16 @@ def look(connector: str, steps: int) -> Found:
             played = run.play(range(seed, seed + 1), math.inf)
             of_seed.append(played.found)
             done.add(played)
-    known: dict[int, dict[str, list[tuple[str, str]]]] = {}
+
+    @cache
+    def shown(seed: int) -> dict[str, list[tuple[str, str]]]:
+        return without_each(*run.schedules([seed]))
+
     rows: dict[tuple[str, tuple[str, ...]], Row] = {}
     for signature, (times, seed, rule, message) in sorted(done.found.items(), key=lambda item: -item[1][0]):
         seeds = [seed for seed, found in enumerate(of_seed) if signature in found][:ASKED]
-        fixes = list[str]()
-        for candidate in seeds:
-            if candidate not in known:
-                (drawn,) = run.schedules([candidate])
-                known[candidate] = without_each(drawn)
-            fixes = fixes_of(rule, signature, known[candidate])
-            if fixes:
-                seed = candidate
-                break
+        named = ((each, fixes_of(rule, signature, shown(each))) for each in seeds)
+        seed, fixes = next((each for each in named if each[1]), (seed, []))
         row = Row(rule, fixes, 0, seed, message)
         before = rows.get((rule, tuple(fixes)), row)
         first = min(before, row, key=lambda row: row.seed)
@@ -106,13 +103,13 @@ def look(connector: str, steps: int) -> Found:
 
 
 def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
-    """Return {fix: rules and signatures that this schedule shows with all other fixes}; "": with all fixes."""
+    """Return {fix: rules and signatures that this schedule shows with all other fixes}."""
     from kvfix_tools.lab.fuzz.fuzz import play, signature
 
     mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.played()]
     shown = {}
     with runner.applied(True):
-        shown[""] = [(found.code, signature(found)) for found in play(drawn).violations]
+        play(drawn)  # imports the modules of the fixes
         done = {target for target, outcome in session.outcomes.items() if outcome.state == "applied"}
     here = [fix.code for fix in mine if done.intersection(fix.targets)]
     for left_out in here:
@@ -126,8 +123,8 @@ def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]
 
     If there are none, return those without which it violates this rule.
     """
-    exact = [code for code, shown in without.items() if code and (rule, signature) in shown]
-    return exact or [code for code, shown in without.items() if code and any(each == rule for each, _ in shown)]
+    exact = [code for code, shown in without.items() if (rule, signature) in shown]
+    return exact or [code for code, shown in without.items() if any(each == rule for each, _ in shown)]
 
 
 def answer(connector: str) -> None:

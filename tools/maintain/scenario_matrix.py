@@ -3,8 +3,8 @@
     make matrix                                  only new or changed pairs
     python -m maintain.scenario_matrix --again   all pairs
 
-`requirements/matrix` makes the environments .cache/vllm/<release>. The vLLM of the running Python is played too. In the
-file, a row of `outcomes` has all LMCache releases with this outcome, and `code` is a digest of the fixes and the lab.
+`requirements/matrix` makes the environments .cache/vllm/<release>. In the file, a row of `outcomes` has all LMCache
+releases with this outcome, and `code` is a digest of the fixes and the lab.
 """
 
 import datetime

@@ -1,14 +1,10 @@
 """`make statements`: write the texts of the releases that kvfix-diagnose knows, from their source.
 
-- `kvfix_tools/diagnose/statements.json` has log statements and assertion texts that the grammar reads.
-- `kvfix_tools/diagnose/checks.json` has exceptions, assertions and logged errors. If no known problem explains a
-  failure, kvfix-diagnose names the releases that have the code of the failed check.
-
-Entries of other releases stay in the files.
+`kvfix_tools/diagnose/statements.json` has log statements and assertion texts that the grammar reads. `checks.json` has
+exceptions, assertions and logged errors. Entries of other releases stay in the files.
 
     python -m maintain.statements lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain.statements vllm DIR/0.9.2=.../site-packages ...
-
 """
 
 import ast
@@ -16,33 +12,26 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.version import Version
 
 from kvfix_tools.diagnose import grammar, statements
 from kvfix_tools.diagnose.statements import Check
 
-LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
-#: Folders and files of vLLM that are read, and those of LMCache that are not.
+ERRORS = ("error", "critical", "exception")
+LEVELS = ("debug", "info", "warning", *ERRORS)
+#: Folders and files of vLLM that are read.
 VLLM = (
     "distributed/kv_transfer/", "distributed/kv_events.py", "v1/core/", "v1/kv_offload/", "v1/simple_kv_offload/",
     "v1/worker/kv_connector", "v1/worker/gpu_model_runner.py", "v1/worker/gpu/kv_connector", "v1/engine/core",
     "v1/executor/", "config/vllm.py", "config/kv_transfer.py", "config/cache.py", "config/parallel.py",
 )  # fmt: skip
-_NOT_LMCACHE = ("cli/", "tools/", "sdk/")
-_ERRORS = ("error", "exception", "critical")
 #: Maximum characters of a text and of a condition.
 _TEXT, _CONDITION = 200, 120
 
 
-class Call(NamedTuple):
-    node: ast.stmt | ast.Call
-    text: ast.expr
-    level: str
-
-
-def template(node: ast.expr) -> str | None:
+def template(node: ast.expr | None) -> str | None:
     """Return the text with `{}` for each value of `%` or of an f-string; None if the source has no text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
@@ -51,19 +40,18 @@ def template(node: ast.expr) -> str | None:
     return None
 
 
-def calls(tree: ast.Module) -> Iterator[Call]:
-    """Yield the logging calls, assertions and exceptions of a file that have a text, also with a text in a variable."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            level = node.func.attr.removesuffix("_once")
-            if level in LEVELS:
-                yield Call(node, node.args[0], "error" if level == "exception" else level)
-        elif isinstance(node, ast.Assert) and node.msg is not None:
-            yield Call(node, node.msg, "assert")
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            yield Call(node, node.exc.args[0], "raise")
-        elif isinstance(node, ast.Assign):
-            yield Call(node, node.value, "text")
+def said(node: ast.AST) -> tuple[str, ast.expr | None]:
+    """Return (level, text) of a logging call, an assertion, an exception or an assignment; ("", None) of other code."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name), args=[text, *_]) if name.removesuffix("_once") in LEVELS:
+            return name.removesuffix("_once"), text
+        case ast.Assert(msg=text):
+            return "assert", text
+        case ast.Raise(exc=ast.Call(args=[text, *_])):
+            return "raise", text
+        case ast.Assign(value=text):  # later code may log or raise it
+            return "text", text
+    return "", None
 
 
 def meaning(text: str) -> str | None:
@@ -80,11 +68,12 @@ def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
         return []
     found = []
-    for call in calls(ast.parse(source)):
-        text = template(call.text)
+    for node in ast.walk(ast.parse(source)):
+        level, expression = said(node)
+        text = template(expression)
         name = meaning(text) if text else None
-        if text is not None and name is not None:
-            found.append((name, text, call.level, call.node.lineno))
+        if text and name is not None and isinstance(node, ast.stmt | ast.expr):
+            found.append((name, text, "error" if level == "exception" else level, node.lineno))
     return found
 
 
@@ -132,26 +121,18 @@ def with_place(node: ast.AST, function: str = "<module>", condition: str = "") -
 def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
     """Yield (function, check) of each check of a file."""
     for node, function, condition in with_place(ast.parse(source)):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            kind, text = ast.unparse(node.exc.func).rpartition(".")[2], template(node.exc.args[0])
+        level, expression = said(node)
+        text = template(expression) or ""
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            kind = ast.unparse(node.exc.func).rpartition(".")[2]
         elif isinstance(node, ast.Assert):
-            kind, text, condition = "assert", template(node.msg) if node.msg else "", ast.unparse(node.test)
-        elif isinstance(node, ast.Call) and _logs_error(node):
-            kind, text = "", template(node.args[0])
+            kind, condition = "assert", ast.unparse(node.test)
+        elif isinstance(node, ast.Call) and level in ERRORS and "log" in ast.unparse(node.func).rpartition(".")[0]:
+            kind = ""
         else:
             continue
         if text or kind == "assert":
-            yield function, Check(kind, (text or "")[:_TEXT], condition[:_CONDITION])
-
-
-def _logs_error(node: ast.Call) -> bool:
-    called = node.func
-    return bool(
-        isinstance(called, ast.Attribute)
-        and called.attr.removesuffix("_once") in _ERRORS
-        and "log" in ast.unparse(called.value)
-        and node.args
-    )
+            yield function, Check(kind, text[:_TEXT], condition[:_CONDITION])
 
 
 def take_checks(table: statements.Table, release: str, package: Path) -> None:
@@ -160,7 +141,7 @@ def take_checks(table: statements.Table, release: str, package: Path) -> None:
         found.discard(release)
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package).as_posix()
-        if path.startswith(VLLM) if package.name == "vllm" else not path.startswith(_NOT_LMCACHE):
+        if path.startswith(VLLM) if package.name == "vllm" else not path.startswith(("cli/", "tools/", "sdk/")):
             for function, check in checks_in(file.read_bytes()):
                 table.setdefault((path, function, check), set()).add(release)
 

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,11 +35,7 @@ def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
 
 def lookup_thread_ends(connector: Any) -> None:
     """LMCache's thread of the worker that answers lookups ends, as of an exception that it does not catch."""
-
-    def end() -> None:
-        raise SystemExit
-
-    _before(connector._lmcache_engine.lmcache_engine, "lookup", end)
+    _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit)
 
 
 def lookup_thread_waits(connector: Any) -> None:

@@ -1,9 +1,8 @@
 """A vLLM plugin of the test suite: it reads EngineCore and worker, and replaces LMCache's GPU connector.
 
-vLLM loads it in each of its processes, in addition to kvfix's own plugin. For each connector it writes a line of JSON
-with the pid, the process and `kvfix.status()`, and then a line for each grant and each load. It patches no function
-that kvfix fixes. It does not import LMCache, which would break the start of vLLM's CPU platform: the stand-in is set
-after LMCache's own import.
+For each connector it writes a line of JSON with the pid, the process and `kvfix.status()`, and then a line for each
+grant and each load. It patches no function that kvfix fixes. It does not import LMCache, which would break the start of
+vLLM's CPU platform: the stand-in is set after LMCache's own import.
 """
 
 import itertools
@@ -13,11 +12,9 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
-REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
-#: {module: function of kvfix_engine_stand_ins}
+#: {module: function of kvfix_engine_stand_ins}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
 STAND_INS = {
-    **({} if REAL_CONNECTOR else {"lmcache.v1.gpu_connector": "current_releases"}),
+    **({} if "KVFIX_TEST_REAL_CONNECTOR" in os.environ else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
     "lmcache.integration.vllm.vllm_multi_process_adapter": "patient_pings",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",
@@ -41,8 +38,12 @@ def load() -> None:
     create = KVConnectorFactory.create_connector
 
     def create_connector(*args: Any, **kwargs: Any) -> Any:
+        import kvfix
+        from kvfix.session import session
+
         connector = create(*args, **kwargs)
-        note("connector", role=connector.role.name, **kvfix_here())
+        choice, rows = session.config, [row._asdict() for row in kvfix.status()]
+        note("connector", role=connector.role.name, choice=str(choice) if choice else None, status=rows)
         if "KVFIX_TEST_HANG" in os.environ:
             from kvfix_engine_hangs import plant
 
@@ -95,15 +96,6 @@ def plant_faults() -> None:
     for name in ("hit", "loads", "stores", "kept", "left"):
         setattr(lmcache_readers.MP, name, planted)
     recorder.add = dump.write = planted
-
-
-def kvfix_here() -> dict[str, Any]:
-    import kvfix
-    import kvfix.session
-
-    choice = kvfix.session.session.config
-    rows = [row._asdict() for row in kvfix.status()]
-    return {"choice": str(choice) if choice else None, "status": rows}
 
 
 def note(what: str, **more: Any) -> None:

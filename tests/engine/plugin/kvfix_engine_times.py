@@ -1,8 +1,6 @@
 """The processor time that kvfix itself takes in the functions that it wraps.
 
-Each call times both the wrapper and the original. The time in which other processes ran does not count.
-
-The same run measures what it is compared with. Whole runs with and without kvfix differ by more than kvfix takes.
+Each call times the wrapper and the original. Whole runs with and without kvfix differ by more than kvfix takes.
 """
 
 import functools

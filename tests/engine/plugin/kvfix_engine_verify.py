@@ -4,14 +4,12 @@ LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_co
 GPU from 0.26 on: K and V of each token and head packed, heads inside of tokens. vLLM for the CPU holds K transposed and
 then V in each block and head (float32), so a copy in the GPU's layout stands between the two.
 
-K carries its position (RoPE), so rows of K and V that change places together change no answer: attention sums over
-them. The faults therefore move K without V, or lose rows.
-
-The file KVFIX_TEST_FAULT names the fault; "" is none.
+K carries its position (RoPE), so rows of K and V that change places together change no answer. The faults therefore
+move K without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "" is none.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ from kvfix_tools.roundtrip.engine_connector import InProcess
 
 FAULT = Path(os.environ.get("KVFIX_TEST_FAULT", "/nonexistent"))
 CHUNK = 64
-#: KV of one chunk from an earlier request, for each layer.
+#: KV of the first chunk of an earlier request.
 EARLIER: list[torch.Tensor] = []
-Tensors = list[torch.Tensor]
 #: Deviation of what is added to every logit, as the sums of a GPU differ between batches.
 NOISE = float(os.environ.get("KVFIX_TEST_NOISE", "0"))
 if NOISE:
@@ -58,11 +55,14 @@ class Faulty(InProcess):
         super().start_load_kv(forward_context, **more)
         name, _, argument = FAULT.read_text().partition(":") if FAULT.exists() else ("", "", "")
         for request in loads if name else ():
-            first, last = request.load_spec.vllm_cached_tokens, request.load_spec.lmcache_cached_tokens
-            starts = range(-(-first // CHUNK) * CHUNK, last, CHUNK)
-            chunks = [request.slot_mapping[start : min(last, start + CHUNK)] for start in starts]
-            if chunks:
-                FAULTS[name](list(self.packed.values()), chunks, argument, len(loads))
+            first = -(-request.load_spec.vllm_cached_tokens // CHUNK) * CHUNK
+            slots = request.slot_mapping[first : request.load_spec.lmcache_cached_tokens]
+            if len(slots):
+                rows = [rows_of(cache, slots).chunk(2, dim=2) for cache in self.packed.values()]
+                kv = torch.stack([torch.stack(each) for each in rows], dim=1)
+                globals()[name](kv, chunks_of(len(slots)), argument or str(len(loads)))
+                for cache, layer in zip(self.packed.values(), kv.unbind(1), strict=True):
+                    cache[slots // cache.shape[2], :, slots % cache.shape[2]] = torch.cat([*layer], dim=2)
         for cache, packed, blocks in self.blocks(each.slot_mapping for each in loads):
             k, v = packed[blocks].chunk(2, dim=3)
             halves = [k.transpose(2, 3).flatten(2), v.flatten(2)]
@@ -99,119 +99,105 @@ class Copied(Faulty):
 
 
 def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, K then V], as a copy."""
+    """[tokens, heads, K then V]"""
     return cache[slots // cache.shape[2], :, slots % cache.shape[2]]
 
 
-def put(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    cache[slots // cache.shape[2], :, slots % cache.shape[2]] = rows
+def chunks_of(tokens: int) -> list[slice]:
+    return [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
 
 
-def wrong_k(rows: torch.Tensor) -> torch.Tensor:
-    """K of these tokens in reverse order, V as it was."""
-    k, v = rows.chunk(2, dim=2)
-    return torch.cat([k.flip(0), v], dim=2)
+# A function below is a fault. It changes `kv` in place: [K and V, layers, tokens, ...] of the loaded chunks. argument:
+# the text after the name and a colon; otherwise the number of requests for which the step loads.
 
 
-def two_chunks_swapped(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
+def is_whole(chunk: slice) -> bool:
+    return chunk.stop - chunk.start == CHUNK
+
+
+def two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
     """Changes the order of a sum, and so the last bits only."""
-    for cache in caches if len(chunks) > 1 and len(chunks[1]) == CHUNK else ():
-        one, other = rows_of(cache, chunks[0]), rows_of(cache, chunks[1])
-        put(cache, chunks[0], other)
-        put(cache, chunks[1], one)
+    if len(chunks) > 1 and is_whole(chunks[1]):
+        one, other = (kv[:, :, chunk].clone() for chunk in chunks[:2])
+        kv[:, :, chunks[0]], kv[:, :, chunks[1]] = other, one
 
 
-def k_of_two_chunks_swapped(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
-    for cache in caches if len(chunks) > 1 and len(chunks[1]) == CHUNK else ():
-        one, other = rows_of(cache, chunks[0]), rows_of(cache, chunks[1])
-        width = one.shape[2] // 2
-        put(cache, chunks[0], torch.cat([other[:, :, :width], one[:, :, width:]], dim=2))
-        put(cache, chunks[1], torch.cat([one[:, :, :width], other[:, :, width:]], dim=2))
+def k_of_two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+    two_chunks_swapped(kv[:1], chunks, "")
 
 
-def chunk_of_another_prompt(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
-    if len(chunks[0]) == CHUNK:
-        now = [rows_of(cache, chunks[0]) for cache in caches]
-        for cache, rows in zip(caches, EARLIER, strict=False):
-            put(cache, chunks[0], rows)
-        EARLIER[:] = now
+def chunk_of_another_prompt(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+    if is_whole(chunks[0]):
+        now = kv[:, :, chunks[0]].clone()
+        kv[:, :, chunks[0]] = EARLIER[0] if EARLIER else now
+        EARLIER[:] = [now]
 
 
-def chunk_shifted_by_one(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
-    for cache in caches:
-        rows = rows_of(cache, chunks[0])
-        put(cache, chunks[0], torch.cat([rows[:1], rows[:-1]]))
+def chunk_shifted_by_one(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+    first = kv[:, :, chunks[0]]
+    first[:, :, 1:] = first[:, :, :-1].clone()
 
 
-def last_chunk_wrong(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
-    for cache in caches:
-        put(cache, chunks[-1], wrong_k(rows_of(cache, chunks[-1])))
+def last_chunk_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+    """K of its tokens in reverse order, V as it was."""
+    kv[0, :, chunks[-1]] = kv[0, :, chunks[-1]].flip(1)
 
 
-def last_partial_chunk_wrong(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
-    if len(chunks[-1]) < CHUNK:
-        last_chunk_wrong(caches, chunks, "", 0)
+def last_partial_chunk_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+    if not is_whole(chunks[-1]):
+        last_chunk_wrong(kv, chunks, "")
 
 
-def other_weights(caches: Tensors, chunks: Tensors, share: str, __: int) -> None:
+def other_weights(kv: torch.Tensor, _: list[slice], share: str) -> None:
     """KV as weights that differ by this share make it."""
-    noise = torch.Generator().manual_seed(0)
-    for cache in caches:
-        rows = rows_of(cache, torch.cat(chunks))
-        put(cache, torch.cat(chunks), rows * (1 + float(share) * torch.randn(rows.shape, generator=noise)))
+    kv *= 1 + float(share) * torch.randn(kv.shape, generator=torch.Generator().manual_seed(0))
 
 
-def other_adapter(caches: Tensors, chunks: Tensors, share: str, __: int) -> None:
+def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
     """V as an adapter of rank 4 on the values makes it."""
     noise = torch.Generator().manual_seed(0)
-    for cache in caches:
-        width = cache.shape[3] // 2
+    for v in kv[1]:
+        width = v.shape[-1]
         down, up = (torch.randn(width, 4, generator=noise) / width**0.5 for _ in range(2))
-        rows = rows_of(cache, torch.cat(chunks))
-        rows[:, :, width:] += float(share) * rows[:, :, width:] @ down @ up.T
-        put(cache, torch.cat(chunks), rows)
+        v += float(share) * v @ down @ up.T
 
 
-def one_layer_wrong(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
-    put(caches[-1], torch.cat(chunks), wrong_k(rows_of(caches[-1], torch.cat(chunks))))
+def one_layer_wrong(kv: torch.Tensor, _: list[slice], __: str) -> None:
+    kv[0, -1] = kv[0, -1].flip(0)
 
 
-def one_rank_wrong(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
+def one_rank_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     if get_tensor_model_parallel_rank() == 1:
-        last_chunk_wrong(caches, chunks, "", 0)
+        last_chunk_wrong(kv, chunks, "")
 
 
-def one_bit(caches: Tensors, chunks: Tensors, bit: str, __: int) -> None:
+def one_bit(kv: torch.Tensor, _: list[slice], bit: str) -> None:
     """One bit of one element: V of the first loaded token, in the first layer and head."""
-    rows = rows_of(caches[0], chunks[0])
-    rows[0, 0, -1:].view(torch.int32).bitwise_xor_(1 << int(bit))
-    put(caches[0], chunks[0], rows)
+    kv[1, 0, 0, 0, -1:].view(torch.int32).bitwise_xor_(1 << int(bit))
 
 
-def zeros(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
-    for cache in caches:
-        put(cache, torch.cat(chunks), torch.zeros(()))
+def v_of_one_token_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+    token = chunks[1].start + 5
+    kv[1, 0, token] = kv[1, 0, token + 1]
 
 
-def only_one_chunk(caches: Tensors, chunks: Tensors, _: str, __: int) -> None:
+def not_a_number(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+    kv[1, 1, chunks[2].start + 7].view(-1)[0] = float("nan")
+
+
+def zeros(kv: torch.Tensor, _: list[slice], __: str) -> None:
+    kv.zero_()
+
+
+def only_one_chunk(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
     """Wrong at one border: where exactly one chunk is loaded."""
     if len(chunks) == 1:
-        last_chunk_wrong(caches, chunks, "", 0)
+        last_chunk_wrong(kv, chunks, "")
 
 
-def only_together(caches: Tensors, chunks: Tensors, _: str, loads: int) -> None:
+def only_together(kv: torch.Tensor, chunks: list[slice], loads: str) -> None:
     """Wrong under load: where one step loads for two requests."""
-    if loads > 1:
-        last_chunk_wrong(caches, chunks, "", 0)
-
-
-FAULTS: dict[str, Callable[[Tensors, Tensors, str, int], None]] = {
-    function.__name__: function
-    for function in (
-        two_chunks_swapped, k_of_two_chunks_swapped, chunk_of_another_prompt, chunk_shifted_by_one, last_chunk_wrong,
-        last_partial_chunk_wrong,
-        other_weights, other_adapter, one_layer_wrong, one_rank_wrong, one_bit, zeros, only_one_chunk, only_together,
-    )
-}  # fmt: skip
+    if int(loads) > 1:
+        last_chunk_wrong(kv, chunks, "")

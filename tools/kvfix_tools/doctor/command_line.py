@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 #: Short names of vLLM's options (vllm/engine/arg_utils.py 0.32.0).
 SHORT = {
     "tp": "tensor-parallel-size",
@@ -20,7 +19,6 @@ SHORT = {
     "pcp": "prefill-context-parallel-size",
     "q": "quantization",
 }
-_SWITCH = re.compile(r"(enable|disable|no|enforce|trust|skip|use|async|headless|isolated)-")
 _MODULES = {
     "vllm.entrypoints.openai.api_server": "vllm serve",
     "vllm.entrypoints.cli.main": "",
@@ -33,26 +31,27 @@ _MODULES = {
 class Command(NamedTuple):
     """A parsed command.
 
-    program: such as "vllm serve" or "lmcache server". model: "" if not given.
+    program: such as "vllm serve" or "lmcache server"; "" without a command. model: "" if not given.
     options: {long name without leading dashes: value}, with "" for a switch.
     container: True if the command starts a container (docker run).
     """
 
-    program: str
-    model: str
-    options: dict[str, str]
-    environment: dict[str, str]
-    container: bool
-    executable: str
+    program: str = ""
+    model: str = ""
+    options: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    container: bool = False
+    executable: str = ""
 
     @property
     def serves(self) -> bool:
         """True if the command starts an engine, not LMCache's server."""
         return self.program.startswith("vllm")
 
-    def number(self, option: str, default: int) -> int:
-        """Return an option as a number. Raise ValueError if it is not a whole number."""
-        return int(self.options.get(option) or default)
+    def number(self, option: str, default: int) -> int | None:
+        """Return an option as a number; None if it is not a whole number."""
+        value = self.options.get(option) or str(default)
+        return int(value) if value.isdigit() else None
 
     def json(self, option: str) -> dict[str, Any]:
         """Return an option with a JSON object, with keys set by `--option.key`. Raise ValueError for other text."""
@@ -133,7 +132,7 @@ def _environment(front: list[str]) -> dict[str, str]:
     found = {}
     for at, word in enumerate(front):
         word = re.sub(r"^(-e|--env)=?", "", word)
-        match = ASSIGNMENT.fullmatch(word)
+        match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
         if match and (at == 0 or front[at - 1] not in ("-v", "--volume", "--mount", "-l", "--label")):
             found[match[1]] = match[2]
     return found
@@ -165,7 +164,7 @@ def _long(name: str) -> str:
 
 def _is_value(word: str, name: str) -> bool:
     """Return True if this word after an option is the option's value. A switch takes only true, false, 0 and 1."""
-    is_switch = _SWITCH.match(name) and "." not in name
+    is_switch = re.fullmatch(r"(enable|disable|no|enforce|trust|skip|use|async|headless|isolated)-[^.]*", name)
     return not re.match(r"--?[A-Za-z]", word) and (not is_switch or word.lower() in ("true", "false", "0", "1"))
 
 

@@ -11,9 +11,8 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvfix_tools.doctor.packages import Package, Packages, assigned, constant, defined, parse
+from kvfix_tools.doctor.packages import Package, Packages, assigned, compared, constant, defined, parse
 
-CONFIG = "lmcache.v1.config"
 #: {type of a setting: its name for people}. Values of other types are not checked.
 KINDS = {
     "int": "a whole number",
@@ -35,8 +34,6 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
-#: Folders of LMCache with the `add_argument` calls of `lmcache server`.
-_WITH_OPTIONS = ("v1/multiprocess", "v1/distributed", "v1/mp_observability", "cli/commands")
 
 
 #: {setting that allows only certain words: (module, its table or function with these words)}
@@ -45,8 +42,6 @@ _WORDS = {
     "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),
     "pre_caching_hash_algorithm": ("vllm.utils.hashing", "get_hash_fn_by_name"),
 }
-#: LMCache takes these too (token_database.py 0.5.6:126-188).
-_HASHES = {"builtin", "sha256_cbor_64bit"}
 
 
 class Definition(NamedTuple):
@@ -89,7 +84,7 @@ class Definitions(NamedTuple):
 @lru_cache(maxsize=4)
 def read(lmcache: Package) -> Definitions:
     """Read the definitions of this release."""
-    tree = lmcache.tree(CONFIG)
+    tree = lmcache.tree("lmcache.v1.config")
     table = assigned(tree, "_CONFIG_DEFINITIONS") if tree else None
     if tree is None or not isinstance(table, ast.Dict):
         return Definitions()
@@ -98,12 +93,8 @@ def read(lmcache: Package) -> Definitions:
         name = constant(key)
         if isinstance(name, str) and isinstance(value, ast.Dict):
             known[name] = _definition(name, value)
-    aliases, deprecated = (constant(assigned(tree, each)) for each in ("_CONFIG_ALIASES", "_DEPRECATED_CONFIGS"))
-    return Definitions(known, _texts(aliases), _texts(deprecated))
-
-
-def _texts(value: object) -> dict[str, str]:
-    return value if isinstance(value, dict) else {}
+    aliases, deprecated = (constant(assigned(tree, each)) or {} for each in ("_CONFIG_ALIASES", "_DEPRECATED_CONFIGS"))
+    return Definitions(known, aliases, deprecated)
 
 
 def _definition(name: str, node: ast.Dict) -> Definition:
@@ -126,9 +117,9 @@ def words(name: str, packages: Packages) -> set[str]:
     table, function = assigned(tree, holder), defined(tree, holder)
     if isinstance(table, ast.Dict):
         return {str(constant(key)) for key in table.keys}
-    compared = [node for node in ast.walk(function) if isinstance(node, ast.Compare)] if function else []
-    found = {str(constant(node.comparators[0])) for node in compared if isinstance(node.ops[0], ast.Eq)}
-    return found | _HASHES if found and module.startswith("vllm") else found
+    found = {str(constant(each.comparators[0])) for each in compared(function) if isinstance(each.ops[0], ast.Eq)}
+    of_lmcache = {"builtin", "sha256_cbor_64bit"}  # in addition to vLLM's (token_database.py 0.5.6:126-188)
+    return found | of_lmcache if found and module.startswith("vllm") else found
 
 
 def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
@@ -171,7 +162,7 @@ def server_options(lmcache: Package) -> dict[str, Option]:
     if lmcache.file("lmcache.cli.commands.server") is None:
         return {}
     found: dict[str, Option] = {}
-    for place in _WITH_OPTIONS:
+    for place in ("v1/multiprocess", "v1/distributed", "v1/mp_observability", "cli/commands"):
         for file in sorted((lmcache.folder / place).rglob("*.py")):
             if place == "cli/commands" and file.name not in ("server.py", "base.py"):
                 continue

@@ -34,16 +34,13 @@ try:
 except Exception as error:
     facts["error"] = f"{type(error).__name__}: {error}"
 say(torch=facts)
-for kind, name in targets:
+for name in targets:
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
         code = 0
         try:
-            if kind == "library":
-                ctypes.CDLL(name, mode=os.RTLD_NOW)
-            else:
-                __import__(name)
+            ctypes.CDLL(name, mode=os.RTLD_NOW) if "/" in name else __import__(name)
         except BaseException as error:
             say(name=name, error=f"{type(error).__name__}: {error}")
             code = 3
@@ -69,7 +66,7 @@ class Tried(NamedTuple):
 
 def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:
     """Open each library and import each module after torch. places: folders put first on the child's path."""
-    targets = [*(("library", str(each)) for each in libraries), *(("module", each) for each in modules)]
+    targets = [*map(str, libraries), *modules]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, json.dumps([places, targets])],

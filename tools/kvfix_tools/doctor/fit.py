@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 
 from kvfix_tools.doctor.packages import Package, defined
 
-_CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
-_DATACLASS = ("dataclass", "dataclasses.dataclass")
-
 
 class Misfit(NamedTuple):
     """A missing import or a wrong call. where: file and line below site-packages. what: the message of Python."""
@@ -106,7 +103,8 @@ def _catches(handler: ast.ExceptHandler) -> bool:
     if handler.type is None:
         return True
     types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(ast.unparse(each).rpartition(".")[2] in _CATCHES for each in types)
+    catching = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
+    return any(ast.unparse(each).rpartition(".")[2] in catching for each in types)
 
 
 def _lacks(each: _Import, package: Package) -> str:
@@ -160,7 +158,7 @@ def _signature(package: Package, module: str, name: str) -> Signature | None:
     node = defined(tree, name) if tree else None
     skip = 0
     if isinstance(node, ast.ClassDef):
-        is_dataclass = any(ast.unparse(each) in _DATACLASS for each in node.decorator_list)
+        is_dataclass = any(ast.unparse(each) in ("dataclass", "dataclasses.dataclass") for each in node.decorator_list)
         if is_dataclass and not node.bases and defined(node, "__init__") is None:
             return _of_dataclass(node)
         node, skip = (None if node.keywords else defined(node, "__init__")), 1

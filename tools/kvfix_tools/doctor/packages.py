@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvfix import installed_source
 
@@ -101,7 +101,7 @@ class Packages:
         return Package(name, folder, "", ())
 
 
-def constant(node: ast.expr | None) -> object:
+def constant(node: ast.expr | None) -> Any:
     """Return the value of a literal; None for any other expression."""
     try:
         return ast.literal_eval(node) if node is not None else None
@@ -128,3 +128,8 @@ def defined(tree: ast.AST, name: str) -> ast.ClassDef | ast.FunctionDef | None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             found = node
     return found
+
+
+def compared(function: ast.AST | None) -> list[ast.Compare]:
+    """Return the comparisons in a function."""
+    return [node for node in ast.walk(function) if isinstance(node, ast.Compare)] if function else []

@@ -19,7 +19,6 @@ from kvfix_tools.doctor.command_line import Command, Connector
 from kvfix_tools.doctor.machine import connects
 
 PORT, HTTP_PORT = 5555, 8080  # lmcache/v1/multiprocess/config.py 0.5.6: MPServerConfig, HTTPFrontendConfig
-LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
 
 
 class Address(NamedTuple):
@@ -67,15 +66,7 @@ def local() -> Iterator[tuple[int, Command]]:
 
 def running(port: int) -> Command | None:
     """Return the command of the `lmcache server` on this machine with this port; None if there is none."""
-    return next((command for _, command in local() if port_of(command) == port), None)
-
-
-def port_of(command: Command) -> int | None:
-    """Return the port of an `lmcache server` command; None if it is not a number."""
-    try:
-        return command.number("port", PORT)
-    except ValueError:
-        return None
+    return next((command for _, command in local() if command.number("port", PORT) == port), None)
 
 
 def http_address(given: str, command: Command | None, host: str) -> tuple[str, int] | None:
@@ -83,10 +74,8 @@ def http_address(given: str, command: Command | None, host: str) -> tuple[str, i
     if given:
         parts = urlsplit(given if "://" in given else f"http://{given}")
         return parts.hostname or "localhost", parts.port or HTTP_PORT
-    try:
-        return (host or "localhost", command.number("http-port", HTTP_PORT)) if command else None
-    except ValueError:
-        return None
+    port = command.number("http-port", HTTP_PORT) if command else None
+    return (host or "localhost", port) if port else None
 
 
 def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
@@ -116,7 +105,7 @@ def inspect(each: Address, http_given: str) -> Server:
     why_not = "the address has no port" if each.port is None else connects(each.host, each.port)
     if each.port is None or why_not:
         return Server(each, why_not, {}, "")
-    command = running(each.port) if each.host in LOCAL else None
+    command = running(each.port) if each.host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "") else None
     options: dict[str, Any] = {}
     if command:
         options = {name.replace("-", "_"): value for name, value in command.options.items()}

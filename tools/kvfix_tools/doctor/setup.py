@@ -11,7 +11,7 @@ from kvfix_tools.doctor import command_line, definitions, extensions, servers
 from kvfix_tools.doctor.command_line import Command, Connector
 from kvfix_tools.doctor.definitions import Definitions, Option
 from kvfix_tools.doctor.machine import Machine
-from kvfix_tools.doctor.packages import Package, Packages, assigned, constant
+from kvfix_tools.doctor.packages import Packages, assigned, constant
 
 #: {library that transfers KV: the module to import}
 TRANSFER_MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
@@ -33,7 +33,6 @@ class Setting(NamedTuple):
 
 #: Builds of vLLM's operations for the CPU, of which vLLM loads one, and the flags that PyTorch requires for AVX-512.
 _FOR_PROCESSORS = {"_C", "_C_AVX512", "_C_AVX2"}
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def _for_processor(files: list[Path], flags: set[str]) -> str:
@@ -41,7 +40,7 @@ def _for_processor(files: list[Path], flags: set[str]) -> str:
     built = {file.name.partition(".")[0] for file in files}
     if "_C_AVX2" not in built or not flags:  # built for a GPU, or for a processor other than x86
         return "_C"
-    if not flags >= _AVX512:
+    if not flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
         return "_C_AVX2"
     return "_C_AVX512" if "_C_AVX512" in built and "avx512_bf16" not in flags else "_C"
 
@@ -63,25 +62,17 @@ class Setup:
         limit: seconds for loading the compiled extensions.
         server_http: address of the LMCache server's HTTP port.
         """
-        self.command = command
-        inherited = {} if self.in_container else environment
-        self.environment = {**inherited, **(command.environment if command else {})}
+        self.command = command or Command()
+        #: A container starts, which kvfix cannot see from here.
+        self.in_container = self.command.container
+        self.is_server = self.command.program == "lmcache server"
+        self.environment = {**({} if self.in_container else environment), **self.command.environment}
         self.packages = packages or Packages([] if self.in_container else None)
+        self.vllm, self.lmcache = self.packages.get("vllm"), self.packages.get("lmcache")
+        self.lmcache_title = self.lmcache.title if self.lmcache else "LMCache"
         self.machine = machine or Machine()
         self.server_http = server_http
         self._limit = limit
-
-    @property
-    def vllm(self) -> Package | None:
-        return self.packages.get("vllm")
-
-    @property
-    def lmcache(self) -> Package | None:
-        return self.packages.get("lmcache")
-
-    @property
-    def lmcache_title(self) -> str:
-        return self.lmcache.title if self.lmcache else "LMCache"
 
     @cached_property
     def definitions(self) -> Definitions:
@@ -95,29 +86,19 @@ class Setup:
 
     # The command
 
-    @property
-    def in_container(self) -> bool:
-        """True if the command starts a container, which kvfix cannot see from here."""
-        return self.command is not None and self.command.container
-
-    @property
-    def is_server(self) -> bool:
-        """True if the command starts an LMCache server."""
-        return self.command is not None and self.command.program == "lmcache server"
-
     def option(self, name: str, default: str = "") -> str:
         """Return an option of the command as text."""
-        return self.command.options.get(name, default) if self.command else default
+        return self.command.options.get(name, default)
 
     def has_option(self, name: str) -> bool:
-        return self.command is not None and name in self.command.options
+        return name in self.command.options
 
     # The KV-transfer configuration
 
     @cached_property
     def transfer(self) -> tuple[dict[str, Any], str]:
         """(value of --kv-transfer-config, why it cannot be read); {} if there is none or it cannot be read."""
-        if self.command is None or not self.command.serves:
+        if not self.command.serves:
             return {}, ""
         try:
             return self.command.json("kv-transfer-config"), ""
@@ -226,10 +207,7 @@ class Setup:
 
     def parallel(self, which: str) -> int:
         """Return the tensor, pipeline, data or decode-context parallel size; 1 if it is not given or not a number."""
-        try:
-            return max(self.command.number(f"{which}-parallel-size", 1), 1) if self.command else 1
-        except ValueError:
-            return 1
+        return self.command.number(f"{which}-parallel-size", 1) or 1
 
     @property
     def ranks(self) -> int:
@@ -242,7 +220,7 @@ class Setup:
 
         For a multi-modal model, the keys of its text part override the others.
         """
-        name = self.command.model if self.command and not self.in_container else ""
+        name = "" if self.in_container else self.command.model
         for file in self._model_files(name) if name else ():
             try:
                 loaded = json.loads(file.read_text(encoding="utf-8"))

@@ -30,8 +30,9 @@ def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     Servers on another machine or in another container are not found. lookups: lookups whose result nobody has fetched.
     """
     ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
-    local = [(pid, command) for pid, command in servers.local() if servers.port_of(command) in ports] if ports else []
-    known = [(pid, servers.http_address("", command, "")) for pid, command in local]
+    local = servers.local() if ports else ()
+    mine = [(pid, command) for pid, command in local if command.number("port", servers.PORT) in ports]
+    known = [(pid, servers.http_address("", command, "")) for pid, command in mine]
     return [_asked(pid, *at) for pid, at in sorted(known) if at]
 
 

@@ -1,10 +1,11 @@
-"""The pages of the documentation that are made from the code and from the lab's results, for mkdocs (mkdocs_hook).
+"""The parts of the documentation that are made from the code and from the lab's results, for mkdocs (mkdocs_hook).
 
-A page for each fix, finding and rule, the support matrix, the index of messages, and the texts at the top of the
-repository. None of them is kept in docs/.
+A page for each fix, finding and rule and for the texts at the top of the repository, and tables in place of marks.
 """
 
 import re
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from kvfix_tools.doctor import checks
@@ -17,16 +18,17 @@ TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG
        "SECURITY.md": "security.md"}  # fmt: skip
 
 
+ROOT = Path(__file__).parents[3]
+
+
+@lru_cache(maxsize=1)
+def pairs() -> scenario_matrix.Pairs:
+    return scenario_matrix.load((ROOT / scenario_matrix.FILE).read_text())
+
+
 def pages(root: Path) -> dict[str, str]:
     """{path below docs/: markdown}, in the order in which a section lists them."""
-    pairs = scenario_matrix.load((root / scenario_matrix.FILE).read_text())
-    return {
-        **{page: _relinked((root / name).read_text()) for name, page in TOP.items()},
-        "matrix.md": support_matrix.page(pairs),
-        "errors.md": error_index.page(),
-        "contract.md": connector_pages.contract(),
-        **code_pages.pages(pairs),
-    }
+    return {**{page: _relinked((root / name).read_text()) for name, page in TOP.items()}, **code_pages.pages(pairs())}
 
 
 def filled(text: str) -> str:
@@ -43,11 +45,18 @@ def _checks() -> str:
 
 
 #: {mark in a page: function with the text that replaces the mark}
-MARKS = {
+MARKS: dict[str, Callable[[], str]] = {
     "<!-- the checks -->": _checks,
     "<!-- the connector -->": connector_pages.connector,
     "<!-- the table of connectors -->": connector_pages.connectors,
-    "<!-- the table of findings -->": connector_pages.released,
+    "<!-- the table of released findings -->": connector_pages.released,
+    "<!-- the rules for connectors -->": connector_pages.contract,
+    "<!-- the table of fixes -->": code_pages.fixes,
+    "<!-- the table of findings -->": code_pages.findings,
+    "<!-- the table of rules -->": code_pages.rules,
+    "<!-- the table of messages -->": error_index.messages,
+    "<!-- the pairs -->": lambda: support_matrix.as_json(pairs()),
+    "<!-- when the pairs were played -->": lambda: support_matrix.when_played(pairs()),
 }
 
 

@@ -16,26 +16,6 @@ from maintain.documentation import error_index, support_matrix
 from maintain.documentation.markdown import NAMES, code, facts, filtered, link, links, prose, sections, span, table
 from maintain.scenario_matrix import Pairs
 
-FIXES = """# Fixes
-
-`kvfix explain CODE` prints the page of a fix. KVF0xx is LMCache in the engine's own process, KVF1xx its multi-process
-connectors, KVF2xx and KVF3xx vLLM. KVF9xx cannot be fixed from outside, and has a workaround.
-
-"""
-FINDINGS = """# Findings
-
-What [kvfix-diagnose](../diagnose.md) finds in a log. It also shows KVR codes: [rules](../rules/index.md) that a line
-violates and that no finding explains.
-
-"""
-RULES_INDEX = """# Rules
-
-What must hold of each request's tokens, whatever connector is used. The modes `check` and `strict` check them in the
-engine ([modes](../engine.md)); the lab, `kvfix replay` and `kvfix-diagnose` use the same rules.
-
-"""
-
-
 #: {connector: component of its findings}. A component is the name of a file of known problems.
 _COMPONENTS = {
     "LMCacheConnectorV1": "lmcache",
@@ -47,35 +27,40 @@ _COMPONENTS = {
 }
 
 
+ALL_RULES: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
+
+
 def pages(pairs: Pairs) -> dict[str, str]:
     """{path below docs/: markdown}, in the order in which a section lists them."""
-    fixes = catalogue.fixes()
-    rules: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
-    connectors = {each.code: ", ".join(sorted(fix_overview.connectors(each))) for each in fixes}
-    fix_rows = [
-        (link(each.code), connectors[each.code] or "every connector", each.effect, each.title, wrong_in(each))
-        for each in fixes
-    ]
-    docs = {each.code: inspect.cleandoc(each.doc).partition("\n\n")[0].replace("\n", " ") for each in rules}
-    rule_rows = [(link(each.code), each.name, docs[each.code]) for each in rules]
-    fix_head = ("fix", "connector", "effect", "what is wrong", "wrong in")
     return {
-        "fixes/index.md": FIXES + filtered(fix_head, fix_rows, up="../"),
-        **{f"fixes/{each.code.lower()}.md": of_fix(each, pairs) for each in fixes},
-        "findings/index.md": FINDINGS + filtered(("code", "component", "effect", "what"), _finding_rows(), up="../"),
+        **{f"fixes/{each.code.lower()}.md": of_fix(each, pairs) for each in catalogue.fixes()},
         **{f"findings/{each.code.lower()}.md": of_problem(each) for each in problems.catalogue()},
-        "rules/index.md": RULES_INDEX + table(("code", "rule", ""), rule_rows),
-        **{f"rules/{each.code.lower()}.md": of_rule(each) for each in rules},
+        **{f"rules/{each.code.lower()}.md": of_rule(each) for each in ALL_RULES},
     }
 
 
-def _finding_rows() -> list[tuple[str, str, str, str]]:
+def fixes() -> str:
+    connectors = {each.code: ", ".join(sorted(fix_overview.connectors(each))) for each in catalogue.fixes()}
+    rows = [
+        (link(each.code), connectors[each.code] or "every connector", each.effect, each.title, wrong_in(each))
+        for each in catalogue.fixes()
+    ]
+    return filtered(("fix", "connector", "effect", "what is wrong", "wrong in"), rows, up="../")
+
+
+def rules() -> str:
+    docs = {each.code: inspect.cleandoc(each.doc).partition("\n\n")[0].replace("\n", " ") for each in ALL_RULES}
+    return table(("code", "rule", ""), [(link(each.code), each.name, docs[each.code]) for each in ALL_RULES])
+
+
+def findings() -> str:
     files = {name: file.stem for file in knowledge.FOLDER.glob("*.toml") for name in tomllib.loads(file.read_text())}
     rows = [
         (each.code, _component(each) if each.on else files[each.name], each.severity.word, each.title)
         for each in problems.catalogue()
     ]
-    return [(link(code), component, effect, title) for code, component, effect, title in sorted(rows)]
+    linked = [(link(code), component, effect, title) for code, component, effect, title in sorted(rows)]
+    return filtered(("code", "component", "effect", "what"), linked, up="../")
 
 
 def _component(problem: problems.Problem) -> str:

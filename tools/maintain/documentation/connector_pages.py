@@ -13,21 +13,11 @@ from maintain import released_findings
 from maintain.documentation.markdown import link, links, prose, table
 from maintain.released_findings import Found
 
-HEAD = """# What a connector must keep
-
-A KV connector for vLLM is a class with hooks (`vllm/distributed/kv_transfer/kv_connector/v1/base.py`, "base" below).
-The base class says only in part what the hooks must do. The scheduler (`v1/core/sched/scheduler.py`, "sched") assumes
-the rest.
-Lines are those of vLLM 0.32.0. [kvfix conform](conform.md) tests each rule on a connector of yours.
-
-"""
 _WORDS = {"ok": "ok", "violated": "**violated**", "not applicable": "-"}
-#: Shown in place of the fixes if a row has none.
-_TOGETHER = "more than one"
 
 
 def contract() -> str:
-    return HEAD + "\n".join(_of_rule(rule) for rule in RULES)
+    return "\n".join(_of_rule(rule) for rule in RULES)
 
 
 def _of_rule(rule: Rule) -> str:
@@ -72,7 +62,7 @@ def _of_connector(name: str, runs: list[Found]) -> str:
     for rule, *fixes in sorted({key for its in by_release.values() for key in its}):
         found = [its.get((rule, *fixes)) for its in by_release.values()]
         cells = [cell for row in found for cell in ((f"{row.findings}", f"{row.seed}") if row else ("-", "-"))]
-        rows.append((link(rule, up=""), links(fixes, up="") or _TOGETHER, *cells))
+        rows.append((link(rule, up=""), links(fixes, up="") or "more than one", *cells))
     heads = [head for release in by_release for head in (f"vLLM {release}", "seed")]
     played = "\n".join(
         f"- vLLM {run.versions['vllm']}, LMCache {run.versions['lmcache']}: {run.steps} steps of "

@@ -93,23 +93,11 @@ def of_finding(rule: Problem) -> list[str]:
     return [entry.text for entry in entries() if rule in entry.rules]
 
 
-def page() -> str:
-    """Return the page "I see this error": one table, the worst effects first."""
+def messages() -> str:
+    """Return the table of messages, the worst effects first."""
     ordered = sorted(entries(), key=lambda entry: entry.severity.value if entry.severity else len(Severity))
     rows = [(code(entry.text), _effect(entry), _what(entry), links(entry.fixes, up="")) for entry in ordered]
-    return f"""# I see this error
-
-Paste the line of your log into the search field at the top of this page. The search ignores numbers and ids.
-
-Better: give the whole log to [kvfix-diagnose](diagnose.md). The command also reads the numbers, and tells normal lines
-from errors:
-
-    kvfix-diagnose engine.log
-
-The table has the texts as vLLM and LMCache log them; `…` stands for a value. [Findings](findings/index.md) also lists
-known problems of other libraries and of machines.
-
-{filtered(("message", "effect", "what it is", "fix"), rows)}"""
+    return filtered(("message", "effect", "what it is", "fix"), rows)
 
 
 def _effect(entry: Entry) -> str:

@@ -1,7 +1,6 @@
 """The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove what no page needs."""
 
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,10 @@ _UNUSED = re.compile(r"\.map$|^assets/javascripts/(lunr|workers)/")
 _LISTS = {"errors.md", "fixes/index.md", "findings/index.md", "rules/index.md"}
 
 
-@lru_cache(maxsize=1)
-def _pages(config_file: str) -> dict[str, str]:
-    return documentation.pages(Path(config_file).parent)
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [file for file in files if _UNUSED.search(file.src_uri)]:
         files.remove(file)
-    for path, text in _pages(config.config_file_path).items():
+    for path, text in documentation.pages(Path(config.config_file_path).parent).items():
         files.append(File.generated(config, path, content=text))
     return files
 

@@ -28,24 +28,9 @@ _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 Cells = dict[tuple[str, str], str]
 
 
-def page(pairs: Pairs) -> str:
-    return f"""# Is my pair safe?
-
-Choose your releases and your connector. `pip show vllm lmcache` prints the releases.
-
-<noscript>This page needs JavaScript. <code>kvfix status</code> also answers the question.</noscript>
-<div id="pair"></div>
-<script id="pair-data" type="application/json">{_json(data(pairs))}</script>
-<script src="pair.js"></script>
-
-The answer has two sources:
-
-- [The lab](lab.md) played the released code of each pair, as released and with the fixes of kvfix. {_played(pairs)}
-- Where the lab cannot play a bug, a hash of the released source shows whether the function has the bug.
-
-For other releases, and for code that somebody has edited, run `kvfix status`. The command reads the installed code. The
-outcomes with their reasons are in `docs/matrix.json` of the repository, and on the page of each [fix](fixes/index.md).
-"""
+def as_json(pairs: Pairs) -> str:
+    """Return the data of the page. It cannot end the script element that holds it."""
+    return json.dumps(data(pairs), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def data(pairs: Pairs) -> dict[str, Any]:
@@ -68,11 +53,6 @@ def data(pairs: Pairs) -> dict[str, Any]:
             for fix in catalogue.fixes()
         ],
     }
-
-
-def _json(value: object) -> str:
-    """Return JSON that cannot end the script element that holds it."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _letters(fix: Fix, pairs: Pairs) -> list[str]:
@@ -104,7 +84,7 @@ def of_fix(pairs: Pairs, code: str) -> str:
     head = ["vLLM ↓ LMCache →", *(span(releases, lmcache) for releases, _ in columns)]
     rows = [(each, *(outcomes[at] for _, outcomes in columns)) for at, each in enumerate(vllm)]
     names = ", ".join(f"`{slug}`" for slug in sorted(slugs))
-    return f"{table(head, rows)}\n{_played(pairs)} Scenario: {names} (`kvfix lab run SLUG`).\n"
+    return f"{table(head, rows)}\n{when_played(pairs)} Scenario: {names} (`kvfix lab run SLUG`).\n"
 
 
 def _releases(pairs: Pairs) -> tuple[list[str], list[str]]:
@@ -133,7 +113,7 @@ def _worst(rows: Iterable[dict[str, str]]) -> str:
     return CLEAN if any(released == "clean" for released, _ in outcomes) else NOT_PLAYED
 
 
-def _played(pairs: Pairs) -> str:
+def when_played(pairs: Pairs) -> str:
     dates = sorted({pair["date"] for pair in pairs.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"Played {when} on Python {', '.join(sorted({pair['python'] for pair in pairs.values()}, key=Version))}."

@@ -10,14 +10,10 @@ import time
 from maintain.gpu import stages
 
 MODULES = (
-    "vllm.v1.worker.gpu_worker",
-    "vllm.v1.attention.backends.triton_attn",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector",
-    "lmcache.integration.vllm.vllm_v1_adapter",
-    "lmcache.integration.vllm.vllm_multi_process_adapter",
-    "lmcache.v1.multiprocess.server",
-)
+    "vllm.v1.worker.gpu_worker", "vllm.v1.attention.backends.triton_attn", "vllm.entrypoints.openai.api_server",
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector", "lmcache.integration.vllm.vllm_v1_adapter",
+    "lmcache.integration.vllm.vllm_multi_process_adapter", "lmcache.v1.multiprocess.server",
+)  # fmt: skip
 #: vLLM's compiled operations are linked with the driver, so they import only on a host with a driver.
 WITH_DRIVER = "vllm._C_stable_libtorch"
 

@@ -23,10 +23,10 @@ from typing import Any
 
 from maintain.gpu import stages
 
-#: Requests of one run, requests at once, tokens of a prompt and of an answer, and pairs of runs.
-REQUESTS, CLIENTS, PROMPT, ANSWER, PAIRS = 64, 16, 400, 48, 8
-#: Smaller numbers for CPU tensors, to test the scripts.
-FEW = {"REQUESTS": 8, "CLIENTS": 4, "PAIRS": 1}
+#: Tokens of a prompt and of an answer.
+PROMPT, ANSWER = 400, 48
+#: Requests of one run, requests at once, and pairs of runs. The CPU is for tests of the scripts.
+SIZES = {"cuda": (64, 16, 8), "cpu": (8, 4, 1)}
 #: Seconds for a server to start, and for `kvfix verify`.
 STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, {"cuda": 60, "cpu": 300}
 KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
@@ -89,10 +89,10 @@ def server(
 
 
 def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
-    sizes = {"REQUESTS": REQUESTS, "CLIENTS": CLIENTS, "PAIRS": PAIRS} if device == "cuda" else FEW
+    requests, clients, pairs = SIZES[device]
     port, process = servers["fix"]
     with ThreadPoolExecutor(1) as pool:
-        under_load = pool.submit(load, port, sizes["REQUESTS"], sizes["CLIENTS"], 0)
+        under_load = pool.submit(load, port, requests, clients, 0)
         for command in (["look", str(process.pid)], ["dump", str(process.pid), "-o", str(folder)]):
             ran = subprocess.run([*KVFIX, *command, "--json"], capture_output=True, text=True, check=False)
             found = json.loads(ran.stdout) if ran.stdout.startswith("{") else {}
@@ -100,14 +100,14 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
             figures = f"exit {ran.returncode}, {len(ways)} processes"
             done.add(command[0], ran.returncode == 0, figures, answer=found, errors=ran.stderr[-2000:])
         under_load.result()
-    load(servers["off"][0], sizes["REQUESTS"], sizes["CLIENTS"], 0)
+    load(servers["off"][0], requests, clients, 0)
     ratios = []
-    for turn in range(1, sizes["PAIRS"] + 1):
+    for turn in range(1, pairs + 1):
         order = ("off", "fix") if turn % 2 else ("fix", "off")
-        took = {mode: load(servers[mode][0], sizes["REQUESTS"], sizes["CLIENTS"], turn) for mode in order}
+        took = {mode: load(servers[mode][0], requests, clients, turn) for mode in order}
         ratios.append(took["off"] / took["fix"])
     error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
-    speed = sizes["REQUESTS"] / took["fix"]
+    speed = requests / took["fix"]
     figures = f"{geometric_mean(ratios):.3f} of that without kvfix, standard error {error:.3f}, {speed:.0f} requests/s"
     done.add("throughput", True, figures, ratios=ratios)
 

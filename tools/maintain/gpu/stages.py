@@ -2,9 +2,8 @@
 
     python -m maintain.gpu.stages OUT [--resume] [--device cpu] [--slower N]
 
-A stage is a process with a time limit. It prints a line of JSON for each of its steps (Steps). The next stage runs
-after any result. OUT/results.json has all results, OUT/table.md the rows for docs/gpu.md. With `--resume`, only those
-stages run that have no result in OUT or the result "not checked".
+A stage is a process with a time limit, which prints a line of JSON for each of its steps (Steps). The next stage runs
+after any result. OUT/results.json has all results, OUT/table.md the rows for docs/gpu.md.
 """
 
 import argparse

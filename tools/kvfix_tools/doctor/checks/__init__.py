@@ -8,7 +8,7 @@ the documentation. essential: if no essential check can run, the exit code is 77
 """
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -25,8 +25,10 @@ class Line(NamedTuple):
     check: str
     status: str
     what: str
-    do: str
+    do: str = ""
 
+
+ok, problem, unchecked = (partial(Line, "", status) for status in (OK, PROBLEM, UNCHECKED))
 
 Look = Callable[[Setup], Iterator[Line]]
 
@@ -50,18 +52,6 @@ def check(name: str, essential: bool = False) -> Callable[[Look], Look]:
         return look
 
     return register
-
-
-def ok(what: str, do: str = "") -> Line:
-    return Line("", OK, what, do)
-
-
-def problem(what: str, do: str) -> Line:
-    return Line("", PROBLEM, what, do)
-
-
-def unchecked(what: str, do: str = "") -> Line:
-    return Line("", UNCHECKED, what, do)
 
 
 def remedy(code: str) -> str:

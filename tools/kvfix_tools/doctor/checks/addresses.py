@@ -15,7 +15,7 @@ _ANY = ("0.0.0.0", "::", "*")
 @check("listens")
 def listens(setup: Setup) -> Iterator[Line]:
     """The ports that this command listens on are free, and no port is used twice."""
-    if setup.command is None or setup.in_container:
+    if not setup.command.program or setup.in_container:
         return
     taken: dict[int, str] = {}
     for name, host, port in _own(setup):
@@ -32,8 +32,6 @@ def listens(setup: Setup) -> Iterator[Line]:
 
 def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
     command = setup.command
-    if command is None:
-        return
     options = {"--port": 8000} if command.serves else {"--port": servers.PORT, "--http-port": servers.HTTP_PORT}
     for option, default in options.items():
         name = option.removeprefix("--")
@@ -47,14 +45,13 @@ def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
         value = setup.environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")  # vllm/envs.py 0.32.0:234
         if value.isdigit():
             yield "VLLM_NIXL_SIDE_CHANNEL_PORT", "", int(value)
-    names = {"enable_p2p": ("p2p_init_ports", "p2p_lookup_ports"), "internal_api_server_enabled": ()}
-    if str(setup.setting("pd_role")) == "receiver":
-        names["enable_pd"] = ("pd_peer_init_port", "pd_peer_alloc_port")
-    for switch, several in names.items():
-        for name in several if setup.v1 and setup.on(switch) else ():
-            for part in setup.several(name):
-                if str(part).strip().isdigit() and int(part):
-                    yield name, "", int(part)
+    names = ["p2p_init_ports", "p2p_lookup_ports"] if setup.on("enable_p2p") else []
+    if setup.on("enable_pd") and str(setup.setting("pd_role")) == "receiver":
+        names += ["pd_peer_init_port", "pd_peer_alloc_port"]
+    for name in names if setup.v1 else ():
+        for part in setup.several(name):
+            if str(part).strip().isdigit() and int(part):
+                yield name, "", int(part)
 
 
 @check("hosts")
@@ -63,15 +60,11 @@ def hosts(setup: Setup) -> Iterator[Line]:
     for name, url in _reached(setup):
         shown, at = redact.text(url), servers.address(url)
         if at.host in _ANY:
-            yield problem(
-                f"{name} is {shown}: {at.host} is an address to listen on, not to connect to",
-                f"{name}: the host name or IP address of the server",
-            )
+            what = f"{name} is {shown}: {at.host} is an address to listen on, not to connect to"
+            yield problem(what, f"{name}: the host name or IP address of the server")
         elif at.host and not resolves(at.host):
-            yield problem(
-                f"{name} is {shown}: this machine cannot resolve {at.host}",
-                f"{name}: a host name that resolves; in Kubernetes SERVICE.NAMESPACE",
-            )
+            what = f"{name} is {shown}: this machine cannot resolve {at.host}"
+            yield problem(what, f"{name}: a host name that resolves; in Kubernetes SERVICE.NAMESPACE")
         elif at.port is None or not 0 < at.port < 65536:
             yield problem(f"{name} is {shown}, which has no port from 1 to 65535", f"{name}: tcp://HOST:PORT")
 
@@ -118,18 +111,14 @@ def server(setup: Setup) -> Iterator[Line]:
         if each.address.port is None:
             continue
         if each.why_not:
-            yield problem(
-                f"no LMCache server answers at {each.address.url}: {each.why_not}",
-                f"{start.format(each.address.port)}, before vLLM",
-            )
+            what = f"no LMCache server answers at {each.address.url}: {each.why_not}"
+            yield problem(what, f"{start.format(each.address.port)}, before vLLM")
             continue
         yield ok(f"a server answers at {each.address.url}")
         own = setup.lmcache.version if setup.lmcache else ""
         if not each.release:
-            yield unchecked(
-                f"the release of the server at {each.address.url}: its HTTP port is unknown or does not answer",
-                "kvfix doctor --server-http HOST:PORT -- ..., with the server's --http-port",
-            )
+            what = f"the release of the server at {each.address.url}: its HTTP port is unknown or does not answer"
+            yield unchecked(what, "kvfix doctor --server-http HOST:PORT -- ..., with the server's --http-port")
         elif own and each.release != own:
             yield problem(
                 f"the server at {each.address.url} is LMCache {each.release}, the connector LMCache {own}: messages "

@@ -18,7 +18,7 @@ def chunk_size(setup: Setup) -> Iterator[Line]:
         sizes["chunk_size"] = setup.setting("chunk_size")
     for server in setup.servers:
         sizes["--chunk-size of the LMCache server"] = server.options.get("chunk_size", 256 if server.options else None)
-    if setup.command and not setup.command.serves:
+    if setup.command.program.startswith("lmcache"):
         sizes["--chunk-size"] = setup.option("chunk-size", "256")
     given = setup.option("block-size")
     share = setup.parallel("decode-context")
@@ -50,10 +50,8 @@ def load_cap(setup: Setup) -> Iterator[Line]:
     cap = str(setup.v1.extra.get("lmcache.max_tokens_per_load", "")) if setup.v1 else ""
     chunk = setup.number("chunk_size")
     if cap.isdigit() and chunk and 0 < int(cap) < chunk:
-        yield problem(
-            f"lmcache.max_tokens_per_load {cap} is less than chunk_size {chunk:g}: nothing is ever loaded",
-            f'"lmcache.max_tokens_per_load": {int(chunk)}, or more, or 0 for no limit',
-        )
+        what = f"lmcache.max_tokens_per_load {cap} is less than chunk_size {chunk:g}: nothing is ever loaded"
+        yield problem(what, f'"lmcache.max_tokens_per_load": {int(chunk)}, or more, or 0 for no limit')
 
 
 @check("hash-seed")
@@ -88,10 +86,8 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
     if not shared:
         yield ok("keys are computed with Python's own hash, and no other process shares this cache")
     elif none_too:
-        yield problem(
-            f"this LMCache hashes None, whose hash is an address in this Python: {shared[0]} cannot find any chunk",
-            remedy,
-        )
+        what = f"this LMCache hashes None, whose hash is an address in this Python: {shared[0]} cannot find any chunk"
+        yield problem(what, remedy)
     elif not fixed:
         yield problem(
             f"PYTHONHASHSEED is {seed!r} and {how} is builtin: keys differ in every process, so no chunk is found by "
@@ -148,10 +144,8 @@ def transfer_mode(setup: Setup) -> Iterator[Line]:
     ).lower()
     for server in setup.servers:
         if not server.options:
-            yield unchecked(
-                f"the transfer modes of the server at {server.address.url} are unknown",
-                "lmcache server --supported-transfer-mode auto accepts every worker",
-            )
+            what = f"the transfer modes of the server at {server.address.url} are unknown"
+            yield unchecked(what, "lmcache server --supported-transfer-mode auto accepts every worker")
             continue
         known = [setup.server_options.get(f"--{each}") for each in ("supported-transfer-mode", "transfer-mode")]
         default = next((option.default for option in known if option), "auto")

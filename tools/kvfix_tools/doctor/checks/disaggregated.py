@@ -121,10 +121,8 @@ def _buffer(setup: Setup) -> Iterator[Line]:
             f"pd_buffer_size: {int(token * chunk) * 16}, or more",
         )
     elif size < token * wanted:
-        yield problem(
-            f"pd_buffer_size {gib(size)} is too small for --max-model-len {wanted} ({gib(token * wanted)})",
-            f"pd_buffer_size: {int(token * wanted)}, or more",
-        )
+        what = f"pd_buffer_size {gib(size)} is too small for --max-model-len {wanted} ({gib(token * wanted)})"
+        yield problem(what, f"pd_buffer_size: {int(token * wanted)}, or more")
 
 
 def bytes_per_token(setup: Setup) -> float | None:

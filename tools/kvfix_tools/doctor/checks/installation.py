@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 
 from kvfix_tools.doctor import fit
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
@@ -23,10 +23,6 @@ IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
 #: Maximum number of misfits to show for one pair; the rest is counted.
 _SHOWN = 3
-
-#: Patterns of the error messages of dlopen.
-_LIBRARY = re.compile(r"(lib[\w.+-]+): cannot open shared object file")
-_SYMBOL = re.compile(r"undefined symbol: (\S+)")
 
 
 @check("installed", essential=True)
@@ -47,26 +43,18 @@ def installed(setup: Setup) -> Iterator[Line]:
 @check("program")
 def program(setup: Setup) -> Iterator[Line]:
     """The program of the command runs with this Python. Otherwise kvfix doctor checks another installation."""
-    name = setup.command.executable if setup.command else ""
+    name = setup.command.executable
     path = shutil.which(name, path=setup.environment.get("PATH")) if name else None
     if not path or not name.endswith(("vllm", "lmcache")):
         return
     try:
         with open(path, "rb") as file:
-            first = file.readline(300).decode(errors="replace").strip()
+            found = re.fullmatch(r"#!\s*(\S*python\S*)\s*", file.readline(300).decode(errors="replace"))
     except OSError:
         return
-    python = first.removeprefix("#!").strip()
-    if (
-        first.startswith("#!")
-        and "python" in python
-        and " " not in python
-        and Path(python).parent != Path(sys.executable).parent
-    ):
-        yield unchecked(
-            f"{path} runs with {python}, but kvfix doctor checked the installation of {sys.executable}",
-            f"{python} -m kvfix_tools.cli doctor -- ..., after installing kvfix for this Python",
-        )
+    if found and Path(found[1]).parent != Path(sys.executable).parent:
+        what = f"{path} runs with {found[1]}, but kvfix doctor checked the installation of {sys.executable}"
+        yield unchecked(what, f"{found[1]} -m kvfix_tools.cli doctor -- ..., after installing kvfix for this Python")
 
 
 @check("torch")
@@ -78,10 +66,8 @@ def torch(setup: Setup) -> Iterator[Line]:
         if package is None or wanted is None or not str(wanted.specifier):
             continue
         if found is None or not found.version:
-            yield problem(
-                f"{package.title} needs torch{wanted.specifier}, but torch is not installed",
-                f'pip install "torch{wanted.specifier}"',
-            )
+            what = f"{package.title} needs torch{wanted.specifier}, but torch is not installed"
+            yield problem(what, f'pip install "torch{wanted.specifier}"')
         elif not _satisfies(wanted, found.version):
             yield problem(
                 f"{package.title} is built for torch{wanted.specifier}; torch {found.version} is installed",
@@ -92,11 +78,7 @@ def torch(setup: Setup) -> Iterator[Line]:
 
 
 def _wanted(package: Package, name: str) -> Requirement | None:
-    for line in package.needs:
-        try:
-            each = Requirement(line)
-        except InvalidRequirement:
-            continue
+    for each in map(Requirement, package.needs):
         if each.name == name and (each.marker is None or each.marker.evaluate({"extra": ""})):
             return each
     return None
@@ -123,10 +105,8 @@ def loads(setup: Setup) -> Iterator[Line]:
         if tried.why.startswith("not done"):
             yield unchecked(f"import torch: {tried.why}", "kvfix doctor again, when the machine is less busy")
         else:
-            yield problem(
-                f"import torch fails: {tried.why}",
-                "pip install --force-reinstall torch, in a build for the CUDA of this machine",
-            )
+            what = f"import torch fails: {tried.why}"
+            yield problem(what, "pip install --force-reinstall torch, in a build for the CUDA of this machine")
         return
     built = f"torch {tried.torch['version']}"
     for file in setup.libraries:
@@ -167,23 +147,20 @@ def _name(file: Path) -> str:
 
 def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
     again = remedy("KVD701" if name.startswith("lmcache.") else "KVD712")
-    missing, symbol = _LIBRARY.search(error), _SYMBOL.search(error)
+    missing = re.search(r"(lib[\w.+-]+): cannot open shared object file", error)
+    symbol = re.search(r"undefined symbol: (\S+)", error)
     if symbol:
         return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
     if missing and re.search("cud|nv|c10_cuda|torch_cuda|hip|roc", missing[1]):
         if not cuda:
-            return unchecked(
-                f"{name} needs {missing[1]}, but {torch} is built for the CPU",
-                "kvfix doctor, on the machine of the GPU",
-            )
+            what = f"{name} needs {missing[1]}, but {torch} is built for the CPU"
+            return unchecked(what, "kvfix doctor, on the machine of the GPU")
         return problem(f"{name} needs {missing[1]}, but {torch} is built for CUDA {cuda}", again)
     if missing:
         return problem(f"{name} needs {missing[1]}, which is not on this machine", f"install {missing[1]}, or {again}")
     if "SIGILL" in error:
-        return problem(
-            f"{name} has instructions that this processor does not have (SIGILL)",
-            "install a build for this processor; lscpu shows its instructions",
-        )
+        what = f"{name} has instructions that this processor does not have (SIGILL)"
+        return problem(what, "install a build for this processor; lscpu shows its instructions")
     return problem(f"{name} does not load with {torch}: {' '.join(error.split())[:300]}", again)
 
 
@@ -219,7 +196,7 @@ def together(setup: Setup) -> Iterator[Line]:
         yield unchecked(f"{lacks} is not installed here, so kvfix cannot tell whether the releases work together")
         return
     connectors = setup.lmcache_connectors
-    if not connectors and not (setup.command and setup.connectors):
+    if not setup.connectors:
         connectors = [Connector("LMCacheConnectorV1", "", {}, "", {})]  # all releases have this connector
     for connector in connectors:
         if connector.extra.get("use_native"):
@@ -230,7 +207,7 @@ def together(setup: Setup) -> Iterator[Line]:
         if found:
             shown = "; ".join(f"{each.what} ({each.where})" for each in found[:_SHOWN])
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            yield problem(f"{pair} do not work together: {shown}{more}", _remedy(kind, connector))
+            yield problem(f"{pair} do not work together: {shown}{more}", _remedy(kind))
             continue
         versions = {"vllm": vllm.version, "lmcache": lmcache.version}
         why = releases.cannot_play(kind, versions) if all(versions.values()) else "a release is unknown"
@@ -262,11 +239,10 @@ def _is_import(each: fit.Misfit) -> bool:
     return each.what.startswith(("No module", "cannot import"))
 
 
-def _remedy(kind: str, connector: Connector) -> str:
-    needs = KNOWN[kind].needs
-    wanted = ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in needs.items())
+def _remedy(kind: str) -> str:
+    wanted, better = (
+        ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in KNOWN[each].needs.items()) for each in (kind, "mp")
+    )
     if kind == "mp-in-tree":
-        both = KNOWN["mp"].needs
-        better = ", ".join(f"{dist}{specifier}" for dist, (specifier, _) in both.items())
         return f"install {better}, and unset LMCACHE_USE_UPSTREAM_MP. vLLM's own copy works with {wanted} only"
     return f"install {wanted}. The matrix in kvfix's documentation shows tested pairs"

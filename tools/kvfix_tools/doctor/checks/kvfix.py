@@ -38,10 +38,8 @@ def fixes(setup: Setup) -> Iterator[Line]:
     fixes = [fix for fix in catalogue.fixes() if not fix.opt_in]
     codes = [fix.code for fix in fixes if any(row.verdict == "applicable" for row in fix_status.rows_of(fix))]
     if codes and _is_off(setup):
-        yield ok(
-            f"kvfix has fixes for {len(codes)} known bugs of these releases: {', '.join(codes)}",
-            "kvfix run -- CMD, or KVFIX=fix in the environment; kvfix status shows the bugs",
-        )
+        what = f"kvfix has fixes for {len(codes)} known bugs of these releases: {', '.join(codes)}"
+        yield ok(what, "kvfix run -- CMD, or KVFIX=fix in the environment; kvfix status shows the bugs")
     elif codes:
         yield ok(f"kvfix will apply {len(codes)} fixes: {', '.join(codes)}")
 
@@ -55,10 +53,8 @@ def sliding_windows(setup: Setup) -> Iterator[Line]:
     fixes = [fix for fix in catalogue.fixes() if "KVR014" in fix.evidence]
     codes = [fix.code for fix in fixes if any(_has_bug(target, setup) for target in fix.targets)]
     if codes and _is_off(setup):
-        yield problem(
-            f"this LMCache stores wrong KV for models with sliding windows, like this one: {', '.join(codes)}",
-            "kvfix run -- CMD, or KVFIX=fix in the environment, or --disable-hybrid-kv-cache-manager",
-        )
+        what = f"this LMCache stores wrong KV for models with sliding windows, like this one: {', '.join(codes)}"
+        yield problem(what, "kvfix run -- CMD, or KVFIX=fix in the environment, or --disable-hybrid-kv-cache-manager")
     elif codes:
         yield ok(f"the model has sliding windows, and kvfix fixes their stores: {', '.join(codes)}")
 

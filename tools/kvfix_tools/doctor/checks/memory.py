@@ -60,10 +60,8 @@ def pinned(setup: Setup) -> Iterator[Line]:
     if wanted is None or wanted[0] <= 0:
         return
     if setup.machine.is_wsl():
-        yield problem(
-            f"{wanted[1]}: under WSL 2 the driver pins little host memory (`CUDA error: invalid argument`)",
-            "max_local_cpu_size: 1, or --l1-size-gb 1; or use Linux without WSL",
-        )
+        what = f"{wanted[1]}: under WSL 2 the driver pins little host memory (`CUDA error: invalid argument`)"
+        yield problem(what, "max_local_cpu_size: 1, or --l1-size-gb 1; or use Linux without WSL")
     elif setup.machine.has_nvidia():
         yield unchecked(f"only the start of LMCache shows whether the driver can pin {gib(wanted[0])}")
 
@@ -88,10 +86,8 @@ def locked(setup: Setup) -> Iterator[Line]:
     if setup.in_container:
         yield unchecked("ulimit -l of the container is unknown here", "docker run --ulimit memlock=-1")
     elif limit is not None and uses:
-        yield problem(
-            f"ulimit -l is {shown}: {' and '.join(uses)} cannot register larger buffers for RDMA (NIXL_ERR_BACKEND)",
-            "ulimit -l unlimited (docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd)",
-        )
+        what = f"ulimit -l is {shown}: {' and '.join(uses)} cannot register larger buffers for RDMA (NIXL_ERR_BACKEND)"
+        yield problem(what, "ulimit -l unlimited (docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd)")
     else:
         yield ok(f"ulimit -l is {shown}{'' if uses or limit is None else '; no connector registers memory for RDMA'}")
 

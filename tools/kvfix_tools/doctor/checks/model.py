@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
-from kvfix_tools.doctor.packages import Packages, constant, defined
+from kvfix_tools.doctor.packages import compared, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
 #: Keys of config.json for models whose layers have state instead of KV: Mamba, linear attention, hybrids.
@@ -20,7 +20,7 @@ _STATE = (
 def hybrid(setup: Setup) -> Iterator[Line]:
     """A model with Mamba or linear attention layers has a connector that supports several KV groups."""
     lmcache = next(iter(setup.lmcache_connectors), None)
-    if lmcache is None or setup.command is None:
+    if lmcache is None:
         return
     if not setup.model:
         yield unchecked(
@@ -34,35 +34,27 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     kind = str(setup.model.get("model_type") or "this model")
     off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
+    # Such a server stores several chunks in a step, and skips only those without any block (0.5.4).
+    server = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
-        yield problem(
-            f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}",
-            remedy("KVD072" if off and takes else "KVD650"),
-        )
-    elif state and _stores_null_states(setup):
+        what = f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}"
+        yield problem(what, remedy("KVD072" if off and takes else "KVD650"))
+    elif state and server is not None and defined(server, "all_null_chunk_masks"):
         yield unchecked(
             f"{kind} has layers with state, and kvfix cannot see the server's options: without kvfix the server stores "
             "states that do not exist (KVF125)",
             "kvfix run -- lmcache server --separate-object-groups ...",
         )
     elif lmcache.is_v1 and setup.has_option("no-disable-hybrid-kv-cache-manager"):
-        yield problem(
-            f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several",
-            remedy("KVD652"),
-        )
+        what = f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several"
+        yield problem(what, remedy("KVD652"))
     elif sliding and not takes:
         yield ok(
             f"{kind} has sliding-window layers: with {lmcache.name} vLLM keeps all of their KV, which takes more memory"
         )
     else:
         yield ok(f"{kind}: {lmcache.name} supports its KV groups")
-
-
-def _stores_null_states(setup: Setup) -> bool:
-    """Return True if the server stores several chunks in a step, and skips only those without any block (0.5.4)."""
-    tree = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
-    return tree is not None and defined(tree, "all_null_chunk_masks") is not None
 
 
 def has_windows(setup: Setup) -> bool:
@@ -82,18 +74,14 @@ def _takes_groups(setup: Setup) -> bool:
 @check("parallel")
 def parallel(setup: Setup) -> Iterator[Line]:
     """The tensor, pipeline, data and decode context parallel sizes fit the model, the servers and the port lists."""
-    command = setup.command
-    if command is None or not command.serves or not setup.connectors:
+    if not setup.connectors:
         return
     faults = []
     tensor, context = setup.parallel("tensor"), setup.parallel("decode-context")
     if tensor % context:
-        faults.append(
-            problem(
-                f"--decode-context-parallel-size {context} does not divide --tensor-parallel-size {tensor}",
-                f"--decode-context-parallel-size {max(n for n in range(1, context + 1) if not tensor % n)}",
-            )
-        )
+        divisor = max(size for size in range(1, context + 1) if not tensor % size)
+        what = f"--decode-context-parallel-size {context} does not divide --tensor-parallel-size {tensor}"
+        faults.append(problem(what, f"--decode-context-parallel-size {divisor}"))
     heads = setup.model.get("num_attention_heads")
     if isinstance(heads, int) and heads % tensor:
         divisor = max(size for size in range(1, tensor) if not heads % size)
@@ -127,21 +115,15 @@ def _servers(setup: Setup) -> Iterator[Line]:
     if count < 2:
         return
     if setup.ranks % count:
-        yield problem(
-            f"{setup.ranks} workers cannot be shared equally by {count} LMCache servers",
-            "lmcache.mp.server_urls: a number of servers that divides the number of workers",
-        )
+        what = f"{setup.ranks} workers cannot be shared equally by {count} LMCache servers"
+        yield problem(what, "lmcache.mp.server_urls: a number of servers that divides the number of workers")
     for which in ("pipeline", "data"):
         if setup.parallel(which) > 1:
-            yield problem(
-                f"several LMCache servers do not work with --{which}-parallel-size {setup.parallel(which)}",
-                f"lmcache.mp.server_urls: one server, or --{which}-parallel-size 1",
-            )
+            what = f"several LMCache servers do not work with --{which}-parallel-size {setup.parallel(which)}"
+            yield problem(what, f"lmcache.mp.server_urls: one server, or --{which}-parallel-size 1")
     if setup.ranks // count < setup.parallel("decode-context"):
-        yield problem(
-            "each LMCache server has fewer workers than --decode-context-parallel-size",
-            "lmcache.mp.server_urls: fewer servers",
-        )
+        what = "each LMCache server has fewer workers than --decode-context-parallel-size"
+        yield problem(what, "lmcache.mp.server_urls: fewer servers")
 
 
 def _ports(setup: Setup) -> Iterator[Line]:
@@ -173,8 +155,13 @@ def layout(setup: Setup) -> Iterator[Line]:
     wanted = setup.environment.get("VLLM_KV_CACHE_LAYOUT", "")
     if not wanted:
         return
-    choices = _layouts(setup.packages)
-    moves = _translated(setup.packages) if setup.lmcache_connectors else []
+    pattern = r'env_with_choices\(\s*"VLLM_KV_CACHE_LAYOUT",\s*None,\s*(\[[^\]]*\])'
+    found = re.search(pattern, setup.packages.text("vllm.envs"))
+    choices = list(ast.literal_eval(found[1])) if found else []
+    tree = setup.packages.tree("lmcache.integration.vllm.utils") if setup.lmcache_connectors else None
+    function = defined(tree, "translate_vllm_kv_cache_layout") if tree else None
+    table = next((node for node in ast.walk(function) if isinstance(node, ast.Dict)), None) if function else None
+    moves = [str(constant(key)) for key in table.keys] if table else []
     if choices and wanted not in choices:
         yield problem(
             f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has only {', '.join(choices)}", "unset VLLM_KV_CACHE_LAYOUT"
@@ -185,19 +172,6 @@ def layout(setup: Setup) -> Iterator[Line]:
         yield ok(f"VLLM_KV_CACHE_LAYOUT={wanted}")
     else:
         yield unchecked(f"VLLM_KV_CACHE_LAYOUT={wanted}: the layouts of this vLLM are unknown")
-
-
-def _layouts(packages: Packages) -> list[str]:
-    pattern = r'env_with_choices\(\s*"VLLM_KV_CACHE_LAYOUT",\s*None,\s*(\[[^\]]*\])'
-    found = re.search(pattern, packages.text("vllm.envs"))
-    return list(ast.literal_eval(found[1])) if found else []
-
-
-def _translated(packages: Packages) -> list[str]:
-    tree = packages.tree("lmcache.integration.vllm.utils")
-    function = defined(tree, "translate_vllm_kv_cache_layout") if tree else None
-    tables = [node for node in ast.walk(function) if isinstance(node, ast.Dict)] if function else []
-    return [str(constant(key)) for key in tables[0].keys] if tables else []
 
 
 @check("blending")
@@ -211,9 +185,7 @@ def blending(setup: Setup) -> Iterator[Line]:
         yield unchecked("enable_blending: vLLM or LMCache is not installed here")
         return
     function = defined(tree, "infer_model_from_vllm")
-    models = [
-        str(constant(node.comparators[0])) for node in ast.walk(function) if isinstance(node, ast.Compare)
-    ] if function else []  # fmt: skip
+    models = [str(constant(each.comparators[0])) for each in compared(function)]
     architecture = next(iter(setup.model.get("architectures") or ()), "")
     faults = []
     if "VLLMModelTracker" not in worker:

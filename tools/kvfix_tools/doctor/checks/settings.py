@@ -10,8 +10,6 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
-#: Prefixes of keys in the file that other parts of LMCache read (config.py 0.5.6: `ec`, `ec_...`).
-_OTHERS = ("ec", "ec_")
 #: {setting: (minimum, maximum, unit)} of 0.5.6, from the description or the use of each setting. LMCache checks few.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "chunk_size": (1, math.inf, "tokens"),
@@ -56,8 +54,8 @@ def names(setup: Setup) -> Iterator[Line]:
         return
     title, faults = setup.lmcache_title, list[Line]()
     for each in setup.settings:
-        if each.source == TRANSFER or known.is_read(each.name) or each.name.startswith(_OTHERS):
-            continue
+        if each.source == TRANSFER or known.is_read(each.name) or each.name.startswith("ec"):
+            continue  # other parts of LMCache read `ec` and `ec_...` (config.py 0.5.6)
         new = known.aliases.get(each.name) or nearest(each.name, known.known)
         what = f"{title} has no setting {each.spelled!r} ({each.source}), and ignores it"
         faults.append(problem(what, _instead(each, new)))
@@ -207,7 +205,7 @@ def who_reads(setup: Setup) -> Iterator[Line]:
 def server_options_known(setup: Setup) -> Iterator[Line]:
     """The installed LMCache knows every option of an `lmcache server` command, and no required option is missing."""
     command, known = setup.command, setup.server_options
-    if command is None or not setup.is_server:
+    if not setup.is_server:
         return
     if not known:
         yield unchecked("the options were not checked: LMCache is not installed here, or has no `lmcache server`")

@@ -12,9 +12,6 @@ from kvfix_tools.doctor.checks.disaggregated import bytes_per_token
 from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
 
-#: A CPU cache of fewer chunks is too small for a prompt.
-_FEWEST_CHUNKS = 8
-
 
 @check("local-disk")
 def local_disk(setup: Setup) -> Iterator[Line]:
@@ -115,10 +112,8 @@ def _offload_names(setup: Setup, extra: dict[str, Any]) -> Iterator[Line]:
         yield problem(f"vLLM has no spec_name {spec!r}", " | ".join(sorted(specs)))
     block = setup.option("block-size")
     if chunk.isdigit() and block.isdigit() and int(chunk) % int(block):
-        yield problem(
-            f"block_size {chunk} of OffloadingConnector is no multiple of vLLM's block size {block}",
-            f'"block_size": {-(-int(chunk) // int(block)) * int(block)}',
-        )
+        what = f"block_size {chunk} of OffloadingConnector is no multiple of vLLM's block size {block}"
+        yield problem(what, f'"block_size": {-(-int(chunk) // int(block)) * int(block)}')
 
 
 @check("cpu-cache-size")
@@ -132,8 +127,6 @@ def cpu_cache_size(setup: Setup) -> Iterator[Line]:
     if not (size and chunk and of_token):
         return
     held = size * GIB / (chunk * of_token)
-    if held < _FEWEST_CHUNKS:
-        yield problem(
-            f"max_local_cpu_size {size:g} holds {held:.1f} chunks of {chunk:g} tokens, which is too few for a prompt",
-            f"max_local_cpu_size: {64 * size / held:.2g}, or more (GiB for each worker)",
-        )
+    if held < 8:
+        what = f"max_local_cpu_size {size:g} holds {held:.1f} chunks of {chunk:g} tokens, which is too few for a prompt"
+        yield problem(what, f"max_local_cpu_size: {64 * size / held:.2g}, or more (GiB for each worker)")

@@ -12,15 +12,13 @@ from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_k
 from kvfix_tools.doctor.packages import Packages, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
-_CONFIGS = ("vllm.config.kv_transfer", "vllm.config", "vllm.config.__init__")
-_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _EXAMPLE = """--kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'"""
 
 
 @check("kv-transfer-config", essential=True)
 def configuration(setup: Setup) -> Iterator[Line]:
     """--kv-transfer-config is valid JSON, and the installed vLLM knows its keys, values and connector."""
-    if setup.command is None or not setup.command.serves:
+    if not setup.command.serves:
         return
     transfer, why = setup.transfer
     if why:
@@ -72,10 +70,8 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
     known = _connectors(setup.packages)
     if known and entry.name not in known:
         near = next((name for name in sorted(known) if name.startswith(entry.name)), nearest(entry.name, known))
-        yield problem(
-            f"{_title(setup)} has no connector {entry.name!r}",
-            f'"kv_connector": "{near}"' if near else f"use one of {', '.join(sorted(known))}",
-        )
+        what = f"{_title(setup)} has no connector {entry.name!r}"
+        yield problem(what, f'"kv_connector": "{near}"' if near else f"use one of {', '.join(sorted(known))}")
 
 
 def _is_file(setup: Setup, module: str) -> bool:
@@ -90,7 +86,7 @@ def _title(setup: Setup) -> str:
 
 def _fields(packages: Packages) -> dict[str, list[str]]:
     """Return {field of KVTransferConfig: its choices, [] for any}; {} if it cannot be read."""
-    for module in _CONFIGS:
+    for module in ("vllm.config.kv_transfer", "vllm.config", "vllm.config.__init__"):
         tree = packages.tree(module)
         node = defined(tree, "KVTransferConfig") if tree else None
         if tree is None or node is None:
@@ -119,7 +115,7 @@ def _choices(node: ast.AST, aliases: dict[str, ast.expr]) -> Iterator[str]:
 
 
 def _connectors(packages: Packages) -> set[str]:
-    tree = packages.tree(_FACTORY)
+    tree = packages.tree("vllm.distributed.kv_transfer.kv_connector.factory")
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args] if tree else []
     return {str(constant(each.args[0])) for each in calls if ast.unparse(each.func).endswith(".register_connector")}
 
