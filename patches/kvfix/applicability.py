@@ -126,10 +126,7 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
     release = f"{target.dist} {version or '(version unknown)'}"
     if compared in absent:
         return Applicability("not-affected", f"{release} does not have {what}", absent)
-    return Applicability(
-        "refused",
-        f"{what} has gone from {release}; look for a newer release of kvfix",
-    )
+    return Applicability("refused", f"{what} has gone from {release}; look for a newer release of kvfix")
 
 
 def judge_live(target: Target, module: ModuleType, function: Any = None) -> Applicability:

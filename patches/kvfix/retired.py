@@ -5,5 +5,5 @@ RETIRED = {
     "KVF368": (
         "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 describes "
         "the bug and what to set"
-    ),
+    )
 }

@@ -60,13 +60,19 @@ def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]
     return ["", status, done.num_scheduled_tokens.get("r", 0)]
 
 
-#: (connector, role, parameters, what becomes of the request as released, and with the fixes). Scenarios have promises
-#: without blocks, a host or an address.
+#: (connector, role, parameters, what becomes of the request as released, and with the fixes)
 PROMISES = {
+    "nixl-no-blocks": ("Nixl", "consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
+    "nixl-no-host": ("Nixl", "consumer", {name: NIXL[name] for name in NIXL if name != "remote_host"}, WAITS, COMPUTES),
+    "nixl": ("Nixl", "consumer", NIXL, WAITS, WAITS),  # what can be loaded is
+    "nixl-none": ("Nixl", "consumer", {}, COMPUTES, COMPUTES),
     "nixl-blocks-in-one-list": ("Nixl", "consumer", {**NIXL, "remote_block_ids": [1, 2, 3, 4]}, WAITS, WAITS),
+    "mooncake-no-address": ("Mooncake", "consumer", {**FROM_PREFILL, "transfer_id": "t-1"}, WAITS, COMPUTES),
     "mooncake-load-from-prefill": ("Mooncake", "producer", MOONCAKE, DIES, COMPUTES),
     "mooncake-send-from-decode": ("Mooncake", "consumer", SEND, DIES, COMPUTES),
+    "mooncake-load": ("Mooncake", "consumer", MOONCAKE, WAITS, WAITS),
     "mooncake-address-is-a-number": ("Mooncake", "consumer", {**MOONCAKE, "remote_bootstrap_addr": 8998}, WAITS, WAITS),
+    "mooncake-send": ("Mooncake", "producer", SEND, COMPUTES, COMPUTES),
 }
 
 

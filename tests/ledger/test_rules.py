@@ -141,10 +141,7 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("by one", [FRESH, LEASED, READ], READ, None),
         ("by two", [FRESH, LEASED, READ], LeaseRead("r", "e"), "violated"),
     ],
-    "KVR020": [
-        ("in time", [FRESH, LEASED], WRITES, None),
-        ("too late", [FRESH, LEASED, EXPIRED], WRITES, "violated"),
-    ],
+    "KVR020": [("in time", [FRESH, LEASED], WRITES, None), ("too late", [FRESH, LEASED, EXPIRED], WRITES, "violated")],
     "KVR021": [
         ("not written", [FRESH, LEASED], EXPIRED, None),
         ("written before", [FRESH, LEASED, WRITES, WriteEnded("r")], EXPIRED, None),

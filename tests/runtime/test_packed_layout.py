@@ -114,11 +114,7 @@ def theirs(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -
 
 @pytest.mark.parametrize(
     ("mla", "kvcaches"),
-    [
-        (False, [torch.zeros(2, 5, 4, 3, 8)]),
-        (True, [torch.zeros(5, 4, 8)]),
-        (False, [(SLOTS, SLOTS)]),
-    ],
+    [(False, [torch.zeros(2, 5, 4, 3, 8)]), (True, [torch.zeros(5, 4, 8)]), (False, [(SLOTS, SLOTS)])],
     ids=["split", "MLA", "K and V apart"],
 )
 def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:

@@ -126,10 +126,7 @@ def refusals(folder: Path) -> bool:
     server.options = [*Served.options, "--api-key", os.environ[KEY]]
     server.environment["VLLM_SERVER_DEV_MODE"] = "0"
     with server.running():
-        results = [
-            run("without the key", (2,), server.url),
-            run("without /reset_prefix_cache", (0,), server.url, *key),
-        ]
+        results = [run("without the key", (2,), server.url), run("without /reset_prefix_cache", (0,), server.url, *key)]
         threading.Thread(target=kill_within_an_answer, args=(server,)).start()
         results.append(run("ends in the middle", (2,), server.url, *key))
     longer = {**real_engine.in_process(1024), **served.FAULTY}

@@ -6,15 +6,13 @@ No process of an engine sees these events alone: the records of several processe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvfix.ledger import events as ev
+from kvfix.ledger.history import History
 from kvfix.ledger.rules import RULES as RULES
 from kvfix.ledger.rules import Outcome, rule, unknown, violated
 from kvfix.ledger.rules import Rule as Rule
-
-if TYPE_CHECKING:
-    from kvfix.ledger.history import History
 
 
 class RankDiffers(NamedTuple):

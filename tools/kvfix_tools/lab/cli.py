@@ -32,7 +32,7 @@ app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors,
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LMCachePath = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Use the LMCache release in this folder (pip install --target DIR ...)."),
+    typer.Option(metavar="DIR", help="Use the LMCache release in this folder (pip install --no-deps --target DIR)."),
 ]
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.live import Live
 
 from kvfix.ledger import liveness, owed, standstill
 from kvfix.ledger.liveness import LOAD, LOOKUP
-from kvfix.ledger.standstill import HOOK, LATE, moved, of_these_hooks
+from kvfix.ledger.standstill import HOOK, LATE, Look, Verdict, moved, of_these_hooks
 from kvfix_tools import screen
 from kvfix_tools.look import lmcache_server, looking, show
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvfix.ledger.standstill import Look, Verdict
 
 SCHEMA = 1
 #: Seconds between two looks, and the maximum number of immediate repetitions. A scheduler that is inside a step and has

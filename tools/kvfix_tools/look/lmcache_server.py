@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from kvfix_tools.doctor import servers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 #: Time limit of an HTTP answer in seconds.
 PATIENCE = 1.0

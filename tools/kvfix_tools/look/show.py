@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,16 +15,10 @@ from kvfix import catalogue, installed_source
 from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import liveness, owed
 from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE
+from kvfix.ledger.owed import Engine
+from kvfix.ledger.standstill import Look, Verdict
 from kvfix_tools.look import lmcache_server
 from kvfix_tools.look.looking import INSIDE, NOT, Way
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from rich.console import RenderableType
-
-    from kvfix.ledger.owed import Engine
-    from kvfix.ledger.standstill import Look, Verdict
 
 #: Maximum rows of the table, and its columns.
 ROWS = 40

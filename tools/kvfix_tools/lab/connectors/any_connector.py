@@ -4,8 +4,6 @@ Only the model and its layers are replaced. vLLM's factory makes the connector, 
 forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib

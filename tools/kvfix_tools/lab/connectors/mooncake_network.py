@@ -356,10 +356,7 @@ def replace(host: Host) -> None:
     module.get_tensor_model_parallel_world_size = lambda: 1
     module.get_pp_group = lambda: SimpleNamespace(rank_in_group=0)
     module.get_current_attn_backends = lambda *_: [AnyBlockSize]
-    module.get_mooncake_bootstrap_addr = lambda config: (
-        config.kv_transfer_config.engine_id.partition("-")[0],
-        PORT,
-    )
+    module.get_mooncake_bootstrap_addr = lambda config: (config.kv_transfer_config.engine_id.partition("-")[0], PORT)
     registry = import_module(_MODULE.replace("mooncake_connector", "mooncake_utils"))
 
     class Bootstrap(registry.MooncakeBootstrapServer):  # type: ignore[misc, name-defined]

@@ -75,11 +75,7 @@ class ServerProcess:
         log = Path(self._folder.name, "log")
         with open(log, "w") as file:
             self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdout=file,
-                stderr=file,
-                preexec_fn=_end_with_parent,
+                self._command, env=self._environment, stdout=file, stderr=file, preexec_fn=_end_with_parent
             )
         end = time.monotonic() + real_engine.SERVER_LIMIT
         while self.get("/healthcheck") is None:

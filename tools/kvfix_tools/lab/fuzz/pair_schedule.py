@@ -126,10 +126,7 @@ def _with_windows(options: Options, rng: random.Random) -> Options:
     windows = tuple(rng.sample((block, 2 * block, 2 * block + 1, 4 * block), rng.choice((1, 1, 2))))
     more = -(-options.max_model_len // block) * len(windows)
     return dataclasses.replace(
-        options,
-        windows=windows,
-        num_blocks=options.num_blocks + more,
-        decode_blocks=options.decode_blocks + more,
+        options, windows=windows, num_blocks=options.num_blocks + more, decode_blocks=options.decode_blocks + more
     )
 
 
@@ -199,10 +196,7 @@ def _with_lmcache(options: Options, steps: tuple[DrawnStep, ...], rng: random.Ra
     """Add LMCache to one engine or both, and steps for LMCache."""
     multi = rng.choice((("decode",), ("prefill",), ("prefill", "decode"), ("prefill", "decode")))
     options = dataclasses.replace(
-        options,
-        multi=multi,
-        lmcache_first=rng.random() < 0.5,
-        chunk_size=options.block_size * rng.choice((1, 2, 3)),
+        options, multi=multi, lmcache_first=rng.random() < 0.5, chunk_size=options.block_size * rng.choice((1, 2, 3))
     )
     return options, steps if plain else _with_evictions(steps, rng, multi, ("lookups_fail", 1))
 

@@ -5,11 +5,7 @@ from kvfix_tools.lab.scenario import Options, Scenario, scenario
 from kvfix_tools.lab.steps import prompt
 
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id": "r", "receiver_host": "decoder"}}}}
-NEW_WEIGHTS = (
-    do.serve("first", prompt(128), max_tokens=4),
-    do.new_weights(),
-    do.admit("r", prompt(200), max_tokens=4),
-)
+NEW_WEIGHTS = (do.serve("first", prompt(128), max_tokens=4), do.new_weights(), do.admit("r", prompt(200), max_tokens=4))
 
 
 def _not_in_key(doc: str, name: str) -> Scenario:
