@@ -32,7 +32,7 @@ row(
     lambda engine, get, slot: get((slot + 16) % (engine.options.num_blocks * 16)), "LAB001",
 )  # fmt: skip
 row(
-    "step_writes_a_wrong_slot", "slots.write",
+    "step_writes_a_wrong_slot", "model.groups.0._memories.*.write",
     lambda _, write, blocks, start, kv: write(blocks, start, [*kv[:-1], 7] if len(kv) > 40 else kv), "LAB001", on=MP,
 )  # fmt: skip
 row("chunk_is_lost", "cache.get", lambda *_: None, "LAB002")

@@ -51,12 +51,12 @@ for name, plant, on in (
 
 @fault("LAB001", on=(*MOONCAKE, "mooncake-multi"), at="network.write")
 def mooncake_writes_into_the_next_block(
-    pair: Any, write: Any, of: Any, to: str, sources: Any, targets: list[int], sizes: Any
+    pair: Any, write: Any, of: Any, send: Any, to: str, sources: Any, targets: list[int], sizes: Any
 ) -> Any:
     from kvfix_tools.lab.engine.byte_memory import SLOT
 
     block = pair.options.block_size * SLOT
-    return write(of, to, sources, [target + block for target in targets], sizes)
+    return write(of, send, to, sources, [target + block for target in targets], sizes)
 
 
 @fault("LAB001", on=("nixl-offload",))

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -339,7 +338,8 @@ def replace(host: Host) -> None:
     module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
     module.asyncio = Asyncio(host)
     module.threading = SimpleNamespace(Thread=Nothing, Event=threading.Event)
-    module.ThreadPoolExecutor = lambda **_: SimpleNamespace(submit=partial(network.write, host), shutdown=nothing)
+    threads = SimpleNamespace(submit=lambda *work: network.write(host, *work), shutdown=nothing)
+    module.ThreadPoolExecutor = lambda **_: threads
     context = SimpleNamespace(host=host, socket=lambda _: Router(host), term=nothing)
     module.zmq = SimpleNamespace(asyncio=SimpleNamespace(Context=lambda: context, Socket=Router))
     vars(module.zmq).update({name: getattr(zmq, name) for name in _OF_ZMQ})
