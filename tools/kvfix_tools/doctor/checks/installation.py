@@ -4,10 +4,11 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
 from kvfix_tools.doctor import fit
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
@@ -78,9 +79,11 @@ def torch(setup: Setup) -> Iterator[Line]:
 
 
 def _wanted(package: Package, name: str) -> Requirement | None:
-    for each in map(Requirement, package.needs):
-        if each.name == name and (each.marker is None or each.marker.evaluate({"extra": ""})):
-            return each
+    for line in package.needs:
+        with suppress(InvalidRequirement):
+            each = Requirement(line)
+            if each.name == name and (each.marker is None or each.marker.evaluate({"extra": ""})):
+                return each
     return None
 
 
