@@ -56,10 +56,10 @@ def _check_size(name: str, size: int) -> None:
 
 def read_all(path: Path) -> list[Recording]:
     """Read a file, or all recordings of a bundle without unpacking it. Raise the errors of `read`."""
-    if not tarfile.is_tarfile(path):
-        return [read(path)]
     found = []
     try:
+        if not tarfile.is_tarfile(path):
+            return [read(path)]
         with tarfile.open(path) as archive:
             for entry in archive:
                 name = PurePosixPath(entry.name).name
