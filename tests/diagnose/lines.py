@@ -185,10 +185,11 @@ def unread(release: str, file: str, words: str, *values: Any) -> str:
 
 def unread_statement(path: Path, words: str) -> tuple[str, str, int]:
     """Return (template, level, line) of the statement with these words."""
-    for call in released.calls(ast.parse(path.read_bytes())):
-        template = released.template(call.text) or ""
-        if call.level != "text" and words in template:
-            return template, call.level, call.node.lineno
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        level, text = released.said(node)
+        template = released.template(text) or ""
+        if isinstance(node, ast.stmt | ast.expr) and level not in ("", "text") and words in template:
+            return template, "error" if level == "exception" else level, node.lineno
     raise AssertionError(f"{path} does not say {words!r}")
 
 
