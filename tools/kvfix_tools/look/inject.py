@@ -57,9 +57,9 @@ else:
             _thread.start_new_thread(again, ())
     os.rename(answer, token + ".answer")
 """
-#: The script after the caller's timeout, when the call is still in the queue. It may remove the script of a later
-#: caller, who then notices this.
-_GIVEN_UP = "import os; os.unlink({script!r})"
+#: The script after the caller's timeout, when the call is still in the queue. It clears the path in the page, and may
+#: remove the script of a later caller. A later caller notices both.
+_GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{script!r}})"
 
 
 class Silent(Exception):
@@ -88,6 +88,8 @@ def _run(process: Process, folder: SharedFolder, script: str, code: str, seconds
     try:
         folder.write(token, "")
         folder.write(script, _CODE.format(script=script, token=token, code=code, failed=FAILED))
+        if is_queued and process.read(_PAGE, 1) == b"\0":
+            raise FileNotFoundError(script)
         line = f"try:exec(open({script!r}).read(),{{}})\nexcept BaseException:pass\n"
         at = None
         if not _remote_exec(process, folder, f"{script}.py", line):
