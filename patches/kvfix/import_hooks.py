@@ -7,6 +7,7 @@ exception in a hook breaks the import, and a hook cannot be removed.
 from __future__ import annotations
 
 import sys
+from _thread import get_ident
 
 from kvfix import engine_log
 from kvfix.session import session
@@ -32,15 +33,20 @@ class Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         # The import system asks for thousands of modules: all except those of PACKAGES return here.
-        if name.partition(".")[0] not in PACKAGES or not _is_target(name):
+        finding = get_ident(), name
+        if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
             return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None) if finder is not self else None
-            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
-            if spec is not None:
-                _settle_when_executed(spec)
-                return spec
-        return None
+        session.finding.add(finding)
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+                if spec is not None:
+                    _settle_when_executed(spec)
+                    return spec
+            return None
+        finally:
+            session.finding.discard(finding)
 
 
 _finder = Finder()

@@ -46,6 +46,8 @@ class Session:
         # Imports (import_hooks). Any thread may import a module.
         #: Modules with functions to wrap; None: not read yet.
         self.modules: frozenset[str] | None = None
+        #: (thread, module) that the other finders look for now.
+        self.finding: set[tuple[int, str]] = set()
         #: Modules that are executed now.
         self.executing: set[str] = set()
 
