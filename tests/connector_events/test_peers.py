@@ -97,7 +97,7 @@ def split(text: str, folder: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def files(request: pytest.FixtureRequest, once: Once, tmp_path: Path) -> dict[str, Path]:
-    """Those of a healthy pair, unless the test has others."""
+    """Return the recorder files of a healthy pair, unless the test has other events."""
     return split(once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("nothing",))), tmp_path)
 
 

@@ -170,7 +170,6 @@ def recorded() -> dict[str, dict[str, Any]]:
 
     {"asked": computed tokens at the last Asked event, "promised", "granted", "loading": [start, end],
      "loaded": end, "stored": end, "event": name of the last event, "since": seconds since the last event}
-
     """
     recorder = sys.modules.get("kvfix.connector_events.recorder")
     if recorder is None:

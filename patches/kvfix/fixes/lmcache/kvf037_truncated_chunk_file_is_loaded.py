@@ -84,7 +84,7 @@ def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
 def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
     """Load chunk after chunk, up to the first that is not whole. For LMCache, a shorter list means fewer chunks."""
     where, before = f"{__name__}.load_all", _READS.short
-    # Of the arguments: paths, keys, memory objects.
+    # The arguments 1 to 3 are paths, keys and memory objects.
     chunks = engine_log.guarded(where, lambda: list(zip(*positional(load)(args, kwargs)[0][1:4], strict=False)))
     if chunks is None:
         answer = load(*args, **kwargs)

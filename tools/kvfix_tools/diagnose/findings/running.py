@@ -106,7 +106,7 @@ def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
 _SHOWN = 4
 
 
-class _TakenForDone(list["LogLine"]):
+class _TakenForDone(list[LogLine]):
     """Failed loads of a release that may report failed loads as done."""
 
 
