@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.bench.row import Row
 from tests.conftest import clean_environment
 
 MEGABYTES = 48
+ROUNDS = 3
 #: Times the search in Python at most, for lives of engines: repeated ones, and lives with new request ids and times.
 REAL = {False: 2.5, True: 4}
 #: The same for a sparse log.
@@ -61,9 +63,11 @@ def measure() -> Iterator[Row]:
         for what, (blocks, most) in logs.items():
             with log.open("wb") as file:
                 file.writelines(blocks)
-            found = read(log)
+            # Another program on the machine slows a run down, never up: the fastest of each counts.
+            runs = [(read(log), search(log)) for _ in range(ROUNDS)]
+            found = min((found for found, _ in runs), key=itemgetter("cpu"))
             assert ("KVD101" in found["codes"]) == ("crash" in what)
-            yield row(what, found, search(log), most)
+            yield row(what, found, min(peer for _, peer in runs), most)
     yield from stream()
 
 

@@ -101,7 +101,9 @@ class Diagnosis:
             before, known.asked = known.asked, line.fields
             if before is line.fields or before == line.fields:  # vLLM asks about a waiting request in every step
                 self.failures.take(line)
-                self._answers(line)
+                for rule in self._rules.get(name, ()):
+                    if (answer := rule.look(self, line)) is not None:
+                        self.add(rule, answer, line)
                 return
         self.who.take(line)
         self.failures.take(line)

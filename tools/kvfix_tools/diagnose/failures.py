@@ -46,7 +46,7 @@ class Failures:
         self.quoted: LogLine | None = None
         self.last: dict[str, LogLine] = {}
         #: {file whose process is shutting down and has not worked since: time of its first line about this}
-        self._closing: dict[str, float | None] = {}
+        self.closing: dict[str, float | None] = {}
         #: Number of `lines` before the engine last worked.
         self._survived = 0
         #: True if the engine worked after it last waited for a worker.
@@ -54,11 +54,15 @@ class Failures:
 
     def take(self, line: LogLine) -> None:
         name = line.name
-        if name in _STARTS:
-            self._reopen(line)
-        if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
+        works = name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0)
+        if line.file in self.closing and (works or name in _STARTS):
+            # The process works again, unless Ray prints a line late, from before the shutdown.
+            since = self.closing[line.file]
+            is_first = name in ("vllm_version", "up")  # the API server or the server itself, never a worker of Ray
+            if is_first or since is None or line.time is None or line.time >= since:
+                del self.closing[line.file]
+        if works:
             self._survived, self.worked_since_wait = len(self.lines), True
-            self._reopen(line)
         elif self.is_ending(line):
             pass
         elif name in ("raised", "logged"):
@@ -73,7 +77,7 @@ class Failures:
                     self.raised.append(line)
         elif name == "closing":
             if not self.dead:
-                self._closing.setdefault(line.file, line.time)
+                self.closing.setdefault(line.file, line.time)
         elif name == "broadcast":
             self.worked_since_wait = False
         elif name in ("fatal", "died"):
@@ -93,18 +97,7 @@ class Failures:
 
     def is_ending(self, line: LogLine) -> bool:
         """Return True if the process of this file is shutting down. Then its errors are consequences."""
-        return line.file in self._closing
-
-    def _reopen(self, line: LogLine) -> None:
-        """Note that the process of this file works again, unless Ray prints a line late, from before the shutdown."""
-        since = self._closing.get(line.file)
-        is_first = line.name in ("vllm_version", "up")  # the API server or the server itself, never a worker of Ray
-        if is_first or since is None or line.time is None or line.time >= since:
-            self._closing.pop(line.file, None)
-
-    @property
-    def ending(self) -> bool:
-        return bool(self._closing)
+        return line.file in self.closing
 
     @property
     def first(self) -> LogLine | None:

@@ -30,9 +30,11 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
         # vLLM asks about another request, or the engine works: vLLM asks in every step of a busy engine too.
         head.fields, head.asked, head.done = f, asked, done
         return None
+    if asked - head.asked < POLLS:
+        return None
     statistics = log.last.get("stats")
     moving = float(statistics.fields["generation"]) if statistics is not None else None
-    if moving or asked - head.asked < (POLLS if moving is not None else 5 * POLLS):
+    if moving or (moving is None and asked - head.asked < 5 * POLLS):
         return None
     head.asked = asked
     same = f"the same answer: hit {f.get('hit')}, need to load {f.get('need')}"

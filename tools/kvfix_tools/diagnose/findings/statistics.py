@@ -67,7 +67,7 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
         # One step may take so long.
         return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
     for count, what, last, looks_like in still.values():
-        if count < IDLE and looks_like == record and not log.failures.ending:
+        if count < IDLE and looks_like == record and not log.failures.closing:
             sentence = f"{what}, and no later statistics: at INFO vLLM logs none while it computes nothing"
             return Answer(sentence, sure=False, evidence=(last,), note=True)
     return None
