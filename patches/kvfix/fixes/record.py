@@ -117,7 +117,7 @@ EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 
 class Fix:
-    """The record of a bug: `FIX = Fix(__name__, LMCACHE_V1.get_finished(...), effect="leak")`.
+    """The record of a bug: `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
 
     docstring: of the module, if it is not given.
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
@@ -139,10 +139,8 @@ class Fix:
 
     def __init__(
         self,
-        module_name: str,
         *targets: Target,
         effect: str,
-        docstring: str | None = None,
         evidence: Mapping[str, str] = MappingProxyType({}),
         scenarios: tuple[str, ...] = (),
         proof: str = "",
@@ -154,10 +152,11 @@ class Fix:
         let_go: Callable[[], None] = lambda: None,
         harmless: Callable[[], str] = str,
     ) -> None:
-        self.module_name = module_name
+        module = sys._getframe(1).f_globals  # as collections.namedtuple finds its module
+        self.module_name: str = module["__name__"]
         self.targets = targets
         self.effect = effect
-        self.docstring = (sys.modules[module_name].__doc__ if docstring is None else docstring) or ""
+        self.docstring: str = module["__doc__"] or ""
         self.evidence = evidence
         self.scenarios = scenarios or ((self.slug,) if self.fixable and not proof else ())
         self.proof = proof

@@ -85,7 +85,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),
     effect="crash",
     evidence={

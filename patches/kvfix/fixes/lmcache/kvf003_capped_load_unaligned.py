@@ -39,7 +39,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.4.7", probe=shows_bug, fix=fix, place=2),
     effect="crash",
     evidence={"KVD102": "", "KVR003": "", "KVR004": "", "KVR011": "Mismatch in tokens to load"},

@@ -156,7 +156,6 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", fix=fix_layers, place=4, helper=True),
     LMCACHE_V1.get_block_ids_with_load_errors(

@@ -50,7 +50,6 @@ def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
     ASYNC_LOOKUP_CLIENT.lookup(
         broken="==0.3.10", probe=lambda hook, module: shows_bug(hook, module, []), fix=fix_0_3_10

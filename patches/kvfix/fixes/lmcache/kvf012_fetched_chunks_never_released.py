@@ -69,7 +69,6 @@ def shows_bug(hook: Any, engine: Any) -> bool:
 
 BROKEN = ">=0.3.10,<0.4.1"
 FIX = Fix(
-    __name__,
     CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),
     CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, fix=fix_clean_up),
     CACHE_ENGINE.retrieve(broken=BROKEN, fix=fix_load, place=1),

@@ -64,7 +64,6 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 
 FIX = Fix(
-    __name__,
     CACHE_ENGINE.retrieve(broken=">=0.4.1", fix=fix, place=2),
     effect="wrong output",
     evidence={"KVD115": "", "KVD403": ""},

@@ -103,7 +103,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ZMQ_CLIENT.send_and_recv_all(broken=">=0.4.1", probe=shows_bug, fix=fix),
     LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", fix=fix_lookup, place=1),
     effect="hang",

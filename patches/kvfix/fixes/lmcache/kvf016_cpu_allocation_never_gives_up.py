@@ -100,7 +100,6 @@ def disk_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", fix=fix),
     LOCAL_CPU_BACKEND.batched_allocate(broken=">=0.3.9", fix=fix),
     LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9", probe=disk_shows_bug, fix=fix_disk),

@@ -132,7 +132,6 @@ name_request = _lmcache.layer_loads(lambda call, request: call.setdefault("req_i
 
 
 FIX = Fix(
-    __name__,
     CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, place=3),
     CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", fix=fix_layers),
     LMCACHE_V1.start_load_kv(broken=">=0.4.3", fix=name_request, place=2, helper=True),

@@ -46,7 +46,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix, place=2),
     BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
     effect="lost hits",

@@ -183,7 +183,6 @@ def _word(torch: Any, tensors: Any, row: int) -> Any:
 
 
 FIX = Fix(
-    __name__,
     api.GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", fix=fix_store),
     api.GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", fix=fix_load),
     api.GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", fix=fix_store),

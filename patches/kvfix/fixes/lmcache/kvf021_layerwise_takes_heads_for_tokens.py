@@ -49,7 +49,6 @@ def shows_bug(hook: Any, operations: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *(
         Owner("lmcache", module, copy=module).single_layer_kv_transfer(broken=broken, probe=shows_bug, fix=fix)
         for module, broken in (

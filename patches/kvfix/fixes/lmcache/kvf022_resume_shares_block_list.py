@@ -65,7 +65,6 @@ def step_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),
     LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),
     effect="wrong output",

@@ -45,7 +45,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR004": ""},

@@ -57,7 +57,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
     TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", fix=fix_release, helper=True),
     effect="hang",

@@ -94,7 +94,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),
     effect="wrong output",
     evidence={"KVD810": "", "KVR011": "mem_obj_consumer"},

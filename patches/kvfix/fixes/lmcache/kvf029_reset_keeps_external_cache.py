@@ -54,7 +54,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),
     effect="wrong output",
     scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),

@@ -157,7 +157,6 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
     LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=6, helper=True),

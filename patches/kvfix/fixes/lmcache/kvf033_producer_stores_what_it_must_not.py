@@ -30,7 +30,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=5, helper=True),
     effect="wrong output",

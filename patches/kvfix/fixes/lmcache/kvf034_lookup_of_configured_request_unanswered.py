@@ -41,7 +41,6 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="hang",
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},

@@ -44,7 +44,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},

@@ -37,7 +37,6 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ASYNC_LOOKUP_CLIENT.clear_lookup_status(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={

@@ -161,7 +161,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
     LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_load, helper=True),
     LOCAL_DISK_BACKEND._load_chunk_into_memory(broken=">=0.5.2", fix=fix_load, helper=True),

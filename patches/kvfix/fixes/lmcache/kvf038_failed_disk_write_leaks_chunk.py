@@ -73,7 +73,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="leak",
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",

@@ -44,7 +44,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("request_finished", shows_bug, fix, for_0180="", place=1),
     effect="crash",
     evidence={"KVD110": "", "KVR011": "Request tracker for request_id"},

@@ -63,7 +63,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", place=2),
     effect="hang",
     evidence={"KVD208": "", "KVR010": ""},

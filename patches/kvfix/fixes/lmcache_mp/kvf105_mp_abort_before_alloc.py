@@ -101,7 +101,6 @@ def step_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("request_finished", shows_bug, fix, place=2),
     *multi_process("build_connector_meta", step_shows_bug, fix_step, place=1),
     effect="leak",

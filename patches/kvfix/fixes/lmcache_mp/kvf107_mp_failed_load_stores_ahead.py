@@ -66,7 +66,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("build_connector_meta", shows_bug, fix, place=3),
     effect="wrong output",
     evidence={"KVR008": ""},

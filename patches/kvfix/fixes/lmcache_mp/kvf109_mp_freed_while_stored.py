@@ -77,7 +77,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR009": r"^worker_adapter\.finished_stores "},

@@ -52,7 +52,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *(
         Owner(dist, module, "LMCacheMPRequestTracker", copy=module).target(
             "__init__", broken=broken, probe=shows_bug, fix=fix

@@ -40,7 +40,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),
     effect="lost hits",
     evidence={"KVD205": ""},

@@ -40,7 +40,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process(
         "update_state_after_alloc",
         shows_bug,

@@ -36,7 +36,6 @@ def new_request_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),
     LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
     effect="leak",

@@ -60,7 +60,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR009": r"^worker_adapter\._returned_finished "},

@@ -43,7 +43,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     effect="wrong output",
     evidence={"KVR008": ""},

@@ -46,7 +46,6 @@ def shows_bug(hook: Any, connector: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
     SCHEDULER.reset_connector_cache(broken=">=0.15.1", fix=fix_scheduler, helper=True),
     effect="wrong output",

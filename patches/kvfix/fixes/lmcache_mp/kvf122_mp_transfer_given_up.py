@@ -124,7 +124,6 @@ def unanswered(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
     MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
     MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),

@@ -56,7 +56,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),
     effect="wrong output",
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},

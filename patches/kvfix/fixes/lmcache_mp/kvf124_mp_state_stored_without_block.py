@@ -69,7 +69,6 @@ def _stored(hook: Any, module: Any, connector: Any, computed: int, **blocks: Any
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
     LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, place=1),
     effect="wrong output",

@@ -46,7 +46,6 @@ def shows_bug(function: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_SERVER_TRANSFER.all_null_chunk_masks(broken=">=0.5.4", probe=shows_bug, fix=fix),
     effect="wrong output",
     scenarios=("mp-state-kept-null",),

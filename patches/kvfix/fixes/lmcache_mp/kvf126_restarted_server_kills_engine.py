@@ -105,7 +105,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
     MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
     MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),

@@ -100,7 +100,6 @@ def _targets(owner: Any, broken: str, keys: tuple[str, ...]) -> Iterator[Any]:
 
 
 FIX = Fix(
-    __name__,
     *_targets(MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
     *_targets(MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
     effect="crash",

@@ -36,7 +36,5 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
-    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),
-    effect="hang",
+    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1), effect="hang"
 )

@@ -31,7 +31,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={"KVR011": r"KeyError: 'remote_(engine_id|bootstrap_addr)"},

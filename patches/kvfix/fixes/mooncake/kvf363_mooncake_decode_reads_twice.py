@@ -43,7 +43,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=promise_once, place=1),
     MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", fix=end_once, place=-1, helper=True),
     effect="hang",

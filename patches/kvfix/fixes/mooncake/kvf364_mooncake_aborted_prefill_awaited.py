@@ -84,7 +84,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
     MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
     MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),

@@ -46,7 +46,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=process_pulling_result),
     effect="hang",
     no_patch={"vllm": "0.33.0 is right"},

@@ -75,7 +75,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
     MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
     effect="wrong output",

@@ -76,7 +76,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_SCHEDULER_0_15.get_num_new_matched_tokens(
         broken=">=0.11.2,<0.20", probe=shows_bug, fix=_fix(NIXL_SCHEDULER_0_15)
     ),

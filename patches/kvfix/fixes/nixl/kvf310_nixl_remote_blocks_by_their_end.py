@@ -73,7 +73,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=pair_from_start),
     effect="wrong output",
     evidence={"KVR011": r"^start_load_kv: AssertionError"},

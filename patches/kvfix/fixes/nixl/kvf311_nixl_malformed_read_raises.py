@@ -55,7 +55,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),
     NIXL_BASE_WORKER._log_failure(broken=">=0.32", fix=_log_failure, helper=True),
     effect="crash",

@@ -41,7 +41,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),
     effect="hang",
     evidence={"KVR010": ""},

@@ -29,7 +29,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={"KVR011": r"KeyError: 'remote_"},

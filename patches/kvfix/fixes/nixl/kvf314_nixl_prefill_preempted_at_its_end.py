@@ -39,7 +39,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished),
     NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished),
     effect="hang",

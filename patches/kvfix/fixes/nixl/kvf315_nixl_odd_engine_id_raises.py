@@ -32,7 +32,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),
     effect="crash",
     evidence={"KVR011": r"TypeError: (unhashable type|cannot use 'list')"},

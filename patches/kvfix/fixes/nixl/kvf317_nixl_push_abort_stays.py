@@ -46,7 +46,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=start_load_kv),
     effect="leak",
     evidence={"KVR009": r"^_recving_metadata "},

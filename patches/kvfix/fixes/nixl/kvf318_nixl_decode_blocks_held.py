@@ -37,7 +37,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),
     effect="hang",
     evidence={"LAB020": "of the decode engine"},

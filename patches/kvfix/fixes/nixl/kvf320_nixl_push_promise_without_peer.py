@@ -39,7 +39,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={"KVR011": r"^(update_state_after_alloc|schedule|build_connector_meta): KeyError"},

@@ -98,7 +98,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     api.NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=update_state_after_alloc),
     api.NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", fix=start_load_kv, helper=True),
     api.NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),

@@ -76,7 +76,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=_xfer_blocks_for_req),
     NIXL_BASE_WORKER._reap_expired_send_leases(broken=">=0.32", fix=_reap_expired_send_leases, helper=True),
     effect="wrong output",

@@ -36,7 +36,6 @@ def get_transfer_results(worker: Any) -> None:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=get_transfer_results),
     effect="wrong output",
     evidence={"LAB022": ""},

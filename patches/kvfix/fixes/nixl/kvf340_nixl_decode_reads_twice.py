@@ -39,7 +39,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=promise_once, place=1),
     NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=promise_once, place=1),
     NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", fix=arrive_once, place=-1, helper=True),

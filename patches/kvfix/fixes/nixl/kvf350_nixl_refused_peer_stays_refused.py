@@ -54,7 +54,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=add_remote_agent),
     effect="hang",
     no_patch=PRIVATE,

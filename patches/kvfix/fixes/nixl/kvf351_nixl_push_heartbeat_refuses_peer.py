@@ -62,7 +62,5 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
-    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats),
-    effect="hang",
+    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats), effect="hang"
 )

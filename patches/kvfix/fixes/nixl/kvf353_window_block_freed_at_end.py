@@ -44,7 +44,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=_prefill_backoff),
     effect="wrong output",
     attaches=AT_START,

@@ -58,7 +58,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=1, probe=shows_bug, fix=promise_once),
     NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", place=1, fix=note_first, helper=True),
     effect="hang",

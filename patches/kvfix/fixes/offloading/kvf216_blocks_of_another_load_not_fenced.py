@@ -44,7 +44,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=record_blocks),
     effect="wrong output",
     scenarios=("mp-load-into-blocks-in-copy", "nixl-load-into-blocks-in-copy"),

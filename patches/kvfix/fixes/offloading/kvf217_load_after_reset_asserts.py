@@ -42,7 +42,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=hide_loading),
     effect="crash",
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},

@@ -50,7 +50,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),
     effect="wrong output",
     evidence={"KVR011": "^update_from_output: KeyError: "},

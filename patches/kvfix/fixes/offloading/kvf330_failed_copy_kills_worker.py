@@ -78,7 +78,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     api.OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=get_finished, helper=True),
     api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
     api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),

@@ -41,7 +41,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=reset_cache),
     effect="wrong output",
     scenarios=("offload-reset-keeps-files",),

@@ -51,7 +51,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_TIERS._initiate_promotion(broken=">=0.32", probe=shows_bug, fix=_initiate_promotion),
     OFFLOADING_TIERS.prepare_load(broken=">=0.32", fix=prepare_load, helper=True),
     effect="hang",

@@ -40,7 +40,6 @@ def _build_store_jobs(scheduler: Any, scheduler_output: Any) -> None:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", fix=_build_store_jobs),
     effect="wrong output",
     scenarios=("offload-window-chunk-stored-in-part",),

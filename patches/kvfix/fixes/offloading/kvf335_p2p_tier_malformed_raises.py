@@ -52,7 +52,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),
     effect="crash",
     evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},

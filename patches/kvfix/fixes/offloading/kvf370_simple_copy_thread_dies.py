@@ -204,7 +204,6 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 
 
 FIX = Fix(
-    __name__,
     # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads. The functions below differ
     # between the releases.
     api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),

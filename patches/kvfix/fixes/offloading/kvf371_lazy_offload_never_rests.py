@@ -37,7 +37,6 @@ def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
 
 
 FIX = Fix(
-    __name__,
     SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),
     effect="hang",
     scenarios=("simple-offload-never-rests",),

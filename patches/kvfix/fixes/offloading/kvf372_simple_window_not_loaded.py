@@ -57,7 +57,6 @@ def get_num_new_matched_tokens(
 
 
 FIX = Fix(
-    __name__,
     SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),
     effect="wrong output",
     scenarios=("simple-offload-window-not-loaded",),

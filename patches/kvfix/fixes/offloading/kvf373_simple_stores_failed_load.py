@@ -117,7 +117,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=update_connector_output),
     SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
     effect="wrong output",

@@ -71,7 +71,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
     SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",

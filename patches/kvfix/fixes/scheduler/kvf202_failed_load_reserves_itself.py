@@ -43,7 +43,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=forget_failed_load),
     effect="hang",
     evidence={"KVD208": "", "KVD303": ""},

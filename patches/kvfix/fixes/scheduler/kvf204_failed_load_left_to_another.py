@@ -46,7 +46,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
     effect="wrong output",
 )

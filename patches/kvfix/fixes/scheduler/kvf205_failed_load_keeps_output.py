@@ -178,7 +178,6 @@ def lookup_is_needed(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
     SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, place=1, helper=True),
     SCHEDULER.update_from_output(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_output, helper=True),

@@ -52,7 +52,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_requests_with_invalid_blocks(
         broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
     ),

@@ -64,7 +64,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=_handle_invalid_blocks),
     effect="crash",
     evidence={"KVR011": r"block-level load failures|too many values to unpack"},

@@ -74,7 +74,6 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
     evidence={"KVD202": ""},

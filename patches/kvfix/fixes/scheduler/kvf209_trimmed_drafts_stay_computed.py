@@ -45,7 +45,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=compute_last_again),
     effect="wrong output",
     no_patch={"vllm": "fixed in 0.33.0"},

@@ -98,7 +98,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SLIDING_WINDOW_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),
     CHUNKED_LOCAL_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),
     effect="hang",

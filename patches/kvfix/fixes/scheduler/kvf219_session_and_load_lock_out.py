@@ -88,7 +88,6 @@ def _give_back(scheduler: Any, request: Any) -> None:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),
     effect="hang",
     evidence={"KVD202": ""},

@@ -60,7 +60,6 @@ def calls_it(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),
     SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=schedule, helper=True),
     effect="hang",

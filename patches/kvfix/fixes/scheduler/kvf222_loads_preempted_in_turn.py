@@ -58,7 +58,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),
     effect="hang",
     changes_healthy=("nixl-offload",),  # where few blocks are free a load begins later

@@ -29,7 +29,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),
     effect="crash",
     evidence={"KVD517": ""},

@@ -32,7 +32,6 @@ def harmless() -> str:
 
 
 FIX = Fix(
-    __name__,
     TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),
     effect="lost hits",
     evidence={"KVD304": "", "KVD305": ""},

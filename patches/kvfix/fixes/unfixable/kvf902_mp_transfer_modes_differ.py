@@ -27,7 +27,6 @@ def harmless() -> str:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),
     effect="hang",
     evidence={"KVD206": ""},

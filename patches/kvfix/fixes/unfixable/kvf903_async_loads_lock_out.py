@@ -23,4 +23,4 @@ KVF208 --plus KVF219 -- CMD`.
 
 from kvfix.fixes.api import SCHEDULER, Fix
 
-FIX = Fix(__name__, SCHEDULER.schedule(broken="<0.32", fix=None), effect="hang", evidence={"KVD202": ""})
+FIX = Fix(SCHEDULER.schedule(broken="<0.32", fix=None), effect="hang", evidence={"KVD202": ""})

@@ -20,7 +20,6 @@ the longest pause of the server.
 from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", fix=None),
     effect="wrong output",
     evidence={"KVD204": r"^a ping timed out"},

@@ -23,7 +23,6 @@ decoding.
 from kvfix.fixes.api import SCHEDULER, Fix
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_request_as_session(broken=">=0.32", fix=None),
     effect="wrong output",
     scenarios=("session-state-runs-ahead", "session-state-has-drafts"),

@@ -22,7 +22,6 @@ prefill engine, for example 960 and 480. A message may then be late by the diffe
 from kvfix.fixes.api import MOONCAKE_WORKER, Fix
 
 FIX = Fix(
-    __name__,
     MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", fix=None),
     effect="wrong output",
     evidence={"LAB001": "", "LAB008": ""},
