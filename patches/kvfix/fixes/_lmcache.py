@@ -2,10 +2,9 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from kvfix.fixes import _closed
-from kvfix.fixes.api import Fixing, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
+from kvfix.fixes.api import Any, Fixing, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
 
 def fetched(engine: Any, lookup_id: Any) -> list[Any]:

@@ -6,9 +6,8 @@ LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its connectors for ol
 import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
-from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, stubs
+from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, Any, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:

@@ -6,10 +6,9 @@ are kept, because clients choose the ids. If two prefills have the same hash, th
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 from kvfix.fixes import _closed
-from kvfix.fixes.api import Fixing, fix_after, fix_before, note, stubs
+from kvfix.fixes.api import Any, Fixing, fix_after, fix_before, note, stubs
 
 #: Maximum prefills whose request is remembered. They take 1.5 MB.
 _KEPT = 10_000

@@ -22,9 +22,7 @@ else 0))` and rewrites the LoadSpec to match. The fix does not change a correct 
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
 
 

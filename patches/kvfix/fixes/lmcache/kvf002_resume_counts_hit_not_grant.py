@@ -20,10 +20,8 @@ while the hook runs, and later the hit again. A granted load is not changed, exc
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
-from typing import Any
-
 from kvfix import scheduling
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, fix_around, note, stubs
 
 
 # vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.

@@ -15,9 +15,7 @@ Fix: The fix promises only the tokens between vLLM's computed tokens and the end
 - Remove when: LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 
 
 @fix_after(when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)

@@ -12,9 +12,7 @@ Fix: Without a cache engine, the hook handles an abort like any other end, and s
   0.5.1.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, fix_around, stubs
 
 
 @fix_around(

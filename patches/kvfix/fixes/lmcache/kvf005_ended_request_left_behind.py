@@ -18,9 +18,7 @@ Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decod
   the lookup client, and `get_finished` unpins.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 # An admitted request is in none of the three, but a resumed one can be in the last two. Every lookup adds the

@@ -14,10 +14,9 @@ Fix: LMCache has no key for embeddings. So the fix stops LMCache from looking up
 """
 
 import copy
-from typing import Any
 
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, Wrapper, after, around, fix_around, instead, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, Wrapper, after, around, fix_around, instead, stubs
 
 
 @fix_around(when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)

@@ -21,11 +21,10 @@ does not know which saves were skipped. To save all again costs little, because 
 """
 
 from collections import deque
-from typing import Any
 
 from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
-from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, fix_after, fix_before, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_before, note, stubs
 
 
 class Failed:

@@ -14,10 +14,8 @@ them to vLLM's computed tokens, and marks these tokens as not saved. LMCache doe
   0.4.1.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_before, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_before, note, stubs
 
 
 @fix_before(on_fault=_closed.save_nothing_more)

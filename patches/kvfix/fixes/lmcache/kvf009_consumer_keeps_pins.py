@@ -10,9 +10,7 @@ Fix: On a consumer, the fix acts after `wait_for_save` and unpins the requests o
 - Upstream: https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()

@@ -12,9 +12,7 @@ Fix: The fix does not cancel a lookup that the client does not have.
 - Remove when: `cancel_lookup` checks whether the lookup exists.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, fix_around, instead, stubs
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, fix_around, instead, stubs
 
 
 @fix_around()

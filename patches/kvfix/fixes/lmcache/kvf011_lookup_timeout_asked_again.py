@@ -16,9 +16,7 @@ cleaned it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
 - Remove when: `lookup_cache` returns an answer for a lookup that has timed out.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, stubs
 
 
 def given_up(client: Any, lookup_id: str) -> bool:

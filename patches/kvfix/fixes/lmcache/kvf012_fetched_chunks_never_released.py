@@ -16,10 +16,9 @@ fetched and not loaded. With the fix, a load and a clean-up also release the pin
 """
 
 import sys
-from typing import Any
 
 from kvfix.fixes import _lmcache
-from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_after, fix_around, instead, note, stubs
+from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_after, fix_around, instead, note, stubs
 
 
 @fix_after()

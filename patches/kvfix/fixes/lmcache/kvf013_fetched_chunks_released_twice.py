@@ -17,10 +17,9 @@ fix releases the pin too, as the clean-up would have done.
 
 from _thread import get_ident
 from contextlib import ExitStack
-from typing import Any
 
 from kvfix.fixes import _lmcache
-from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_around, replaced
+from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_around, replaced
 
 
 class Calls:

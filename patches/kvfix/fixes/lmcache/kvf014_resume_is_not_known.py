@@ -12,11 +12,9 @@ Fix: The fix promises nothing to a resumed request, and resets the tracker to vL
 - Upstream: None known; 0.3.10 handles resumed requests.
 """
 
-from typing import Any
-
 from kvfix import scheduling
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_around, fix_before, instead, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_around, fix_before, instead, note, stubs
 
 
 @fix_around(on_fault=_closed.no_hit)

@@ -15,10 +15,8 @@ first pause begins, and one line when the pauses end.
 - Remove when: LMCache's lookup transport backs off after a timeout.
 """
 
-from typing import Any
-
-from kvfix import clock, engine_log
-from kvfix.fixes.api import LOOKUP_CLIENT, ZMQ_CLIENT, Fix, Steps, fix_around, stubs
+from kvfix import clock
+from kvfix.fixes.api import LOOKUP_CLIENT, ZMQ_CLIENT, Any, Fix, Steps, engine_log, fix_around, stubs
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 #: Seconds. Up to 0.3.15 a lookup does not report a timeout (3 s). An answer of 0 that took longer than SLOW counts as a

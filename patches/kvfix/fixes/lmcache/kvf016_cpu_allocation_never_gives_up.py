@@ -19,10 +19,9 @@ that gets no memory returns no chunk instead of an AssertionError.
 import functools
 import threading
 import time
-from typing import Any
 
 from kvfix import clock, engine_log
-from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Fix, Wrapper, fix_calls, positional, stubs
+from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, Wrapper, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
 #: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.

@@ -22,10 +22,9 @@ adapter or a salt are not found until they are stored again. Requests without ad
 
 import copy
 import hashlib
-from typing import Any
 
 from kvfix.fixes import _closed, _lmcache
-from kvfix.fixes.api import GO_ON, LMCACHE_V1, NEW_REQUESTS, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import GO_ON, LMCACHE_V1, NEW_REQUESTS, Any, Fix, Steps, View, fix_around, stubs
 from kvfix.session import session
 
 TAG = "lmcache.tag.kvfix"

@@ -22,10 +22,9 @@ vllm_v1_adapter.py:842).
 from _thread import get_ident
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from kvfix.fixes import _lmcache
-from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Fix, Steps, engine_log, fix_after, fix_around
+from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Any, Fix, Steps, engine_log, fix_after, fix_around
 
 #: Attribute of a chunk: the loads that have added a pin to it.
 _LOADS = "_kvfix_loads"

@@ -14,10 +14,8 @@ Fix: The lookup asks for all chunks, as in the releases before and after.
 - Remove when: LMCache 0.3.11 is no longer in use.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed
-from kvfix.fixes.api import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT, Any, Fix, Steps, fix_around, stubs
 
 
 @fix_around(on_fault=_closed.no_hit)

@@ -21,11 +21,9 @@ disk caches and the remote caches.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from kvfix.fixes import api
-from kvfix.fixes.api import Fix, Steps, Wrapper, fix_after, fix_around
-from kvfix.wrapping import around, instead
+from kvfix.fixes.api import Any, Fix, Steps, Wrapper, around, fix_after, fix_around, instead
 
 #: Attribute of a memory object that was not filled. On a connector, it holds the tokens that were not loaded.
 _EMPTY = "_kvfix_empty"

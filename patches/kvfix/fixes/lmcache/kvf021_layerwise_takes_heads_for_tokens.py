@@ -17,9 +17,7 @@ the same order, so their KV is right. Another order would make chunks wrong that
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import AT_START, Fix, Owner, Steps, fix_around
+from kvfix.fixes.api import AT_START, Any, Fix, Owner, Steps, fix_around
 
 #: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}

@@ -20,10 +20,9 @@ step resumes. (A wrapper of `update` would cost a sixth of the time of a step wi
 """
 
 import inspect
-from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes.api import LMCACHE_V1, REQUEST_TRACKER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, REQUEST_TRACKER, Any, Fix, fix_after, note, stubs
 
 
 def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:

@@ -15,9 +15,7 @@ Fix: The tracker begins with all tokens of the request, as with runner V1.
 - Remove when: `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import REQUEST_TRACKER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import REQUEST_TRACKER, Any, Fix, fix_after, note, stubs
 
 
 def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any) -> Any:

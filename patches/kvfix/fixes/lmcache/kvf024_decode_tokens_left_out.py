@@ -13,10 +13,8 @@ Fix: Before the step's metadata are built, the fix appends the known tokens that
 - Upstream: None known; fixed in 0.4.3, which continues from the end of the tracker.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, NEW_REQUESTS, Fix, fix_before, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, NEW_REQUESTS, Any, Fix, fix_before, note, stubs
 from kvfix.session import session
 
 

@@ -16,9 +16,8 @@ Fix: `__del__` keeps the chunk. The next `ref_count_down` of any chunk frees the
 """
 
 from collections import deque
-from typing import Any
 
-from kvfix.fixes.api import TENSOR_MEMORY_OBJ, Fix, Steps, fix_around, fix_before, instead, stubs
+from kvfix.fixes.api import TENSOR_MEMORY_OBJ, Any, Fix, Steps, fix_around, fix_before, instead, stubs
 
 #: Chunks that the collector has found. append and popleft are atomic.
 COLLECTED: deque[Any] = deque()

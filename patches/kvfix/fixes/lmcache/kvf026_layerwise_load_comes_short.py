@@ -20,10 +20,9 @@ the rest of `retrieve_layer`. KVF007 prevents the step from storing the KV that 
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from kvfix.fixes import _closed, _lmcache
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, engine_log, fix_around, note, replaced, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, engine_log, fix_around, note, replaced, stubs
 
 _WHERE = f"{__name__}.retrieve_layer"
 

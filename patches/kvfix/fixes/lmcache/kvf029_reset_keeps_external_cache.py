@@ -22,10 +22,8 @@ Then call `reset_prefix_cache()` without the connector, which empties vLLM's own
 - Remove when: LMCache's connectors have a `reset_cache` that empties the cache.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import SCHEDULER, Fix, engine_log, fix_after, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, engine_log, fix_after, stubs
 
 
 @fix_after(when=lambda scheduler, answer: answer and keeps_its_cache(scheduler), on_fault=_closed.refuse)

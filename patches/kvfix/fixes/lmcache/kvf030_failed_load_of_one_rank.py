@@ -24,11 +24,10 @@ default, the request ends with an error at prefill. Do not set `recompute` on a 
 """
 
 import copy
-from typing import Any
 
 from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
-from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, stubs
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
 _UNSAVED = "_kvfix_unsaved"

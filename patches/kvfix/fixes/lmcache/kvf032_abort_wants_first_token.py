@@ -12,9 +12,7 @@ Fix: If the request has no token, the fix hides from the hook that the request w
 - Remove when: `request_finished` checks whether there is a token.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, fix_around, stubs
 
 _ASKS = "ret_first_tok"
 

@@ -10,10 +10,8 @@ Fix: The worker does not store a request with `lmcache.skip_save`, unless the re
 - Remove when: `wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
 """
 
-from typing import Any
-
 from kvfix.fixes import _lmcache
-from kvfix.fixes.api import LMCACHE_V1, Fix
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix
 
 
 def _must_not_be_stored(request: Any) -> Any:

@@ -13,9 +13,7 @@ Fix: The scheduler sends only the settings that are part of a key (`lmcache.tag.
 - Remove when: `LookupRequestMsg` takes settings of any type.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, stubs
 
 
 @fix_around(

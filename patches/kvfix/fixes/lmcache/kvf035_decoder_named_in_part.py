@@ -11,9 +11,7 @@ Fix: If a key is missing, the fix serves the request like one without a decoder.
 - Remove when: `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, engine_log, fix_around, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, engine_log, fix_around, stubs
 
 _SPEC = "disagg_spec"
 _KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")

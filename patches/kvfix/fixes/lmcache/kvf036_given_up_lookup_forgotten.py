@@ -18,9 +18,7 @@ Fix: The client keeps a cancelled lookup until its answer is cleaned up. Until t
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, fix_around, instead, stubs
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, fix_around, instead, stubs
 
 
 # The clean-up removes the lookup from `aborted_lookups` before it clears the lookup.

@@ -25,11 +25,9 @@ import ctypes
 import os
 import threading
 from contextlib import suppress
-from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import CACHE_ENGINE, LOCAL_DISK_BACKEND, Fix, Steps, fix_after, fix_around, fix_calls, positional
+from kvfix.fixes import api
+from kvfix.fixes.api import Any, Fix, Steps, engine_log, fix_after, fix_around, fix_calls, positional, stubs
 
 _MARK_BYTES = 16
 
@@ -161,11 +159,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
-    LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_load, helper=True),
-    LOCAL_DISK_BACKEND._load_chunk_into_memory(broken=">=0.5.2", fix=fix_load, helper=True),
-    LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_prefetch, helper=True),
-    CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", fix=fix_report),
+    api.LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
+    api.LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_load, helper=True),
+    api.LOCAL_DISK_BACKEND._load_chunk_into_memory(broken=">=0.5.2", fix=fix_load, helper=True),
+    api.LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_prefetch, helper=True),
+    api.CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", fix=fix_report),
     effect="wrong output",
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
 )

@@ -16,9 +16,8 @@ count. LMCache can then store the chunk again. With `use_odirect`, a file descri
 
 import os
 from contextlib import nullcontext, suppress
-from typing import Any
 
-from kvfix.fixes.api import LOCAL_DISK_BACKEND, Fix, engine_log, fix_calls, positional, stubs
+from kvfix.fixes.api import LOCAL_DISK_BACKEND, Any, Fix, engine_log, fix_calls, positional, stubs
 
 
 @fix_calls

@@ -14,10 +14,8 @@ numbers of this tracker are zero. The hook deletes it, as it does with every tra
 - Remove when: `request_finished` no longer asserts that there is a tracker.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Wrapper, before, multi_process, note, stubs
+from kvfix.fixes.api import Any, Fix, Wrapper, before, multi_process, note, stubs
 
 #: The statistics that a client can ask for, by release.
 STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")

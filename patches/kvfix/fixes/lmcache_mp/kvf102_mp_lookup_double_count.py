@@ -18,10 +18,8 @@ records the tokens that vLLM has computed.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, fix_after, multi_process, stubs
+from kvfix.fixes.api import Any, Fix, fix_after, multi_process, stubs
 
 
 @fix_after(

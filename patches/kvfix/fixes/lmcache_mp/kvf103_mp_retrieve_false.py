@@ -16,10 +16,9 @@ vLLM computes the tokens again. The fix wraps `submit_retrieve_request`.
 """
 
 import inspect
-from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, View, engine_log, fix_after, note, stubs
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, View, engine_log, fix_after, note, stubs
 
 
 def load(adapter: Any, future: Any, blocks: Any) -> Any:

@@ -21,10 +21,8 @@ LMCache has its own fix, this fix handles the preempted requests that LMCache's 
 - Remove when: LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Wrapper, before, multi_process, note, stubs
+from kvfix.fixes.api import Any, Fix, Wrapper, before, multi_process, note, stubs
 
 
 def fix(module: Any) -> Wrapper:

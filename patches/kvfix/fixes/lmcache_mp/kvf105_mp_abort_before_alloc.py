@@ -21,10 +21,9 @@ unhealthy, the session stays. The fix then polls for the answer in the following
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
+from kvfix.fixes.api import Any, Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
 
 #: Of a connector: {request that ended before its lookup was answered: function that frees its locks}.
 _LOOKING = "_kvfix_looking"

@@ -19,10 +19,9 @@ store. Steps without a preemption do not wait. KVF109 makes sure that the worker
 
 import sys
 from contextlib import nullcontext
-from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import CONNECTOR_BASE, GO_ON, LMCACHE_MP, VLLM_MP, Fix, fix_after, fix_before, multi_process, note
+from kvfix.fixes import _mp, api
+from kvfix.fixes.api import GO_ON, Any, Fix, fix_after, fix_before, multi_process, note, stubs
 
 #: Seconds for each store, after an error of this fix.
 _LONGEST_WAIT = 10.0
@@ -79,8 +78,8 @@ def connector_shows_bug(hook: Any, module: Any) -> bool:
     if not getattr(metadata, "need_flush_before_forward", False):
         return True
     store = _store()
-    if module.__name__ == VLLM_MP.module:
-        getattr(module, VLLM_MP.name).handle_preemptions(_worker(store), metadata)
+    if module.__name__ == api.VLLM_MP.module:
+        getattr(module, api.VLLM_MP.name).handle_preemptions(_worker(store), metadata)
         return not store.waited
     return own_shows_bug(hook, module)
 
@@ -104,8 +103,8 @@ def base_shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     *multi_process("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", place=2),
-    CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
-    LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
+    api.CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
+    api.LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
     effect="wrong output",
     evidence={"KVD308": ""},
     scenarios=("mp-preempt-store-overwrite", "mp-preempt-store-overwrite-in-tree"),

@@ -15,10 +15,8 @@ of computed tokens. LMCache stores the part of the hit that was not loaded again
 - Remove when: The tracker gets the report of a failed load.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import Fix, fix_before, multi_process, note, stubs
+from kvfix.fixes.api import Any, Fix, fix_before, multi_process, note, stubs
 
 
 @fix_before(

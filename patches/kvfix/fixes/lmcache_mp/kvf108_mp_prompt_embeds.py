@@ -13,10 +13,8 @@ as stored, so nothing is stored. vLLM's own prefix cache, which hashes the embed
 - Remove when: The connector distinguishes embeddings from tokens.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import GO_ON, LMCACHE_MP, Fix, Steps, Wrapper, around, multi_process, note
+from kvfix.fixes.api import GO_ON, LMCACHE_MP, Any, Fix, Steps, Wrapper, around, multi_process, note
 
 
 def _has_embeddings(connector: Any, request: Any, *_: Any, **__: Any) -> bool:

@@ -15,10 +15,9 @@ the request are done. An earlier store that has already ended no longer marks th
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, Steps, View, fix_around, note, stubs
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, Steps, View, fix_around, note, stubs
 
 
 def both(first: Any, second: Any) -> Any:

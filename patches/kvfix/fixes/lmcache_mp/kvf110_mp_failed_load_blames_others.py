@@ -13,10 +13,8 @@ Fix: The fix removes the skipped blocks from the blocks that the worker reports 
 - Remove when: The worker keeps only the blocks that a load writes.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)

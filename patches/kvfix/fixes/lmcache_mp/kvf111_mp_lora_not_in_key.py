@@ -19,9 +19,8 @@ a separate tenant. Requests without a LoRA keep their keys.
 """
 
 import hashlib
-from typing import Any
 
-from kvfix.fixes.api import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP, Fix, Owner, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP, Any, Fix, Owner, fix_after, note, stubs
 
 
 def _own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:

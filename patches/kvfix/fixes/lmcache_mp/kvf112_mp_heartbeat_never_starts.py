@@ -12,9 +12,8 @@ Fix: If there are no heartbeats after `_ensure_heartbeat_started`, the fix start
 """
 
 from contextlib import nullcontext
-from typing import Any
 
-from kvfix.fixes.api import MP_SCHEDULER_ADAPTER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import MP_SCHEDULER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda adapter, answer: not adapter._heartbeats)

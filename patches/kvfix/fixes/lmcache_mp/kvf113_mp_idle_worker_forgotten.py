@@ -15,9 +15,8 @@ Fix: The fix starts the worker's heartbeat after `register_kv_caches`.
 """
 
 import inspect
-from typing import Any
 
-from kvfix.fixes.api import AT_START, MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import AT_START, MP_WORKER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()

@@ -14,10 +14,9 @@ Fix: While the hook runs, the client's `free_lookup_locks` gets the salt of the 
 """
 
 import functools
-from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Steps, fix_around, multi_process, note, replaced, stubs
+from kvfix.fixes.api import Any, Fix, Steps, fix_around, multi_process, note, replaced, stubs
 
 
 @fix_around(

@@ -16,10 +16,8 @@ load and releases all locks.
 - Remove when: LMCache 0.5.4 is no longer in use.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import GO_ON, Fix, Steps, fix_around, multi_process, note, stubs
+from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_around, multi_process, note, stubs
 
 
 def _without_hit(connector: Any, request: Any, blocks: Any, num_external_tokens: int, *_: Any, **__: Any) -> Any:

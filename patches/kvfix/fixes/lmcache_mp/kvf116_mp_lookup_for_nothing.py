@@ -13,10 +13,8 @@ Fix: The fix returns no hit for a request that reads no cache, and sends no look
 - Remove when: The connector sends no lookup for a request that reads no cache.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import LMCACHE_MP, Fix, fix_before, multi_process, note
+from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_before, multi_process, note
 
 
 @fix_before(when=lambda connector, request, *_, **__: getattr(request, "skip_reading_prefix_cache", False))

@@ -17,9 +17,8 @@ Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in
 """
 
 from collections import deque
-from typing import Any
 
-from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 KEPT = 32
 

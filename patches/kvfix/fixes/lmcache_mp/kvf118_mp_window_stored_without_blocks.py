@@ -23,10 +23,8 @@ The request stores no later chunk, because no prefix hit would find it. One disa
 - Remove when: The tracker stores no block that vLLM has taken out of the list.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note
+from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)

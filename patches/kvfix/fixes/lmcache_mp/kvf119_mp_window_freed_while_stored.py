@@ -22,10 +22,9 @@ preemption. The workers then wait for the stores in flight before anything is wr
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvfix.fixes import _closed, _windows
-from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note, stubs
 
 #: If more freed blocks than this may still be copied, a step waits anyway, because each step looks at all of them.
 _MOST = 1024

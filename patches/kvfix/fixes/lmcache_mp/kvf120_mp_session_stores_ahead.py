@@ -15,10 +15,8 @@ Fix: If vLLM schedules a tracked request as new, the fix sets the count to the t
 - Remove when: `_process_new_requests` sets the count from `num_computed_tokens`.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import Fix, fix_before, multi_process, note, stubs
+from kvfix.fixes.api import Any, Fix, fix_before, multi_process, note, stubs
 
 
 @fix_before(

@@ -17,10 +17,8 @@ still True, because the connector cannot know about the L2. Empty the L2 yoursel
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import LMCACHE_MP, SCHEDULER, Fix, fix_after, fix_before, stubs
+from kvfix.fixes.api import LMCACHE_MP, SCHEDULER, Any, Fix, fix_after, fix_before, stubs
 
 
 @fix_after(when=lambda impl, answer: answer, on_fault=_closed.refuse)

@@ -22,11 +22,8 @@ its transfers stay in use until the server's process ends. With gRPC the fix cha
 - Remove when: A worker keeps a transfer until the server has answered or is gone.
 """
 
-from typing import Any
-
-from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import MP_CLIENT, MP_WORKER_ADAPTER, Fix, Steps, fix_after, fix_around, fix_before, note, stubs
-from kvfix.wrapping import GO_ON, replaced
+from kvfix.fixes import _closed, _mp, api
+from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_after, fix_around, fix_before, note, replaced, stubs
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
@@ -124,11 +121,11 @@ def unanswered(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
-    MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
-    MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
-    MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
-    MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
+    api.MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
+    api.MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
+    api.MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
+    api.MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
+    api.MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
     effect="wrong output",
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),

@@ -18,9 +18,7 @@ engines, empty the server's L2, and start all of them with the fix.
 - Remove when: `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import AT_START, MP_KV_GROUPS, Fix, fix_after, stubs
+from kvfix.fixes.api import AT_START, MP_KV_GROUPS, Any, Fix, fix_after, stubs
 
 _EXTRA = "extra_retained_tokens"
 

@@ -21,10 +21,8 @@ out, and no hit ends there. This works with `lmcache server --separate-object-gr
 - Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note
+from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)

@@ -21,9 +21,7 @@ are longer. Without this option all KV groups are in one object, so a hit ends b
 - Remove when: The server stores no chunk with a null block in a part that a hit reads.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import AT_START, MP_SERVER_TRANSFER, Fix, fix_after, stubs
+from kvfix.fixes.api import AT_START, MP_SERVER_TRANSFER, Any, Fix, fix_after, stubs
 
 
 # After an error of the fix, every chunk is left out of the store.

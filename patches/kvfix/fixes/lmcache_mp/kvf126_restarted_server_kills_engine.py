@@ -26,11 +26,8 @@ same, and their read locks stay on the server until they time out.
 - Remove when: A worker registers again after a lost connection, and requests in flight then fail.
 """
 
-from typing import Any
-
-from kvfix.fixes import _mp
-from kvfix.fixes.api import MP_CLIENT, MP_HEARTBEAT, Fix, Steps, engine_log, fix_after, fix_around, fix_before, stubs
-from kvfix.wrapping import View, replaced
+from kvfix.fixes import _mp, api
+from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
 #: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
 #: that it does not know; it needs to know the worker for transfers.
@@ -105,9 +102,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
-    MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
-    MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),
+    api.MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
+    api.MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
+    api.MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),
     effect="hang",
     proof="tests/runtime/test_server_restart.py, with a real server: the lab's server answers in the step",
 )

@@ -19,11 +19,9 @@ number to the worker as a string, and the load fails in the worker.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from kvfix.fixes import _mooncake, _prefills
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15, PRIVATE, Fix, Fixing, Steps, fix_around, stubs
-from kvfix.wrapping import View, instead
+from kvfix.fixes import _mooncake, _prefills, api
+from kvfix.fixes.api import PRIVATE, Any, Fix, Fixing, Steps, View, fix_around, instead, stubs
 
 _ADDRESS = "remote_bootstrap_addr"
 _KEYS_0_15 = ("remote_host", "remote_port")
@@ -100,8 +98,8 @@ def _targets(owner: Any, broken: str, keys: tuple[str, ...]) -> Iterator[Any]:
 
 
 FIX = Fix(
-    *_targets(MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
-    *_targets(MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
+    *_targets(api.MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
+    *_targets(api.MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
     effect="crash",
     evidence={"KVR010": "", "KVD291": "", "KVD584": ""},
     scenarios=("mooncake-promise-without-peer",),

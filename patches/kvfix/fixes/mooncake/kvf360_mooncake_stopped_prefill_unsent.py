@@ -15,10 +15,8 @@ Fix: The fix sends a stopped prefill like a prefill that has reached its length 
 - Remove when: request_finished sends a prefill that has stopped.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, Fix, Steps, View, fix_around
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, Any, Fix, Steps, View, fix_around
 
 
 @fix_around(when=lambda connector, request, *_: request.kv_transfer_params)

@@ -13,10 +13,8 @@ Fix: Before build_connector_meta, the fix removes a request without a peer from 
 - Remove when: vLLM checks whether the parameters name a peer before it lets the prefill engine free the blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mooncake, _prefills
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, PRIVATE, Fix, stubs
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, PRIVATE, Any, Fix, stubs
 
 fix = _prefills.tell_no_unknown_peer(
     __name__, lambda params: all(isinstance(params.get(key), str) for key in _mooncake.PEER)

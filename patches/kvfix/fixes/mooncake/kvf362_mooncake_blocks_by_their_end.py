@@ -14,10 +14,9 @@ with several context-parallel ranks.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Fix, fix_before
+from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Any, Fix, fix_before
 
 
 def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:

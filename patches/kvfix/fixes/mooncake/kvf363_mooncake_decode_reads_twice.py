@@ -20,10 +20,8 @@ what another decode engine has read. So a router that retries a request must sen
 - Remove when: Prefill refuses the second read.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mooncake, _prefills
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, Fix
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, Any, Fix
 
 
 def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:

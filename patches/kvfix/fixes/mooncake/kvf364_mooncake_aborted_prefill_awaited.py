@@ -18,11 +18,9 @@ that the transfer has failed. kv_load_failure_policy then decides.
 import asyncio
 import sys
 from types import SimpleNamespace
-from typing import Any
 
-from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, MOONCAKE_WORKER, NEW_REQUESTS, Fix, Steps, fix_after, fix_around, note
-from kvfix.wrapping import View
+from kvfix.fixes import _mooncake, api
+from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, note
 
 #: A number of sends that is never reached. So a request whose transfer was dropped is not reported as sent.
 _NEVER = 1 << 30
@@ -47,7 +45,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 def _drop(worker: Any, transfer: str) -> None:
     """Drop the transfer, in the loop of the sender. A ready transfer without blocks is answered as failed."""
-    module: Any = sys.modules[MOONCAKE_WORKER.module]
+    module: Any = sys.modules[api.MOONCAKE_WORKER.module]
     dropped = worker.reqs_need_send.get(transfer)
     if dropped is None:
         dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
@@ -84,9 +82,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
-    MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
-    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
+    api.MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
+    api.MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
+    api.MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
     effect="hang",
     attaches=NEW_REQUESTS,
 )

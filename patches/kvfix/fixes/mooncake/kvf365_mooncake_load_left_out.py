@@ -15,10 +15,9 @@ itself, or fails the request, as kv_load_failure_policy says.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_WORKER, Fix, fix_after, note
+from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_after, note
 
 
 @fix_after()

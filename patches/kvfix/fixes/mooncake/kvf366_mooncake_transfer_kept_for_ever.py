@@ -13,11 +13,9 @@ still exists, the fix writes the prefill's request id into the entry.
 - Remove when: vLLM removes the entry at the timeout.
 """
 
-from typing import Any
-
 from kvfix import clock
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_WORKER, Fix, fix_before, note
+from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
 #: Seconds between two looks. An entry is removed only at the second look, because its waiter comes just after the entry
 #: is made.

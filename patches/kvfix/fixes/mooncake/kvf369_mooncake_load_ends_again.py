@@ -19,10 +19,9 @@ Fix: Each rank reports each load once. A load that failed at a rank is reported 
 
 from collections.abc import Collection
 from types import SimpleNamespace
-from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_WORKER, Fix, Steps, View, fix_around
+from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, Steps, View, fix_around
 
 #: Attribute of a load: why it failed at one rank, while other ranks had not reported it yet.
 _REASON = "_kvfix_reason"

@@ -21,10 +21,9 @@ Fix: The fix promises nothing for incomplete or malformed parameters. The reques
 
 import inspect
 import sys
-from typing import Any
 
-from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15, PRIVATE, Fix, Fixing, Owner, stubs
+from kvfix.fixes import _nixl, _prefills, api
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15, Any, Fix, Fixing, Owner, stubs
 
 _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -84,5 +83,5 @@ FIX = Fix(
     effect="crash",
     evidence={"KVD290": "", "KVD584": "", "KVR010": "", "KVR011": r"^update_state_after_alloc: AssertionError$"},
     scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),
-    no_patch=PRIVATE,
+    no_patch=api.PRIVATE,
 )

@@ -16,10 +16,8 @@ KV groups other than full attention, engines with different block sizes, or cont
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PULL_WORKER, PRIVATE, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import NIXL_PULL_WORKER, PRIVATE, Any, Fix, Steps, fix_around, note, stubs
 
 
 @fix_around(when=lambda worker, req_id, meta: any(meta.local_block_ids), on_fault=_nixl.fail_load)

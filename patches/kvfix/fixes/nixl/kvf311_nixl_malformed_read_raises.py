@@ -17,10 +17,8 @@ Fix: If `_read_blocks_for_req` raises, the fix logs the exception and reports th
 - Remove when: vLLM reports a load with malformed parameters as failed.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_BASE_WORKER, NIXL_PULL_WORKER, PRIVATE, Fix, engine_log, fix_calls, note, stubs
+from kvfix.fixes.api import NIXL_BASE_WORKER, NIXL_PULL_WORKER, PRIVATE, Any, Fix, engine_log, fix_calls, note, stubs
 
 
 @fix_calls

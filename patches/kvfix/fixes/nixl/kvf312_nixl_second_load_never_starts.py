@@ -15,10 +15,8 @@ Fix: If update_state_after_alloc would start no load, the fix promises nothing, 
 - Remove when: vLLM checks the parameters in the same way in both functions.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Fix, stubs
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Any, Fix, stubs
 
 
 @_prefills.promise_if

@@ -12,10 +12,8 @@ Fix: Before build_connector_meta, the fix removes a request without a peer from 
 - Remove when: vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Fix, stubs
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Any, Fix, stubs
 
 _KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 

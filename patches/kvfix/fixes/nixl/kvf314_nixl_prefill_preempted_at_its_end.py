@@ -15,10 +15,8 @@ worker not to process the request. vLLM tells the worker the same for an aborted
 - Remove when: vLLM tells the worker of every request that keeps no blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER, Fix, fix_after, note
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER, Any, Fix, fix_after, note
 
 
 @fix_after()

@@ -11,10 +11,8 @@ Fix: A request with a value that is not a string loads nothing: it computes its 
 - Remove when: vLLM checks the types of the parameters.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Fix, fix_before, note, stubs
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Any, Fix, fix_before, note, stubs
 
 
 @fix_before()

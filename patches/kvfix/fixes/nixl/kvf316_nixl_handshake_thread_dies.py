@@ -13,9 +13,7 @@ Fix: The thread continues: it opens its socket again, and the engine that sent t
 - Remove when: vLLM catches exceptions of a single message.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, PRIVATE, Fix, engine_log, fix_calls, note
+from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, PRIVATE, Any, Fix, engine_log, fix_calls, note
 
 
 @fix_calls

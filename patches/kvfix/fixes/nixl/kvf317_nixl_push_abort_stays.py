@@ -18,10 +18,8 @@ of the request until their lease ends, as it does without the fix.
 - Remove when: The worker does not record a request without blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()

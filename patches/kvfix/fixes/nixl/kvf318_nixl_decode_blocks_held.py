@@ -14,10 +14,8 @@ Fix: After update_state_after_alloc, the fix adds to the metadata every request 
 - Remove when: vLLM keeps only the blocks of requests that the worker knows.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()

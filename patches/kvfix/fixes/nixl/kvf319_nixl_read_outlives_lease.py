@@ -23,10 +23,8 @@ the two engines.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import NEW_REQUESTS, NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER, Fix, Steps, fix_after, fix_around
+from kvfix.fixes.api import NEW_REQUESTS, NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER, Any, Fix, Steps, fix_after, fix_around
 from kvfix.wrapping import View, replaced
 
 #: Seconds before the end of a lease. A heartbeat that is sent in this time may come too late, so it does not count.

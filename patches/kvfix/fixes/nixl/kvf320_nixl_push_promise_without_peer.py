@@ -14,10 +14,8 @@ Fix: If the parameters do not name a peer, the fix promises nothing, and the req
 - Remove when: vLLM checks the parameters before it promises.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Fix, stubs
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, stubs
 
 #: What update_state_after_alloc, the metadata and the handshake take out of the parameters.
 _TYPES = {

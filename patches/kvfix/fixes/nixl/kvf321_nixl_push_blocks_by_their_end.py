@@ -14,10 +14,9 @@ attention. The worker does not get them.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Fix, fix_after, note
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, fix_after, note
 
 
 def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:

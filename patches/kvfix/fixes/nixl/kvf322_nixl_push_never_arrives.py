@@ -25,10 +25,8 @@ engines first.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 
-from typing import Any
-
-from kvfix.fixes import _closed, _nixl, api, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, fix_before, note
+from kvfix.fixes import _closed, _nixl, api
+from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around, fix_before, note, stubs
 
 #: Key in the registration: the time of its end, by the clock of the decode engine's scheduler.
 _UNTIL = "kvfix_until"

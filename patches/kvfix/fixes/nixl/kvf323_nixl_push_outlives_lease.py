@@ -17,10 +17,9 @@ case the decode engine waits for the blocks, as after an aborted prefill. With K
 """
 
 import threading
-from typing import Any
 
 from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around, note, stubs
 
 #: Held only for moments, by the thread that writes or by the worker's own thread.
 _lock = threading.Lock()

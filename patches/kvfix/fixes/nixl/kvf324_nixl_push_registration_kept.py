@@ -16,10 +16,8 @@ Fix: The fix drops a registration after `push_registration_timeout`. The decode 
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, fix_before, note
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Any, Fix, fix_before, note
 
 
 @fix_before(when=lambda worker: worker._pending_d_registrations)

@@ -13,10 +13,8 @@ a request could not be written, the request waits until its lease and its regist
 - Remove when: vLLM catches exceptions of a single registration.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, engine_log, fix_calls, note, stubs
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Any, Fix, engine_log, fix_calls, note, stubs
 
 
 @fix_calls

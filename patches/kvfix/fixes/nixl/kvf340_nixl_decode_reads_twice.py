@@ -17,10 +17,8 @@ what another decode engine has read. So a router that retries a request must sen
 - Remove when: Prefill refuses the second read.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, Fix
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, Any, Fix
 
 
 def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:

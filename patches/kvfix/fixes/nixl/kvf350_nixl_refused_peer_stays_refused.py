@@ -15,10 +15,9 @@ Fix: If a peer is refused, the fix deletes the stored values of the peer.
 """
 
 from contextlib import suppress
-from typing import Any
 
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_BASE_WORKER, PRIVATE, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import NIXL_BASE_WORKER, PRIVATE, Any, Fix, Steps, fix_around, note, stubs
 
 
 @fix_around()

@@ -16,10 +16,8 @@ Fix: If the check would refuse the peer, a heartbeat asks only for the peer's ag
 - Remove when: Heartbeats of push mode make the same handshake as registrations.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_BASE_WORKER, Fix, Steps, fix_around, note, replaced, stubs
+from kvfix.fixes.api import NIXL_BASE_WORKER, Any, Fix, Steps, fix_around, note, replaced, stubs
 
 
 @fix_around(when=lambda worker, metadata: worker._TRANSFER_MODE == "push")

@@ -18,10 +18,9 @@ registers, the decode engine waits for the blocks. With KVF322 the load fails wh
 
 import sys
 from contextlib import suppress
-from typing import Any
 
 from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import NEW_REQUESTS, NIXL_PUSH_WORKER, Fix, Steps, fix_around
+from kvfix.fixes.api import NEW_REQUESTS, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around
 
 #: Maximum number of remembered requests for which only some ranks have registered. Beyond this number, the oldest are
 #: forgotten.

@@ -25,9 +25,8 @@ its neighbour (base_worker.py 0.32.0:3417). The result is wrong KV, without a me
 """
 
 from types import SimpleNamespace
-from typing import Any
 
-from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Fix, fix_after
+from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after
 
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))

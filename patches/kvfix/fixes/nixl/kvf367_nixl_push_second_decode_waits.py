@@ -18,10 +18,8 @@ engine fails after a timeout.
 - Remove when: vLLM promises a prefill to one decode request.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, Fix, fix_after
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, Any, Fix, fix_after
 
 
 @fix_after(when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations)

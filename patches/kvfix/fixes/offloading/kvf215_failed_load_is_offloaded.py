@@ -20,10 +20,9 @@ OffloadingConnector stores all its chunks again. If the request has ended, Offlo
 """
 
 from contextlib import nullcontext
-from typing import Any
 
 from kvfix.fixes import _offloading
-from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, note, stubs
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, note, stubs
 
 
 def _failed_stores(scheduler: Any, output: Any) -> set[int]:

@@ -14,9 +14,7 @@ Fix: The fix always records the blocks.
   0.33.0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Fix, fix_before, note, stubs
+from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Any, Fix, fix_before, note, stubs
 
 
 def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:

@@ -13,9 +13,7 @@ wait for, because vLLM grants a load only when the request's stores are done.
 - Upstream: None known; fixed in 0.33.0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, Steps, View, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.preempted_req_ids and scheduler._current_batch_load_jobs)

@@ -12,9 +12,7 @@ Fix: When a request is scheduled as new, the fix drops the blocks that Offloadin
 - Upstream: None known; fixed in 0.33.0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Fix, fix_before, note, stubs
+from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Any, Fix, fix_before, note, stubs
 
 
 def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:

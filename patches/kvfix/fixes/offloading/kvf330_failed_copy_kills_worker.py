@@ -16,11 +16,8 @@ manager drops the chunks of a failed store. After a failed load vLLM computes th
 - Remove when: `get_finished` of offloading/worker.py handles a result without success.
 """
 
-from typing import Any
-
-from kvfix.fixes import _offloading, api, stubs
-from kvfix.fixes.api import Fix, Steps, engine_log, fix_around, fix_before, note
-from kvfix.wrapping import View, replaced
+from kvfix.fixes import _offloading, api
+from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_before, note, replaced, stubs
 
 #: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: jobs that have failed.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"

@@ -15,10 +15,9 @@ weights.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 from kvfix.fixes import _closed
-from kvfix.fixes.api import OFFLOADING_CONNECTOR, Fix, engine_log, fix_after
+from kvfix.fixes.api import OFFLOADING_CONNECTOR, Any, Fix, engine_log, fix_after
 
 
 @fix_after(

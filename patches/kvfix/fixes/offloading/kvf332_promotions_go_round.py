@@ -16,9 +16,7 @@ before the load, the lookup counts the chunk as a miss. The request loads the ea
 - Remove when: `TieringOffloadingManager.lookup` protects found chunks, or promotes no chunk a second time.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import OFFLOADING_TIERS, Fix, Steps, fix_around, fix_before, stubs
+from kvfix.fixes.api import OFFLOADING_TIERS, Any, Fix, Steps, fix_around, fix_before, stubs
 
 #: Of a request's context: keys that were promoted for it since its last load.
 _PROMOTED = "_kvfix_promoted"

@@ -15,9 +15,8 @@ Fix: If any block of a sliding-window chunk is null, the fix does not store this
 """
 
 from itertools import chain
-from typing import Any
 
-from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, fix_before, note
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, fix_before, note
 
 
 # In each step, the fix checks the chunks of each request that are not stored yet, as vLLM itself does.

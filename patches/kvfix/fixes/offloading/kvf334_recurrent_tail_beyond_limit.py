@@ -17,9 +17,7 @@ Fix: The fix leaves out a block beyond the limit of its request.
 - Remove when: `_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, Steps, View, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.kv_connector_block_state)

@@ -14,9 +14,7 @@ Fix: The fix ignores malformed values. The tier then has nothing for the request
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import OFFLOADING_P2P, PRIVATE, Fix, Steps, engine_log, fix_around, note, replaced, stubs
+from kvfix.fixes.api import OFFLOADING_P2P, PRIVATE, Any, Fix, Steps, engine_log, fix_around, note, replaced, stubs
 
 _ROLES = ("remote_prefiller", "remote_kv_source", "remote_decoder")
 

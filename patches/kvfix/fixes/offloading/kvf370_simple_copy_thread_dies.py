@@ -21,10 +21,9 @@ Fix: The thread continues. The worker's report names the copies that failed:
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 from kvfix.fixes import _offloading, api
-from kvfix.fixes.api import AT_START, Fix, Fixing, Steps, engine_log, fix_after, fix_around, fix_before, fix_calls, note
+from kvfix.fixes.api import Any, Fix, Fixing, Steps, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 from kvfix.wrapping import GO_ON, View
 
 #: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: stores that have failed.
@@ -221,5 +220,5 @@ FIX = Fix(
     effect="hang",
     evidence={"KVD629": "", "KVD999": ""},
     scenarios=("simple-offload-copy-fails",),
-    attaches=AT_START,  # the thread runs
+    attaches=api.AT_START,  # the thread runs
 )

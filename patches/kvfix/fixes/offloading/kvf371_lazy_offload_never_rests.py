@@ -15,9 +15,7 @@ Fix: After the last step that computes something, the fix stores no more blocks 
 - Remove when: `_prepare_lazy_store_specs` stores a block only once after each use of the block.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import SIMPLE_SCHEDULER, Fix, Steps, fix_around
+from kvfix.fixes.api import SIMPLE_SCHEDULER, Any, Fix, Steps, fix_around
 
 #: Of the scheduler: blocks stored since the last step that computes something.
 _STORED = "_kvfix_stored_at_rest"

@@ -14,9 +14,8 @@ Fix: The fix also looks up and loads the blocks in front of the window. Without 
 """
 
 import sys
-from typing import Any
 
-from kvfix.fixes.api import SIMPLE_SCHEDULER, Fix, fix_after, note
+from kvfix.fixes.api import SIMPLE_SCHEDULER, Any, Fix, fix_after, note
 
 
 def _not_promised(scheduler: Any, promise: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:

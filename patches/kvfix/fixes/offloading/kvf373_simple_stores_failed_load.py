@@ -21,9 +21,8 @@ does not store the removed blocks again. The next request with the same prompt s
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
 
-from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Fix, fix_before, note, stubs
+from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Any, Fix, fix_before, note, stubs
 
 #: Attribute of the scheduler. For each store, it names the GPU blocks that are given up when the store is over.
 _GIVEN_UP = "_kvfix_given_up"

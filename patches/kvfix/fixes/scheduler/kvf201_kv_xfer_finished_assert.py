@@ -22,9 +22,8 @@ reports about unknown requests, and about requests that are neither finished nor
 
 import copy
 import inspect
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, fix_before, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, fix_before, stubs
 
 #: Attribute of a scheduler: requests that have ended while their load was in flight.
 _ENDED_LOADING = "_kvfix_ended_loading"

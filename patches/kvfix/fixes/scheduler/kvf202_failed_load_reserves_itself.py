@@ -15,9 +15,8 @@ flight. vLLM adds it again when it is admitted.
 """
 
 import inspect
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda scheduler, answer, request, *_, **__: not request.num_computed_tokens)

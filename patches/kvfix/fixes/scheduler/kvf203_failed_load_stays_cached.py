@@ -19,10 +19,9 @@ longer exists, its later blocks are not known: the fix evicts all blocks that no
 
 import functools
 import inspect
-from typing import Any
 
 from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(on_fault=_closed.forget_cached)

@@ -16,10 +16,8 @@ Fix: The fix rolls back each request to its own first failed block. Requests tha
 - Remove when: `_update_requests_with_invalid_blocks` rolls back every request.
 """
 
-from typing import Any
-
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:

@@ -33,10 +33,9 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
-from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, after, fix_after, fix_around, fix_before, instead, note, stubs
+from kvfix.fixes import _closed, _scheduler, api
+from kvfix.fixes.api import Any, Fix, after, fix_after, fix_around, fix_before, instead, note, stubs
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
@@ -99,7 +98,7 @@ def _no_hit(impl: Any, request: Any, *_: Any, **__: Any) -> int:
 
 @fix_around(when=lambda impl, request, *_, **__: _is_to_compute(request), on_fault=_no_hit)
 def compute_again(impl: Any, request: Any, num_computed_tokens: int) -> Any:
-    adapter: Any = sys.modules[LMCACHE_V1.module]
+    adapter: Any = sys.modules[api.LMCACHE_V1.module]
     request._kvfix_compute = False
     # a resumed request needs a LoadSpec with its computed tokens (KVF002)
     impl.load_specs[request.request_id] = adapter.LoadSpec(num_computed_tokens, 0, can_load=False)
@@ -178,10 +177,10 @@ def lookup_is_needed(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
-    SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, place=1, helper=True),
-    SCHEDULER.update_from_output(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_output, helper=True),
-    LMCACHE_V1.get_num_new_matched_tokens(
+    api.SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
+    api.SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, place=1, helper=True),
+    api.SCHEDULER.update_from_output(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_output, helper=True),
+    api.LMCACHE_V1.get_num_new_matched_tokens(
         broken=">=0.3.10", probe=lookup_is_needed, fix=compute_again, place=6, helper=True
     ),
     effect="wrong output",

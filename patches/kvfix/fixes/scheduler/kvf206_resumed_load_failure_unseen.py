@@ -13,10 +13,8 @@ last failed block.
 - Upstream: None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
 """
 
-from typing import Any
-
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_around, note, stubs
 
 
 def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:

@@ -21,10 +21,8 @@ one group only. Null block 0 belongs to no request.
 - Remove when: LMCache 0.5.5 is no longer in use.
 """
 
-from typing import Any
-
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, *_, **__: len(scheduler.kv_cache_config.kv_cache_groups) > 1)

@@ -25,9 +25,8 @@ changes the order of waiting requests after a step in which no request could run
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 
 
 # In almost all steps, no waiting request holds blocks.

@@ -12,10 +12,8 @@ Fix: When a turn ends, the fix limits its computed tokens to those before its la
 - Upstream: None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
 """
 
-from typing import Any
-
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, fix_before, note
+from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, fix_before, note
 
 
 def _ahead(request: Any) -> int:

@@ -25,9 +25,8 @@ import functools
 import inspect
 from collections.abc import Callable, Generator
 from types import ModuleType
-from typing import Any
 
-from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Fix, around, note, replaced, stubs
+from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Any, Fix, around, note, replaced, stubs
 
 #: The attribute of a manager that is the limit: its name in 0.32.0, and its name up to 0.26.0.
 _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")

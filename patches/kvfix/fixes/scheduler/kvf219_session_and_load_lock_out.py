@@ -22,10 +22,8 @@ blocks of a loaded request. vLLM then computes the prompt of this request.
 - Remove when: vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 
 #: Idle steps before the fix acts: a connector may report something in between.
 _STEPS = 3

@@ -20,9 +20,8 @@ could know, and fewer of their drafts are accepted.
 
 import inspect
 from types import SimpleNamespace
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note, replaced
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replaced
 
 
 # With one token of lookahead or none, no chunk is shortened.

@@ -15,10 +15,9 @@ comes, the fix keeps all tokens of the session except the last one, as 0.33.0 do
 """
 
 import inspect
-from typing import Any
 
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, Steps, fix_after, fix_around, note, replaced
+from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_after, fix_around, note, replaced
 
 #: Of a scheduler: sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"

@@ -29,9 +29,8 @@ start later.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, fix_after
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after
 
 
 @fix_after()

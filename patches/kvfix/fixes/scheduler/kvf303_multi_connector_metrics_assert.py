@@ -12,9 +12,7 @@ Fix: `observe` gets only the statistics of connectors that have metrics.
 - Upstream: https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import MULTI_CONNECTOR_METRICS, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import MULTI_CONNECTOR_METRICS, Any, Fix, Steps, fix_around, stubs
 
 
 @fix_around(when=lambda metrics, statistics, *_: not statistics.keys() <= metrics._prom_metrics.keys())
