@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from kvfix import engine_log, fix_status, metrics, redact
-from kvfix.connector_events import dump, files, recorder
+from kvfix.connector_events import dump, recorder
 from kvfix.ledger import RULES
 from kvfix.session import session
 
@@ -137,8 +137,8 @@ def _write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequen
         fixes=[_fix(row) for row in fixes],
         recording=recording,
     )
-    with files.folder() as folder:
-        return files.write(folder, f"{os.path.basename(recording).removesuffix('.jsonl')}.txt", text.encode())
+    with dump.folder() as folder:
+        return dump.write_file(folder, f"{os.path.basename(recording).removesuffix('.jsonl')}.txt", text.encode())
 
 
 def compose(
