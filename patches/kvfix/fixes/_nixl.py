@@ -1,14 +1,11 @@
 """Shared by the fixes of NixlConnector: a load that fails, KV groups of full attention, and the stubs of the probes."""
 
-import sys
-from typing import Any
-
-from kvfix.fixes import stubs
+from kvfix.fixes.api import NIXL_BASE_WORKER, Any, stubs
 
 
 def now() -> float:
     """Return the seconds of the clock by which NixlConnector's leases end. The lab replaces this clock."""
-    seconds: float = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"].time.perf_counter()
+    seconds: float = NIXL_BASE_WORKER.imported.time.perf_counter()
     return seconds
 
 

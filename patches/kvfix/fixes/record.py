@@ -31,6 +31,9 @@ MIXED_ROLL_OUT = "Mixed roll-out"
 FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
+#: The release of vLLM that kvfix was written for. If the record of a bug begins with this release, no earlier release
+#: was tested.
+_WRITTEN_FOR = "0.32.0"
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
 #: needs its own notes or changes from the start of a request skips the requests that began before (`session.before`).
@@ -239,5 +242,6 @@ class Fix:
         known = [(name, sorted(releases, key=Version)) for name, releases in wrong.items()]
         if fact == "Releases":
             spans = (f"{name} {' to '.join(dict.fromkeys(found[:1] + found[-1:]))}" for name, found in known)
-            return f"{'; '.join(spans)}."
+            is_first = any(found[0] == _WRITTEN_FOR for _, found in known)
+            return f"{'; '.join(spans)}.{' Earlier releases were not tested.' if is_first else ''}"
         return f"{' and '.join(f'{name} {found[-1]}' for name, found in known)} is no longer in use."

@@ -13,10 +13,8 @@ with several context-parallel ranks.
 - Remove when: vLLM counts the blocks from their start.
 """
 
-from types import SimpleNamespace
-
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Any, Fix, fix_before
+from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Any, Fix, fix_before, stubs
 
 
 def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:
@@ -45,9 +43,9 @@ def build_connector_meta(connector: Any, *_: Any) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A prompt of two blocks whose request has three. Wrong is to offer the third."""
-    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    parallel = stubs.Stub(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     connector = _mooncake.scheduler_side(
-        "kv_producer", _is_hma_required=False, vllm_config=SimpleNamespace(parallel_config=parallel)
+        "kv_producer", _is_hma_required=False, vllm_config=stubs.Stub(parallel_config=parallel)
     )
     request = _mooncake.finished_prefill(40, module.RequestStatus.FINISHED_LENGTH_CAPPED, num_prompt_tokens=32)
     hook(connector, request, ([7, 8, 9],))

@@ -16,11 +16,9 @@ that the transfer has failed. kv_load_failure_policy then decides.
 """
 
 import asyncio
-import sys
-from types import SimpleNamespace
 
 from kvfix.fixes import _mooncake, api
-from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, note
+from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, note, stubs
 
 #: A number of sends that is never reached. So a request whose transfer was dropped is not reported as sent.
 _NEVER = 1 << 30
@@ -45,7 +43,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 def _drop(worker: Any, transfer: str) -> None:
     """Drop the transfer, in the loop of the sender. A ready transfer without blocks is answered as failed."""
-    module: Any = sys.modules[api.MOONCAKE_WORKER.module]
+    module = api.MOONCAKE_WORKER.imported
     dropped = worker.reqs_need_send.get(transfer)
     if dropped is None:
         dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
@@ -67,8 +65,8 @@ def _forget(worker: Any, dropped: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to let decode wait."""
-    worker = SimpleNamespace(reqs_need_send={}, sender_loop=SimpleNamespace(call_later=lambda *_: None))
-    steps = hook(worker, SimpleNamespace(reqs_to_send={}, reqs_not_processed={"t"}))
+    worker = stubs.Stub(reqs_need_send={}, sender_loop=stubs.Stub(call_later=lambda *_: None))
+    steps = hook(worker, stubs.Stub(reqs_to_send={}, reqs_not_processed={"t"}))
     try:
         steps.send(None)
     except KeyError:

@@ -18,10 +18,9 @@ Fix: Each rank reports each load once. A load that failed at a rank is reported 
 """
 
 from collections.abc import Collection
-from types import SimpleNamespace
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, Steps, View, fix_around
+from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, Steps, View, fix_around, stubs
 
 #: Attribute of a load: why it failed at one rank, while other ranks had not reported it yet.
 _REASON = "_kvfix_reason"
@@ -63,9 +62,9 @@ def process_pulling_result(worker: Any, response: Any, metas: dict[str, Any]) ->
 def shows_bug(hook: Any, module: Any) -> bool:
     """One of two ranks fails. Wrong is to report the load."""
     ended: set[str] = set()
-    worker = SimpleNamespace(
-        xfer_stats=SimpleNamespace(record_failed_recv=lambda: None), _is_hma_required=False,
-        _invalid_block_ids=SimpleNamespace(put=lambda blocks: None), finished_recving_reqs=ended,
+    worker = stubs.Stub(
+        xfer_stats=stubs.Stub(record_failed_recv=lambda: None), _is_hma_required=False,
+        _invalid_block_ids=stubs.Stub(put=lambda blocks: None), finished_recving_reqs=ended,
         _complete_pull_task=lambda meta: None,
     )  # fmt: skip
     meta = module.PullReqMeta("r", "t", [[1]], "p", "http://p:1", pull_tasks_count=2)

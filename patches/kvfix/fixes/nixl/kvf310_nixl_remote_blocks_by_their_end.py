@@ -12,7 +12,6 @@ Fix: Before a read, the fix pairs the blocks from the beginning, after the prefi
 the prompt. If there are too few blocks, the load fails, and `kv_load_failure_policy` decides. The fix does not handle
 KV groups other than full attention, engines with different block sizes, or context parallelism.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 

@@ -11,7 +11,6 @@ failed, and NixlConnector promises the blocks a second time.
 
 Fix: If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks the parameters in the same way in both functions.
 """
 

@@ -8,7 +8,6 @@ peer's address from the request's parameters without a check (metadata.py 0.32.0
 
 Fix: Before build_connector_meta, the fix removes a request without a peer from this list.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks whether the parameters name a peer before it sends the notice.
 """
 

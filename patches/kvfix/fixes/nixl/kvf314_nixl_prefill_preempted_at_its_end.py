@@ -11,7 +11,6 @@ The worker has the request in `_reqs_to_process` since it was scheduled (pull_sc
 Fix: The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
 worker not to process the request. vLLM tells the worker the same for an aborted request.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM tells the worker of every request that keeps no blocks.
 """
 

@@ -7,7 +7,6 @@ Cause: on_new_request uses `remote_engine_id` and `remote_request_id` of the req
 
 Fix: A request with a value that is not a string loads nothing: it computes its prompt itself.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks the types of the parameters.
 """
 

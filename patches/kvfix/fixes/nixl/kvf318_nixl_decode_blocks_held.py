@@ -10,7 +10,6 @@ The lease of this request never begins, and never ends.
 
 Fix: After update_state_after_alloc, the fix adds to the metadata every request whose blocks will be kept.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM keeps only the blocks of requests that the worker knows.
 """
 

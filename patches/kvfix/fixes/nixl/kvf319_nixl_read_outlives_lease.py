@@ -19,7 +19,6 @@ decode engine still reads blocks whose lease has ended. The prefill engine adds 
 declines a read after that time, even if its heartbeats have renewed the lease. So do not set this option in only one of
 the two engines.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 

@@ -10,7 +10,6 @@ allocation of the blocks, update_state_after_alloc reads the peer's address from
 
 Fix: If the parameters do not name a peer, the fix promises nothing, and the request computes its prompt itself.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks the parameters before it promises.
 """
 

@@ -9,14 +9,11 @@ token. If the generated tokens need a new block, the prefill engine has one bloc
 Fix: After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full
 attention. The worker does not get them.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
-from types import SimpleNamespace
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, fix_after, note
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, fix_after, note, stubs
 
 
 def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:
@@ -49,8 +46,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
     class FullAttentionSpec:
         block_size = 16
 
-    groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec())]
-    connector = _nixl.scheduler_side(_TRANSFER_MODE="push", kv_cache_config=SimpleNamespace(transfer_groups=groups))
+    groups = [stubs.Stub(kv_cache_spec=FullAttentionSpec())]
+    connector = _nixl.scheduler_side(_TRANSFER_MODE="push", kv_cache_config=stubs.Stub(transfer_groups=groups))
     request = _nixl.finished_prefill(36, num_prompt_tokens=32)
     hook(connector, request, ([1, 2, 3],))
     return len(connector._newly_finished_push_blocks[request.request_id][0]) != 2

@@ -21,7 +21,6 @@ nothing. In the decode engine alone it can be worse than the released code: a pr
 into blocks of a load that has timed out. Restart the prefill engines with the fix first. Remove the fix from the decode
 engines first.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 

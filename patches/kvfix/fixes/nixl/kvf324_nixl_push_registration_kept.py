@@ -12,7 +12,6 @@ blocks of the old registration, and the later request's own registration waits.
 
 Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has dropped it by then.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

@@ -10,7 +10,6 @@ it afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never repla
 
 Fix: If a peer is refused, the fix deletes the stored values of the peer.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM stores nothing about a peer that it has refused.
 """
 

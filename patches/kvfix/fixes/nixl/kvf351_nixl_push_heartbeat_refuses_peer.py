@@ -12,7 +12,6 @@ registration joins any handshake that is in flight (:1290), and fails with it.
 
 Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.
 """
 

@@ -16,7 +16,6 @@ registers, the decode engine waits for the blocks. With KVF322 the load fails wh
 - Remove when: vLLM writes to a rank only the blocks that this rank has registered.
 """
 
-import sys
 from contextlib import suppress
 
 from kvfix.fixes import _closed, _nixl
@@ -44,7 +43,7 @@ def wait_for_all_ranks(worker: Any, notice: bytes) -> Steps:
 
 def _registered(notice: bytes) -> tuple[str, int]:
     """Return the request, and the number of ranks of its engine. ("", 0) if the registration does not name both."""
-    module: Any = sys.modules[NIXL_PUSH_WORKER.module]
+    module = NIXL_PUSH_WORKER.imported
     with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])
         request, ranks = data["request_id"], data["decode_tp_size"]

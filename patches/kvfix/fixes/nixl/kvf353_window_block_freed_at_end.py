@@ -24,9 +24,7 @@ its neighbour (base_worker.py 0.32.0:3417). The result is wrong KV, without a me
 - Remove when: `_prefill_backoff` answers 1 for a model with windows.
 """
 
-from types import SimpleNamespace
-
-from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after
+from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after, stubs
 
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
@@ -37,8 +35,8 @@ def _prefill_backoff(scheduler: Any, tokens: int) -> int:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A model with a window. Wrong is to have prefill compute all of the prompt."""
-    vllm_config = SimpleNamespace(num_prefill_lookahead_tokens=0)
-    scheduler = SimpleNamespace(_has_mamba=False, _bounded_replay=False, blocks_per_sw=[0, 2], vllm_config=vllm_config)
+    vllm_config = stubs.Stub(num_prefill_lookahead_tokens=0)
+    scheduler = stubs.Stub(_has_mamba=False, _bounded_replay=False, blocks_per_sw=[0, 2], vllm_config=vllm_config)
     return bool(hook(scheduler) == 0)
 
 

@@ -14,7 +14,6 @@ their ids without the random end are equal. (The prefill engine pairs requests b
 not know which requests another decode engine has registered. With KVF322 the load of a request that waits in the other
 engine fails after a timeout.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM promises a prefill to one decode request.
 """
 

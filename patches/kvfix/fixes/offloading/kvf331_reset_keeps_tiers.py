@@ -14,10 +14,8 @@ weights.
 - Remove when: `OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
 """
 
-from types import SimpleNamespace
-
 from kvfix.fixes import _closed
-from kvfix.fixes.api import OFFLOADING_CONNECTOR, Any, Fix, engine_log, fix_after
+from kvfix.fixes.api import OFFLOADING_CONNECTOR, Any, Fix, engine_log, fix_after, stubs
 
 
 @fix_after(
@@ -34,9 +32,9 @@ def reset_cache(connector: Any, answer: Any) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A manager with a tier is reset. Wrong is to answer True."""
-    manager = SimpleNamespace(secondary_tiers=[object()])
-    scheduler = SimpleNamespace(manager=manager, reset_cache=lambda: None)
-    return hook(SimpleNamespace(connector_scheduler=scheduler)) is True
+    manager = stubs.Stub(secondary_tiers=[object()])
+    scheduler = stubs.Stub(manager=manager, reset_cache=lambda: None)
+    return hook(stubs.Stub(connector_scheduler=scheduler)) is True
 
 
 FIX = Fix(

@@ -10,7 +10,6 @@ For the missing blocks, this request loads old content of the CPU memory.
 
 Fix: If any block of a sliding-window chunk is null, the fix does not store this chunk.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: `_build_store_jobs` checks all blocks of a chunk.
 """
 

@@ -20,9 +20,8 @@ Fix: The thread continues. The worker's report names the copies that failed:
 
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 
-from kvfix.fixes import _offloading, api
+from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import Any, Fix, Fixing, Steps, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 from kvfix.wrapping import GO_ON, View
 
@@ -68,7 +67,7 @@ def _recorded(module: Any, stream: Any) -> Any:
         event = module.torch.Event()
         event.record(stream)
     except Exception:  # noqa: BLE001 - nothing can be recorded any more
-        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+        return stubs.Stub(query=lambda: True, synchronize=lambda: None)
     return event
 
 

@@ -11,7 +11,6 @@ block again. While a store is in flight, EngineCore runs more steps (`has_pendin
 
 Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
 
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: `_prepare_lazy_store_specs` stores a block only once after each use of the block.
 """
 

@@ -29,7 +29,6 @@ fix only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LM
 """
 
 import inspect
-import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -98,10 +97,9 @@ def _no_hit(impl: Any, request: Any, *_: Any, **__: Any) -> int:
 
 @fix_around(when=lambda impl, request, *_, **__: _is_to_compute(request), on_fault=_no_hit)
 def compute_again(impl: Any, request: Any, num_computed_tokens: int) -> Any:
-    adapter: Any = sys.modules[api.LMCACHE_V1.module]
     request._kvfix_compute = False
     # a resumed request needs a LoadSpec with its computed tokens (KVF002)
-    impl.load_specs[request.request_id] = adapter.LoadSpec(num_computed_tokens, 0, can_load=False)
+    impl.load_specs[request.request_id] = api.LMCACHE_V1.imported.LoadSpec(num_computed_tokens, 0, can_load=False)
     return instead(0)
 
 

@@ -19,9 +19,8 @@ could know, and fewer of their drafts are accepted.
 """
 
 import inspect
-from types import SimpleNamespace
 
-from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replaced
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replaced, stubs
 
 
 # With one token of lookahead or none, no chunk is shortened.
@@ -47,8 +46,8 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """46 of 50 tokens are computed, and 2 are left of the block. Wrong is to compute none."""
-    scheduler = SimpleNamespace(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
-    return bool(hook(scheduler, SimpleNamespace(num_tokens=50), 46, 2) == 0)
+    scheduler = stubs.Stub(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
+    return bool(hook(scheduler, stubs.Stub(num_tokens=50), 46, 2) == 0)
 
 
 def calls_it(hook: Any, module: Any) -> bool:

@@ -44,9 +44,8 @@ def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-@fix_after(when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue)
-def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    return _enqueue(scheduler, answer)
+_has_sessions = fix_after(when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue)
+update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:

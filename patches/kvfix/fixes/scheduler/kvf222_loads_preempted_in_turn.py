@@ -28,9 +28,7 @@ start later.
 - Remove when: `schedule` admits a load only if its first generated token fits, or keeps a preempted request's token.
 """
 
-from types import SimpleNamespace
-
-from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, stubs
 
 
 @fix_after()
@@ -48,10 +46,10 @@ def reserve_one_more(scheduler: Any, reserved: int) -> int:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """One request runs. Wrong is to reserve nothing."""
-    scheduler = SimpleNamespace(
+    scheduler = stubs.Stub(
         requires_kv_delivery=True, defer_block_free=False, _spec_decode_step_blocks=0, running=[None],
-        _inflight_prefills=set(), vllm_config=SimpleNamespace(max_concurrent_batches=2),
-        kv_cache_manager=SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=(None,))),
+        _inflight_prefills=set(), vllm_config=stubs.Stub(max_concurrent_batches=2),
+        kv_cache_manager=stubs.Stub(coordinator=stubs.Stub(single_type_managers=(None,))),
     )  # fmt: skip
     return bool(hook(scheduler) == 0)
 
