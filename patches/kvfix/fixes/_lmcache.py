@@ -56,10 +56,8 @@ def fix_producer(is_meant: Callable[[Any], Any]) -> Fixing:
 
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
-    is_producer = fix_before(
-        when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing
-    )
-    return is_producer(_store_nothing_of(is_meant))
+    wrap = fix_before(when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing)
+    return wrap(_store_nothing_of(is_meant))
 
 
 def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Fixing:

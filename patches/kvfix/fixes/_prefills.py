@@ -51,11 +51,9 @@ def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[
         prefill = names(connector, request.kv_transfer_params)
         return prefill is None or loads(connector, prefill, request)
 
-    @fix_after(when=lambda connector, promise, request, *_: is_to_load(request), on_fault=_closed.compute)
-    def get_num_new_matched_tokens(
-        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-    ) -> tuple[int, bool]:
-        return promise if reads(connector, request) else (0, False)
+    @fix_after(when=lambda connector, answer, request, *_: is_to_load(request), on_fault=_closed.compute)
+    def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
+        return answer if reads(connector, request) else (0, False)
 
     @fix_before(when=lambda connector, request, *_: is_to_load(request), on_fault=_closed.compute_new)
     def tells_prefill(connector: Any, request: Any, *_: Any) -> bool:
@@ -77,11 +75,9 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
     is_right: (connector, request) -> True if the connector can bring what it promises.
     """
 
-    @fix_after(when=lambda connector, promise, request, *_: promise[0] and request.kv_transfer_params)
-    def get_num_new_matched_tokens(
-        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-    ) -> tuple[int, bool]:
-        return promise if is_right(connector, request) else (0, False)
+    @fix_after(when=lambda connector, answer, request, *_: answer[0] and request.kv_transfer_params)
+    def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
+        return answer if is_right(connector, request) else (0, False)
 
     return get_num_new_matched_tokens
 

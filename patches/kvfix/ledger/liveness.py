@@ -81,11 +81,9 @@ def can_move(state: State) -> Answer:
         return Answer("unknown", f"it is not known how many blocks {first.name} needs, or how many are free")
     if first.needs <= state.free:
         return Answer("valid", f"{first.name} needs {first.needs} of {state.free} free blocks")
-    outside = sum(each.holds for each in state.waiting if each.waits_for == OUTSIDE)
-    if first.needs <= state.free + outside:
-        return Answer(
-            "valid", f"{first.name} needs {first.needs} blocks; requests that wait for clients hold {outside}"
-        )
+    theirs = sum(each.holds for each in state.waiting if each.waits_for == OUTSIDE)
+    if first.needs <= state.free + theirs:
+        return Answer("valid", f"{first.name} needs {first.needs} blocks; requests that wait for clients hold {theirs}")
     behind = [each for each in waiting if each is not first]
     loaded = sum(each.waits_for == PLACE and each.holds > 0 for each in behind)
     others = len(behind) - loaded

@@ -26,13 +26,11 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 def fix_metadata(adapter: Any) -> Wrapper:
     def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps:
-        new_requests = scheduler_output.scheduled_new_reqs
-        if all(new.prompt_token_ids is not None for new in new_requests):
+        requests = scheduler_output.scheduled_new_reqs
+        if all(new.prompt_token_ids is not None for new in requests):
             return (yield)
         with_ids = copy.copy(scheduler_output)
-        with_ids.scheduled_new_reqs = [
-            _with_zeros(new) if new.prompt_token_ids is None else new for new in new_requests
-        ]
+        with_ids.scheduled_new_reqs = [_with_zeros(new) if new.prompt_token_ids is None else new for new in requests]
         return (yield (with_ids,))
 
     def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:

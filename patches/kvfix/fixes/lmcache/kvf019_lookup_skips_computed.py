@@ -19,9 +19,7 @@ from kvfix.fixes.api import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT, Any, Fix, Steps
 
 
 @fix_around(on_fault=_closed.no_hit)
-def fix(
-    client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
-) -> Steps:
+def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, computed: int = 0) -> Steps:
     return (yield (token_ids, lookup_id, request_configs, 0))
 
 

@@ -25,9 +25,7 @@ def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return save(*args, **kwargs)
     except OSError as error:
-        engine_log.guarded(
-            f"{__name__}.undo", lambda failure: _undo(failure, *positional(save)(args, kwargs)[0]), error
-        )
+        engine_log.guarded(f"{__name__}.undo", lambda cause: _undo(cause, *positional(save)(args, kwargs)[0]), error)
         raise  # as without the fix: it ends in a future that nobody reads
 
 

@@ -29,7 +29,7 @@ def fix(module: Any) -> Wrapper:
     make_tracker, preempted = module.LMCacheMPRequestTracker, module.RequestStatus.PREEMPTED
     bypasses = hasattr(module.LMCacheMPRequestState, "BYPASS_LMCACHE")
 
-    def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
+    def forget_failed_load(connector: Any, request: Any, num_computed_tokens: int) -> None:
         tracker = connector.request_trackers[request.request_id]
         if (
             request.num_computed_tokens
@@ -43,9 +43,7 @@ def fix(module: Any) -> Wrapper:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.
-    return before(
-        get_num_new_matched_tokens, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY")
-    )
+    return before(forget_failed_load, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY"))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -47,9 +47,7 @@ def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-@fix_before(
-    when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False), on_fault=_wait_for_all
-)
+@fix_before(when=lambda connector, metadata, *_, **__: hasattr(metadata, "_kvfix_preempted"), on_fault=_wait_for_all)
 def wait(connector: Any, metadata: Any) -> None:
     adapter = getattr(connector, "worker_adapter", None)
     if adapter is not None and adapter.is_healthy:

@@ -70,15 +70,13 @@ class Stores:
         self.held = [stored for stored in self.held if stored.blocks and stored.request in open_requests]
 
 
-def _wait_and_store_nothing(
-    connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any
-) -> Any:
+def _wait_and_drop(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
     metadata.need_flush_before_forward = metadata._kvfix_preempted = True
     vars(connector).pop("_kvfix_stores", None)
     return _closed.drop_stores(connector, answer, scheduler_output, metadata)
 
 
-@fix_after(when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_store_nothing)
+@fix_after(when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_drop)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
     stores = vars(connector).setdefault("_kvfix_stores", Stores())
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens

@@ -24,9 +24,7 @@ _EXTRA = "extra_retained_tokens"
 
 
 @fix_after(
-    when=lambda groups, *_, **__: any(
-        getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
-    )
+    when=lambda groups, *_, **__: any(getattr(spec, _EXTRA, 0) > 1 for each in groups for spec in _specs(each).values())
 )
 def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> list[int]:
     sizes = list(sizes)

@@ -20,7 +20,7 @@ from kvfix.fixes.api import MOONCAKE_SCHEDULER, Any, Fix, Steps, View, fix_aroun
 
 
 @fix_around(when=lambda connector, request, *_: request.kv_transfer_params)
-def request_finished(connector: Any, request: Any, blocks: Any) -> Steps:
+def fix(connector: Any, request: Any, blocks: Any) -> Steps:
     if not request.kv_transfer_params.get("do_remote_decode") or request.status.name != "FINISHED_STOPPED":
         return (yield)
     capped = type(request.status).FINISHED_LENGTH_CAPPED
@@ -33,6 +33,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return not hook(_mooncake.scheduler_side("kv_producer"), request, ([1],))[0]
 
 
-FIX = Fix(
-    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1), effect="hang"
-)
+FIX = Fix(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=1), effect="hang")

@@ -31,9 +31,7 @@ def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas:
 def shows_bug(hook: Any, module: Any) -> bool:
     """The last answer names nothing. Wrong is to count no load as failed."""
     failed: list[str] = []
-    worker = stubs.Stub(
-        _handle_failed_recv=lambda metas, names, reason: failed.extend(names), finished_recving_reqs=set()
-    )
+    worker = stubs.Stub(_handle_failed_recv=lambda _, names, reason: failed.extend(names), finished_recving_reqs=set())
     response = stubs.Stub(status=module.MooncakeXferResponseStatus.FINISH, ok_reqs=None, err_reqs=None, err_msg=None)
     hook(worker, response, {"r": stubs.Stub(failed=False, pull_tasks_count=1, local_block_ids=[[1]])})
     return not failed

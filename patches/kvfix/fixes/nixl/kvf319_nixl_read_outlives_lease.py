@@ -44,9 +44,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
     return answer
 
 
-@fix_around(
-    when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {})
-)
+@fix_around(when=lambda worker, meta: meta.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {}))
 def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
     """Record when a heartbeat was sent for each request that waits for its load."""
     now, agent, not_sent = _nixl.now(), worker.nixl_wrapper, set()

@@ -20,7 +20,7 @@ from kvfix.fixes.api import NIXL_PUSH_WORKER, Any, Fix, fix_before, note
 
 
 @fix_before(when=lambda worker: worker._pending_d_registrations)
-def get_transfer_results(worker: Any) -> None:
+def fix(worker: Any) -> None:
     now, waiting = _nixl.now(), list(worker._pending_d_registrations)
     known = getattr(worker, "_kvfix_came", {})
     extra = worker.vllm_config.kv_transfer_config.get_from_extra_config
@@ -33,7 +33,7 @@ def get_transfer_results(worker: Any) -> None:
 
 
 FIX = Fix(
-    NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=get_transfer_results),
+    NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=fix),
     effect="wrong output",
     evidence={"LAB022": ""},
 )

@@ -18,7 +18,7 @@ from kvfix.fixes.api import NIXL_PUSH_WORKER, Any, Fix, engine_log, fix_calls, n
 
 
 @fix_calls
-def _handle_push_reg_notif(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+def fix(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return function(worker, *args, **kwargs)
     except Exception as error:
@@ -34,6 +34,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return stubs.raises(KeyError, hook, worker, _nixl.registration(module))
 
 
-FIX = Fix(
-    NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif), effect="hang"
-)
+FIX = Fix(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=fix), effect="hang")

@@ -20,7 +20,7 @@ from kvfix.fixes.api import NIXL_BASE_WORKER, PRIVATE, Any, Fix, Steps, fix_arou
 
 
 @fix_around()
-def add_remote_agent(worker: Any, metadata: Any, *_: Any) -> Steps:
+def fix(worker: Any, metadata: Any, *_: Any) -> Steps:
     refused = True
     try:
         answer = yield
@@ -51,8 +51,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return stubs.NAME in kept
 
 
-FIX = Fix(
-    NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=add_remote_agent),
-    effect="hang",
-    no_patch=PRIVATE,
-)
+FIX = Fix(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=fix), effect="hang", no_patch=PRIVATE)

@@ -177,7 +177,7 @@ def update_connector_output(scheduler: Any, output: Any) -> Steps:
     return answer
 
 
-def _end_without_result(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
+def _end_store(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
     """End the store without a result. Its blocks become free."""
     transfer = scheduler._store_event_to_blocks.get(event)
     if transfer is not None:
@@ -191,14 +191,12 @@ def _end_without_result(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
                 scheduler._cleanup_store_request(name)
 
 
-@fix_around(
-    when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ()), on_fault=_end_without_result
-)
+@fix_around(when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ()), on_fault=_end_store)
 def _process_store_event(scheduler: Any, event: int) -> Steps:
     getattr(scheduler, _STORES).discard(event)
     if event not in scheduler._store_event_to_blocks:  # given up at a reset
         return (yield)
-    return _end_without_result(scheduler, event)
+    return _end_store(scheduler, event)
 
 
 FIX = Fix(

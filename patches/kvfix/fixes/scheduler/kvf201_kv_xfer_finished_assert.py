@@ -64,9 +64,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """A report of a request that does not exist. The probe calls the function that reads it, for both targets."""
     reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
     scheduler = stubs.Stub(connector=None, requests={}, finished_recving_kv_req_ids=set())
-    return stubs.raises(
-        AssertionError, reads, scheduler, stubs.Stub(finished_recving=None, finished_sending={stubs.NAME})
-    )
+    output = stubs.Stub(finished_recving=None, finished_sending={stubs.NAME})
+    return stubs.raises(AssertionError, reads, scheduler, output)
 
 
 FIX = Fix(

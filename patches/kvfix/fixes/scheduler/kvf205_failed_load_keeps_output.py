@@ -96,7 +96,7 @@ def _no_hit(impl: Any, request: Any, *_: Any, **__: Any) -> int:
 
 
 @fix_around(when=lambda impl, request, *_, **__: _is_to_compute(request), on_fault=_no_hit)
-def compute_again(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     request._kvfix_compute = False
     # a resumed request needs a LoadSpec with its computed tokens (KVF002)
     impl.load_specs[request.request_id] = api.LMCACHE_V1.imported.LoadSpec(num_computed_tokens, 0, can_load=False)
@@ -168,7 +168,7 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
     return bool(request.num_output_placeholders == 2 and not _is_to_compute(request))
 
 
-def lookup_is_needed(hook: Any, adapter: Any) -> bool:
+def promises(hook: Any, adapter: Any) -> bool:
     """A request that must be computed. Wrong is to promise it the hit."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, _kvfix_compute=True), 0))
@@ -178,9 +178,7 @@ FIX = Fix(
     api.SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
     api.SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, place=1, helper=True),
     api.SCHEDULER.update_from_output(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_output, helper=True),
-    api.LMCACHE_V1.get_num_new_matched_tokens(
-        broken=">=0.3.10", probe=lookup_is_needed, fix=compute_again, place=6, helper=True
-    ),
+    api.LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", probe=promises, fix=compute, place=6, helper=True),
     effect="wrong output",
     scenarios=("failed-load-keeps-output", "failed-load-keeps-output-of-stages", "failed-load-preempted-under-way"),
     no_patch={

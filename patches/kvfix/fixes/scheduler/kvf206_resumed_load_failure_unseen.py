@@ -25,10 +25,8 @@ def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 # Requests with loads between steps come as an iterator and are checked in another way.
-@fix_around(
-    when=lambda scheduler, requests, invalid_block_ids, *more: _scheduler.is_within_step(*more), on_fault=_all_cached
-)
-def check_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any) -> Steps:
+@fix_around(when=lambda scheduler, requests, blocks, *more: _scheduler.is_within_step(*more), on_fault=_all_cached)
+def look_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any) -> Steps:
     before = [(request, request.num_cached_tokens) for request in requests]
     try:
         for request, cached in before:
@@ -50,8 +48,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    SCHEDULER._update_requests_with_invalid_blocks(
-        broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
-    ),
+    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2,<0.20", probe=shows_bug, fix=look_further, place=5),
     effect="wrong output",
 )

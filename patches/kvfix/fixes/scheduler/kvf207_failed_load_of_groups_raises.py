@@ -56,9 +56,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
     scheduler._update_requests_with_invalid_blocks = lambda *more, **_: (
         module.Scheduler._update_requests_with_invalid_blocks(scheduler, *more)
     )
-    return stubs.raises(
-        (RuntimeError, ValueError), hook, scheduler, {0, 5}, *_scheduler.scheduled_tokens(hook, scheduler)
-    )
+    tokens = _scheduler.scheduled_tokens(hook, scheduler)
+    return stubs.raises((RuntimeError, ValueError), hook, scheduler, {0, 5}, *tokens)
 
 
 FIX = Fix(

@@ -21,16 +21,13 @@ def _ahead(request: Any) -> int:
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 
-def _last_token_again(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
-    request.num_computed_tokens = min(
-        request.num_computed_tokens, request.num_tokens - 1 + request.num_output_placeholders
-    )
+def _limit(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
+    last = request.num_tokens - 1 + request.num_output_placeholders
+    request.num_computed_tokens = min(request.num_computed_tokens, last)
     return GO_ON
 
 
-@fix_before(
-    when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0, on_fault=_last_token_again
-)
+@fix_before(when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0, on_fault=_limit)
 def compute_last_again(scheduler: Any, request: Any) -> None:
     note(__name__, f"request {request.request_id}: {_ahead(request)} tokens are computed again")
     request.num_computed_tokens -= _ahead(request)
