@@ -70,14 +70,8 @@ def finished_prefill(tokens: int, **more: Any) -> Any:
     """For probes: return an ended request of a prefill engine; a decode engine asks for its KV."""
     from vllm.v1.request import RequestStatus
 
-    params = {"do_remote_decode": True}
-    return stubs.request(
-        tokens,
-        kv_transfer_params=params,
-        num_computed_tokens=tokens,
-        status=RequestStatus.FINISHED_LENGTH_CAPPED,
-        **more,
-    )
+    params, status = {"do_remote_decode": True}, RequestStatus.FINISHED_LENGTH_CAPPED
+    return stubs.request(tokens, kv_transfer_params=params, num_computed_tokens=tokens, status=status, **more)
 
 
 def allocated(*blocks: int) -> Any:

@@ -29,13 +29,8 @@ def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """An abort in the scheduler role. Wrong is an AssertionError."""
-    return stubs.raises(
-        AssertionError,
-        hook,
-        stubs.scheduler_side(),
-        stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED),
-        [],
-    )
+    request = stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED)
+    return stubs.raises(AssertionError, hook, stubs.scheduler_side(), request, [])
 
 
 FIX = Fix(

@@ -40,7 +40,7 @@ def _failed_stores(scheduler: Any, output: Any) -> set[int]:
     return jobs
 
 
-fail_stores = _offloading.fails_jobs("_kvfix_failed_stores", _failed_stores)
+fix = _offloading.fails_jobs("_kvfix_failed_stores", _failed_stores)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -72,6 +72,5 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fail_stores),
-    effect="wrong output",
+    OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fix), effect="wrong output"
 )
