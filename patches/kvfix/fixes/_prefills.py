@@ -82,7 +82,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
     return get_num_new_matched_tokens
 
 
-def tell_no_unknown_peer(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
+def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
     """For `build_connector_meta`: forget the waiting requests without a peer. No peer waits for a notice about them.
 
     names_peer: (parameters of the request) -> True if they name a peer.

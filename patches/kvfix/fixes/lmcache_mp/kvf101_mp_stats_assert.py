@@ -24,15 +24,13 @@ STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
 def fix(module: Any) -> Wrapper:
     make_tracker = module.LMCacheMPRequestTracker
 
-    def request_finished(connector: Any, request: Any, block_ids: Any) -> None:
+    def track(connector: Any, request: Any, block_ids: Any) -> None:
         asked = request.kv_transfer_params
         if asked and any(name in asked for name in STATISTICS):
             note(__name__, f"request {request.request_id} has ended before its lookup")
             connector.request_trackers[request.request_id] = make_tracker(request)
 
-    return before(
-        request_finished, when=lambda connector, request, *_, **__: request.request_id not in connector.request_trackers
-    )
+    return before(track, when=lambda connector, request, *_, **__: request.request_id not in connector.request_trackers)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -57,10 +57,8 @@ def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None
         if end == op.start:
             metadata.requests.remove(meta)
             continue
-        sizes = connector._group_tokens_per_block
-        op.block_ids = [
-            ids[: (end - op.start) // size] if size else ids for ids, size in zip(op.block_ids, sizes, strict=True)
-        ]
+        sizes, kept = connector._group_tokens_per_block, end - op.start
+        op.block_ids = [ids[: kept // size] if size else ids for ids, size in zip(op.block_ids, sizes, strict=True)]
         op.end = end
 
 

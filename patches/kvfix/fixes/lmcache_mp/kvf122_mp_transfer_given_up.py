@@ -90,9 +90,8 @@ def _unhealthy(module: Any, **more: Any) -> Any:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A load that has no answer. Wrong is to report it."""
-    adapter = _unhealthy(
-        module, lazy_offload=True, retrieve_futures={stubs.NAME: (stubs.Stub(query=lambda: False), [3, 4])}
-    )
+    future = stubs.Stub(query=lambda: False)
+    adapter = _unhealthy(module, lazy_offload=True, retrieve_futures={stubs.NAME: (future, [3, 4])})
     _, loads = _mp.get_finished(hook, adapter)
     return stubs.NAME in loads
 

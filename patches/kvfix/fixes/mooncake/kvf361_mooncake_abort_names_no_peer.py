@@ -16,9 +16,7 @@ Fix: Before build_connector_meta, the fix removes a request without a peer from 
 from kvfix.fixes import _mooncake, _prefills
 from kvfix.fixes.api import MOONCAKE_SCHEDULER, PRIVATE, Any, Fix, stubs
 
-fix = _prefills.tell_no_unknown_peer(
-    __name__, lambda params: all(isinstance(params.get(key), str) for key in _mooncake.PEER)
-)
+fix = _prefills.drop_peerless(__name__, lambda params: all(isinstance(params.get(key), str) for key in _mooncake.PEER))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

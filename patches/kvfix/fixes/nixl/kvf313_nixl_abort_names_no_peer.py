@@ -16,7 +16,7 @@ from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Any, Fix, stubs
 
 _KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
-fix = _prefills.tell_no_unknown_peer(__name__, lambda params: all(key in params for key in _KEYS))
+fix = _prefills.drop_peerless(__name__, lambda params: all(key in params for key in _KEYS))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
