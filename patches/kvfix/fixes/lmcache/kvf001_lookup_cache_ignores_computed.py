@@ -17,7 +17,6 @@ so `update_state_after_alloc` raises. After chunked prefill or a preemption, vLL
 
 Fix: If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request
 else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
-
 - Releases: LMCache 0.3.10. 0.3.9.post2 and earlier look up on every call; 0.3.10.post1 subtracts from the hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """

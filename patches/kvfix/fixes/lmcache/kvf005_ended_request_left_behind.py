@@ -12,7 +12,6 @@ fetched can leak too. This happens if the request is aborted while another conne
 LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. Those of a resumed request leak.
 
 Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers its pins.
-
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 - Remove when: `request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and
   the lookup client, and `get_finished` unpins.

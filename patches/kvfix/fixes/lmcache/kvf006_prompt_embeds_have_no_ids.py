@@ -8,7 +8,6 @@ So all embedding prompts of the same length would share their KV.
 
 Fix: LMCache has no key for embeddings. So the fix stops LMCache from looking up, loading or storing the request.
 `build_connector_meta` gets a copy of the request that has the id 0 for each token.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/42119
 - Remove when: LMCache skips such requests, or includes embeddings in its keys.
 """

@@ -15,7 +15,6 @@ Otherwise vLLM asks after the step is saved. So the worker keeps the failed bloc
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
 that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1 KVF008 does that.) The scheduler
 does not know which saves were skipped. To save all again costs little, because LMCache stores no chunk twice.
-
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """

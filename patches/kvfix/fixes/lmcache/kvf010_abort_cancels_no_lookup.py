@@ -7,7 +7,6 @@ Cause: `request_finished` cancels the lookup of every aborted request, even if i
 (lmcache_async_lookup_client.py 0.5.6:264-280).
 
 Fix: The fix does not cancel a lookup that the client does not have.
-
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `cancel_lookup` checks whether the lookup exists.
 """

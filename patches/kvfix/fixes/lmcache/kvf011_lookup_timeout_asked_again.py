@@ -10,7 +10,6 @@ not cancel the lookup, so the late answer and the fetched chunks of an ended req
 
 Fix: After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has
 cleaned it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
-
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
 - Remove when: `lookup_cache` returns an answer for a lookup that has timed out.

@@ -9,7 +9,6 @@ Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:
 
 Fix: The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the
 fix releases the pin too, as the clean-up would have done.
-
 - Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only chunks that vLLM has are affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.

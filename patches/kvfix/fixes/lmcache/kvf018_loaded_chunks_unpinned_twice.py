@@ -12,7 +12,6 @@ pinned. If another waiting request has a pin on the same chunk, this other reque
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
 the load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
 vllm_v1_adapter.py:842).
-
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
   https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.5.6.

@@ -13,7 +13,6 @@ skips a step, the worker fills its row of the block table from the list, and the
 
 Fix: After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this
 step resumes. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
-
 - Releases: LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies
   the list, and gets a resumed request as a new one. The multi-process connectors copy the list too.
 - Remove when: LMCache copies the list.

@@ -9,7 +9,6 @@ with `prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load
 prompt. LMCache also stores later tokens with the blocks of other tokens.
 
 Fix: The tracker begins with all tokens of the request, as with runner V1.
-
 - Releases: LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit
   goes beyond the prompt if `save_decode_cache` or the next turn stored generated tokens. 0.3.9 looks up prompts only.
 - Remove when: `RequestTracker.from_new_request` takes `prefill_token_ids`.

@@ -9,7 +9,6 @@ and not yet known. So nothing is appended, and the next step starts one position
 one step, the token is already known. The tracker then appends this token at a wrong position.
 
 Fix: Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
-
 - Upstream: None known; fixed in 0.4.3, which continues from the end of the tracker.
 """
 

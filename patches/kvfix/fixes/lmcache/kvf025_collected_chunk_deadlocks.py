@@ -9,7 +9,6 @@ of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a 
 can collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
 Fix: `__del__` keeps the chunk. The next `ref_count_down` of any chunk frees the kept chunk. Both locks are free there.
-
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
   https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
 - Remove when: `__del__` takes no lock, or the locks are reentrant.

@@ -13,7 +13,6 @@ Fix: The first value that `retrieve_layer` yields is the number of tokens that i
 of the missing tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends the
 request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix yields empty results in place of
 the rest of `retrieve_layer`. KVF007 prevents the step from storing the KV that it computes for this request.
-
 - Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks: a fix would turn a crash into wrong text.
 - Upstream: https://github.com/LMCache/LMCache/issues/899
 - Remove when: `start_load_kv` records the failed blocks of a layerwise load.

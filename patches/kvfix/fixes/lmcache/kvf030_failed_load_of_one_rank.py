@@ -18,7 +18,6 @@ A kv_producer stores every request that has metadata (:1152), so the fix marks t
 request that names a decoder (`disagg_spec`), the store is the transfer to the decoder. This store cannot wait, because
 the request ends with the step. So the decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's
 default, the request ends with an error at prefill. Do not set `recompute` on a prefill engine.
-
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: The ranks agree which loads have failed before they save a step.
 """

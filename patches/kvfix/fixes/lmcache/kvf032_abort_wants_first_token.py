@@ -8,7 +8,6 @@ Symptom: EngineCore of the prefill instance dies in `request_finished` with `Ind
 Cause: `request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926), which may not exist.
 
 Fix: If the request has no token, the fix hides from the hook that the request wants its first token.
-
 - Remove when: `request_finished` checks whether there is a token.
 """
 

@@ -6,7 +6,6 @@ Cause: A request whose KV must not be stored still has metadata if LMCache looke
 request that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
 
 Fix: The worker does not store a request with `lmcache.skip_save`, unless the request names a decoder (`disagg_spec`).
-
 - Remove when: `wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
 """
 

@@ -8,7 +8,6 @@ asynchronous loading the scheduler sends the settings with the lookup. But the m
 (0.5.6 async_lookup_message.py:22), so the worker cannot decode it.
 
 Fix: The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
-
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `LookupRequestMsg` takes settings of any type.
 """

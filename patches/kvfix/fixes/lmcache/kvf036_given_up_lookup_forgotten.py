@@ -13,7 +13,6 @@ begins before the other workers have fetched their chunks. Then the client clean
 sends a third lookup. The chunks that the third lookup fetches are never released.
 
 Fix: The client keeps a cancelled lookup until its answer is cleaned up. Until then no new lookup is sent (KVF011).
-
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """

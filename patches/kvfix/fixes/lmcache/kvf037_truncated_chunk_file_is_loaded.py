@@ -16,7 +16,6 @@ the fix only logs a warning, because LMCache cannot report a failed load there.
 
 Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports that chunk as loaded (0.4.3
 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
-
 - Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, and cannot report a failed load.
 - Remove when: `read_file` raises an error when it reads fewer bytes than the chunk has.
 """

@@ -10,7 +10,6 @@ its size still counts against `max_local_disk_size`. No code reads the exception
 
 Fix: After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
 count. LMCache can then store the chunk again. With `use_odirect`, a file descriptor leaks all the same.
-
 - Remove when: `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 

@@ -9,7 +9,6 @@ first `get_num_new_matched_tokens` creates the tracker. A request that is aborte
 
 Fix: If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All
 numbers of this tracker are zero. The hook deletes it, as it does with every tracker.
-
 - Upstream: https://github.com/vllm-project/vllm/pull/56780 (open).
 - Remove when: `request_finished` no longer asserts that there is a tracker.
 """

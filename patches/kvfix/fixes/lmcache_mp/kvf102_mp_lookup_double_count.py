@@ -13,7 +13,6 @@ On a miss the hook returns before it records vLLM's computed tokens (0.5.5:1143)
 
 Fix: After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit. The fix also
 records the tokens that vLLM has computed.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """

@@ -10,7 +10,6 @@ Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the block
 Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM
 then follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute`
 vLLM computes the tokens again. The fix wraps `submit_retrieve_request`.
-
 - Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's copy. Earlier releases cannot report failed blocks.
 - Upstream: https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
 """

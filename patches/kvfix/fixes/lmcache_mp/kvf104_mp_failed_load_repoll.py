@@ -14,7 +14,6 @@ preempted request a fresh tracker before this check (0.5.6:1833). So it repeats 
 Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,
 and has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where
 LMCache has its own fix, this fix handles the preempted requests that LMCache's fix misses.
-
 - Releases: LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and
   _0201. vLLM 0.26.0 to 0.33.0, its own copy of the connector.
 - Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").

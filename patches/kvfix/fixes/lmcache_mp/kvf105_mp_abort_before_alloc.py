@@ -12,7 +12,6 @@ Cause: A lookup locks the chunks it finds until they are retrieved or released w
 Fix: Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
 session still knows these locks. The fix also deletes the lookup. If the answer has not come yet, or the server is
 unhealthy, the session stays. The fix then polls for the answer in the following steps.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
   https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
 - Remove when: `request_finished` frees the locks of a lookup that was not used.

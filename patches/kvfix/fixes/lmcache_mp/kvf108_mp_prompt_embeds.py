@@ -8,7 +8,6 @@ builds its keys from them (lmcache_mp_connector.py 0.5.6:1288).
 
 Fix: The fix returns no hit for a request with `prompt_embeds` and sends no lookup. Its tracker counts all of its tokens
 as stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
 - Remove when: The connector distinguishes embeddings from tokens.
 """

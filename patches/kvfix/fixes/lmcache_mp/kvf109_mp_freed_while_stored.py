@@ -9,7 +9,6 @@ the blocks and other requests write to them, but the server still copies the las
 
 Fix: The fix joins all stores of a request into one. The worker sees this joined store as done only when all stores of
 the request are done. An earlier store that has already ended no longer marks the request as done.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/3640 (the futures of a request overwrite each other).
 - Remove when: The worker keeps all stores of a request.
 """

@@ -9,7 +9,6 @@ Cause: A load begins at the start of a chunk. It does not write the blocks of th
 (vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
 
 Fix: The fix removes the skipped blocks from the blocks that the worker reports if the load fails.
-
 - Remove when: The worker keeps only the blocks that a load writes.
 """
 

@@ -7,7 +7,6 @@ Cause: LMCache creates the collection of heartbeats as an empty dict (vllm_multi
 function that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
 
 Fix: If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
-
 - Upstream: https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
 """
 

@@ -8,7 +8,6 @@ Cause: A server drops a worker that sends no ping within `worker_registration_gr
 0.5.6:134). A worker pings only from its first store or load on (vllm_multi_process_adapter.py 0.5.6:1811, 1892).
 
 Fix: The fix starts the worker's heartbeat after `register_kv_caches`.
-
 - Releases: LMCache 0.4.5 to 0.5.6; servers drop workers from 0.5.0 on.
 - Upstream: https://github.com/LMCache/LMCache/issues/4715 (open).
 - Remove when: A worker pings from its registration on.

@@ -7,7 +7,6 @@ Cause: `update_state_after_alloc` releases the locks of chunks that need no load
 (lmcache_mp_connector.py 0.5.0:1003). The salt is part of the key.
 
 Fix: While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1;
   https://github.com/vllm-project/vllm/pull/44097.
 - Remove when: LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.

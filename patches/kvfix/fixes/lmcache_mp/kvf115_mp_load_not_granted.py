@@ -11,7 +11,6 @@ Cause: `update_state_after_alloc` starts a load if the hit is larger than the nu
 
 Fix: If nothing was granted, the tracker counts the whole hit as vLLM's own while the hook runs. The hook then starts no
 load and releases all locks.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 - Remove when: LMCache 0.5.4 is no longer in use.
 """

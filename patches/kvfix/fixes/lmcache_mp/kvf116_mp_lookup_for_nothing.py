@@ -9,7 +9,6 @@ Cause: vLLM asks the connector for every request and drops the answer for a requ
 deletes the lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because it does not know the hit.
 
 Fix: The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
-
 - Remove when: The connector sends no lookup for a request that reads no cache.
 """
 

@@ -8,7 +8,6 @@ for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034)
 twice.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
-
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
 - Upstream: https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open)
   bounds the number of ids. The bug was found before in the review of a fork:

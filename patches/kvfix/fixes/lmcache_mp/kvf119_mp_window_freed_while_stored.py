@@ -16,7 +16,6 @@ Fix: The fix records which blocks of a window are being stored, and which of the
 freed block is in use again in a step, the fix sets the flag in the step's metadata that LMCache sets after a
 preemption. The workers then wait for the stores in flight before anything is written. They wait at most LMCache's own
 `mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
-
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: vLLM keeps a block, or LMCache holds it, until it is stored.
 """

@@ -9,7 +9,6 @@ generated, the number of known tokens limits what is stored. When input comes, m
 computed, and the tracker stores chunks that are not computed yet.
 
 Fix: If vLLM schedules a tracked request as new, the fix sets the count to the tokens that vLLM has computed.
-
 - Releases: LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
   lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0.
 - Remove when: `_process_new_requests` sets the count from `num_computed_tokens`.

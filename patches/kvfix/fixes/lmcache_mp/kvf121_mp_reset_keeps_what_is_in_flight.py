@@ -12,7 +12,6 @@ still clear the chunks that have no lock. Call the reset again when the requests
 
 LMCache never clears the L2 of a server (`--l2-adapter`, v1/distributed/storage_manager.py:1244-1255). The answer is
 still True, because the connector cannot know about the L2. Empty the L2 yourself.
-
 - Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`: KVF029.
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """

@@ -17,7 +17,6 @@ After a preemption the worker waits for the stores in flight. It waits at most `
 When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
 Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
 its transfers stay in use until the server's process ends. With gRPC the fix changes nothing.
-
 - Releases: LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
 - Remove when: A worker keeps a transfer until the server has answered or is gone.
 """

@@ -20,7 +20,6 @@ continues, without stores and loads until that heartbeat. With gRPC the fix chan
 
 If only the network was interrupted, the server still knows the worker. The loads fail until the next heartbeat all the
 same, and their read locks stay on the server until they time out.
-
 - Releases: LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
   (multiprocess/mq.py 0.5.5:281). There, restart the engine together with the server.
 - Remove when: A worker registers again after a lost connection, and requests in flight then fail.

@@ -14,7 +14,6 @@ value is not a string, EngineCore dies, or the worker's own loop raises and the 
 Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises no tokens. The
 hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the
 number to the worker as a string, and the load fails in the worker.
-
 - Remove when: vLLM checks the parameters before it promises.
 """
 

@@ -10,7 +10,6 @@ FINISHED_STOPPED. The decode engine gets no message, and waits VLLM_MOONCAKE_ABO
 sends both kinds of requests (nixl/pull_scheduler.py 0.32.0:221).
 
 Fix: The fix sends a stopped prefill like a prefill that has reached its length limit.
-
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 - Remove when: request_finished sends a prefill that has stopped.
 """

@@ -8,7 +8,6 @@ request_finished adds the request to the list of requests that wait for KV (moon
 step reads the peer from the request's parameters without a check (:693).
 
 Fix: Before build_connector_meta, the fix removes a request without a peer from this list.
-
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM checks whether the parameters name a peer before it lets the prefill engine free the blocks.
 """

@@ -8,7 +8,6 @@ KV by one block.
 
 Fix: The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, or engines
 with several context-parallel ranks.
-
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 - Remove when: vLLM counts the blocks from their start.
 """

@@ -10,7 +10,6 @@ it still has to drop in this step. The worker is not told about a prefill that w
 
 Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers
 that the transfer has failed. kv_load_failure_policy then decides.
-
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: A prefill that is aborted answers the decode requests that wait for it.
 """

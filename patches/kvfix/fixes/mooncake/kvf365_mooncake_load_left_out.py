@@ -9,7 +9,6 @@ failed (mooncake_connector.py 0.32.0:1621). The decode engine handles only the r
 
 Fix: After the last answer, a request that no answer has named counts as failed. The decode engine computes the prompt
 itself, or fails the request, as kv_load_failure_policy says.
-
 - Upstream: None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
 """
 

@@ -8,7 +8,6 @@ Cause: A decode request that comes before its prefill makes an entry in reqs_nee
 
 Fix: The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
 still exists, the fix writes the prefill's request id into the entry.
-
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 - Remove when: vLLM removes the entry at the timeout.
 """

@@ -12,7 +12,6 @@ decode reports all of them as failed (mooncake_connector.py 0.32.0:2370), also t
 The first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
 
 Fix: Each rank reports each load once. A load that failed at a rank is reported as failed after the last rank's report.
-
 - Releases: vLLM 0.32.0, the first release that reports failed loads.
 - Upstream: None known; fixed in 0.33.0.
 """

@@ -14,7 +14,6 @@ If the blocks are not in lists, or the name of engine, request or host is not a 
 blocks in one flat list, the fix still promises the tokens if the worker can fail their load (KVF311).
 
 Fix: The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
-
 - Releases: vLLM 0.11.2 to 0.33.0.
 - Remove when: vLLM checks the parameters before it promises.
 """

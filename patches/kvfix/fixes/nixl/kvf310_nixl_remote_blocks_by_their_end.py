@@ -11,7 +11,6 @@ router does not set `max_tokens` to 1 and the generated tokens need a new block,
 Fix: Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond
 the prompt. If there are too few blocks, the load fails, and `kv_load_failure_policy` decides. The fix does not handle
 KV groups other than full attention, engines with different block sizes, or context parallelism.
-
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 

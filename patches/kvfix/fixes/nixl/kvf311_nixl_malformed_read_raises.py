@@ -12,7 +12,6 @@ the blocks of each group. If the blocks are one flat list, the log line raises, 
 
 Fix: If `_read_blocks_for_req` raises, the fix logs the exception and reports the load as failed. vLLM then applies
 `kv_load_failure_policy`. If the log line of a failure raises, the failure is still reported.
-
 - Remove when: vLLM reports a load with malformed parameters as failed.
 """
 

@@ -10,7 +10,6 @@ once (`_remote_blocks_processed`, :135-139). vLLM asks again for a preempted req
 failed, and NixlConnector promises the blocks a second time.
 
 Fix: If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt.
-
 - Remove when: vLLM checks the parameters in the same way in both functions.
 """
 

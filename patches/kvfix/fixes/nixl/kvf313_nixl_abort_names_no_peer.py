@@ -7,7 +7,6 @@ that the prefill engine frees the blocks (pull_scheduler.py 0.32.0:243). In the 
 peer's address from the request's parameters without a check (metadata.py 0.32.0:330).
 
 Fix: Before build_connector_meta, the fix removes a request without a peer from this list.
-
 - Remove when: vLLM checks whether the parameters name a peer before it sends the notice.
 """
 

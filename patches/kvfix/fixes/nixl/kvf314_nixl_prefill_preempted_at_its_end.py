@@ -10,7 +10,6 @@ The worker has the request in `_reqs_to_process` since it was scheduled (pull_sc
 
 Fix: The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
 worker not to process the request. vLLM tells the worker the same for an aborted request.
-
 - Remove when: vLLM tells the worker of every request that keeps no blocks.
 """
 

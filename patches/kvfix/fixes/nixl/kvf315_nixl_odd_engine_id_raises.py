@@ -6,7 +6,6 @@ Cause: on_new_request uses `remote_engine_id` and `remote_request_id` of the req
 (base_scheduler.py 0.32.0:236). The values come with the request, and may be a list.
 
 Fix: A request with a value that is not a string loads nothing: it computes its prompt itself.
-
 - Remove when: vLLM checks the types of the parameters.
 """
 

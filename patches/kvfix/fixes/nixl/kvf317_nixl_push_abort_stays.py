@@ -13,7 +13,6 @@ NixlPushConnector reads the parameters of this request only when it ends (:160).
 
 Fix: After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps the blocks
 of the request until their lease ends, as it does without the fix.
-
 - Remove when: The worker does not record a request without blocks.
 """
 

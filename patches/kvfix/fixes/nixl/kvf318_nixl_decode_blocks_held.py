@@ -9,7 +9,6 @@ requests that it knows to be in a batch. update_state_after_alloc tells the work
 The lease of this request never begins, and never ends.
 
 Fix: After update_state_after_alloc, the fix adds to the metadata every request whose blocks will be kept.
-
 - Remove when: vLLM keeps only the blocks of requests that the worker knows.
 """
 

@@ -18,7 +18,6 @@ decode engine still reads blocks whose lease has ended. The prefill engine adds 
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
 declines a read after that time, even if its heartbeats have renewed the lease. So do not set this option in only one of
 the two engines.
-
 - Remove when: vLLM fails a read that ends after its lease.
 """
 

@@ -8,7 +8,6 @@ token. If the generated tokens need a new block, the prefill engine has one bloc
 
 Fix: After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full
 attention. The worker does not get them.
-
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 

@@ -20,7 +20,6 @@ Mixed roll-out: The prefill engine and the decode engine must both have the fix.
 nothing. In the decode engine alone it can be worse than the released code: a prefill engine without the fix may write
 into blocks of a load that has timed out. Restart the prefill engines with the fix first. Remove the fix from the decode
 engines first.
-
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 

@@ -11,7 +11,6 @@ thread writes from blocks that are already free. vLLM does not remove the expire
 
 Fix: The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. In this
 case the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
-
 - Remove when: vLLM keeps blocks as long as a write reads them.
 """
 

@@ -11,7 +11,6 @@ The worker compares ids without this suffix (:413). So it writes the KV of a lat
 blocks of the old registration, and the later request's own registration waits.
 
 Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has dropped it by then.
-
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

@@ -8,7 +8,6 @@ more blocks than prefill has, the thread loses the remaining notices (push_worke
 
 Fix: The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of
 a request could not be written, the request waits until its lease and its registration have ended.
-
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 - Remove when: vLLM catches exceptions of a single registration.
 """

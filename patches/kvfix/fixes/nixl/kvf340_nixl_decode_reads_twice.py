@@ -13,7 +13,6 @@ use the blocks, and the second decode request reads their KV.
 Fix: In each decode engine, only the first request for a prefill reads its blocks. A later request with the same
 remote_engine_id and remote_request_id computes its prompt itself, and sends prefill no notice. The fix does not know
 what another decode engine has read. So a router that retries a request must send it to the prefill engine first.
-
 - Remove when: Prefill refuses the second read.
 """
 

@@ -9,7 +9,6 @@ it afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never repla
 0.32.0:467). Each later handshake with this peer compares its `tp_size` with this value (base_worker.py 0.32.0:2425).
 
 Fix: If a peer is refused, the fix deletes the stored values of the peer.
-
 - Remove when: vLLM stores nothing about a peer that it has refused.
 """
 

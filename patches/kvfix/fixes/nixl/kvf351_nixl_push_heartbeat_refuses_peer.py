@@ -11,7 +11,6 @@ heartbeat comes first, it starts the complete handshake, which only an engine th
 registration joins any handshake that is in flight (:1290), and fails with it.
 
 Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
-
 - Remove when: Heartbeats of push mode make the same handshake as registrations.
 """
 

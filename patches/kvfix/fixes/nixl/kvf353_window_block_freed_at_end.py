@@ -18,7 +18,6 @@ Fix: Prefill stops earlier for windows too: it computes the prompt without its l
 Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has
 it, the two engines count tokens differently. If the last token has a block of its own, each block is then paired with
 its neighbour (base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
-
 - Releases: vLLM 0.32.0 and 0.33.0. By their code, the releases from 0.20.2 on have the bug too. 0.20.2 is the first one
   whose NixlConnector supports windows. The releases before 0.32.0 do not have `_prefill_backoff`, and were not tested.
 - Remove when: `_prefill_backoff` answers 1 for a model with windows.

@@ -13,7 +13,6 @@ computes its prompt itself. Two requests are for the same prefill if their remot
 their ids without the random end are equal. (The prefill engine pairs requests by the id without this end.) The fix does
 not know which requests another decode engine has registered. With KVF322 the load of a request that waits in the other
 engine fails after a timeout.
-
 - Remove when: vLLM promises a prefill to one decode request.
 """
 

@@ -15,7 +15,6 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
 block, the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
 OffloadingConnector stores all its chunks again. If the request has ended, OffloadingConnector stores none.
-
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 

@@ -11,7 +11,6 @@ a chunk is being promoted. So each lookup asks for the chunk that the previous l
 
 Fix: Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted
 before the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
-
 - Remove when: `TieringOffloadingManager.lookup` protects found chunks, or promotes no chunk a second time.
 """
 

@@ -9,7 +9,6 @@ complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later requ
 For the missing blocks, this request loads old content of the CPU memory.
 
 Fix: If any block of a sliding-window chunk is null, the fix does not store this chunk.
-
 - Remove when: `_build_store_jobs` checks all blocks of a chunk.
 """
 

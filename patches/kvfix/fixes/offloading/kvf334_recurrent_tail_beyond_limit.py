@@ -13,7 +13,6 @@ limit, but the connector asserts that the block is within it (offloading/schedul
 a limit of 0 as no limit (:1437).
 
 Fix: The fix leaves out a block beyond the limit of its request.
-
 - Remove when: `_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.
 """
 

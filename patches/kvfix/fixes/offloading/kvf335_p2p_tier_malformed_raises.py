@@ -10,7 +10,6 @@ uses `kv_request_id` as a key in the lookup and at the end of the request (:391,
 an exception there.
 
 Fix: The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
-
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.
 """
 

@@ -10,7 +10,6 @@ blocks than the CPU memory holds, the CPU memory has evicted the block before th
 block again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each starts a store.
 
 Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
-
 - Remove when: `_prepare_lazy_store_specs` stores a block only once after each use of the block.
 """
 

@@ -8,7 +8,6 @@ So vLLM allocates the block in front of the window, and nothing is loaded into i
 0.32.0:484). When the load is done, vLLM caches this block with the others.
 
 Fix: The fix also looks up and loads the blocks in front of the window. Without them in the CPU memory, there is no hit.
-
 - Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
 """
 

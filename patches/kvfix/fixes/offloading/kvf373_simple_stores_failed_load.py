@@ -15,7 +15,6 @@ Fix: The fix also reads the failed blocks of the report that `update_connector_o
 of blocks from the stores in flight. These are the failed blocks, all later blocks of the same request, and the blocks
 that have lost their keys. The removed blocks become free once they are copied, and no request finds them. The request
 does not store the removed blocks again. The next request with the same prompt stores them.
-
 - Releases: vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """

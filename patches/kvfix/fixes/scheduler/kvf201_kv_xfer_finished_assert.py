@@ -13,7 +13,6 @@ requests return wrong text, without an error.
 
 Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
 reports about unknown requests, and about requests that are neither finished nor waiting for a load.
-
 - Releases: vLLM 0.11.2 to 0.33.0, with every connector that stores asynchronously. Tested: 0.26.0, 0.32.0 and 0.33.0.
   For the other releases the code was read.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).

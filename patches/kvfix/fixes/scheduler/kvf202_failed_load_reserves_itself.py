@@ -10,7 +10,6 @@ also reserves the blocks that this request itself needs. So a request that needs
 
 Fix: After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in
 flight. vLLM adds it again when it is admitted.
-
 - Remove when: vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 

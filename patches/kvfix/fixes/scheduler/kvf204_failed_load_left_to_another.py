@@ -9,7 +9,6 @@ the failed block. The other requests count all tokens as computed (scheduler.py 
 then aborted or preempted, or takes more than one step, the other requests read blocks that were never written.
 
 Fix: The fix rolls back each request to its own first failed block. Requests that share a block write the same KV.
-
 - Releases: vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
 - Upstream: https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
   https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back the other requests.

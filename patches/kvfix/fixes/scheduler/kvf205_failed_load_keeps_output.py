@@ -19,7 +19,6 @@ request was preempted before the failure was reported, vLLM also keeps its outpu
 Fix: The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker.
 vLLM then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the
 fix only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
-
 - Releases: vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline
   parallelism; earlier releases were not tested with it. The fix was not tested with runner V2, which needs a GPU.
 - Upstream: https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,

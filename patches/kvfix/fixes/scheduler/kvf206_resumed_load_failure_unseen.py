@@ -8,7 +8,6 @@ Cause: vLLM looks for failed blocks among the first `num_cached_tokens` of each 
 
 Fix: While `_update_requests_with_invalid_blocks` runs, the fix raises `num_cached_tokens` to the end of the request's
 last failed block.
-
 - Releases: vLLM 0.11.2 to 0.15.1.
 - Upstream: None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
 """

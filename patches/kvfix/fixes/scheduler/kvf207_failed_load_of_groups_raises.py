@@ -16,7 +16,6 @@ Fix: The fix acts only for a model with several groups and a connector of LMCach
 are waiting for their load, the fix handles the failure in place of vLLM's function. The result is the same as if the
 connector had reported the requests by their ids. LMCache's groups take their blocks from one pool, so an id belongs to
 one group only. Null block 0 belongs to no request.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
 - Remove when: LMCache 0.5.5 is no longer in use.
 """

@@ -7,7 +7,6 @@ tokens after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506),
 them. The session continues from there (2471). So tokens of the next input take the places of the dropped tokens.
 
 Fix: When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops that token.
-
 - Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
 - Upstream: None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
 """

@@ -16,7 +16,6 @@ tokens are zero again. So the fix does not act in a MultiConnector.
 
 Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because it takes the
 blocks of a loaded request. vLLM then computes the prompt of this request.
-
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
 - Remove when: vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.

@@ -13,7 +13,6 @@ in each step. The hang starts in a step whose token budget does not reach the pr
 
 Fix: If states are kept, the fix does not shorten a chunk to nothing. The MTP modules then guess some tokens that they
 could know, and fewer of their drafts are accepted.
-
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states.
 - Remove when: After both cuts, vLLM always schedules the remaining tokens in a later step.
 """

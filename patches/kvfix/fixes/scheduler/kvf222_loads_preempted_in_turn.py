@@ -23,7 +23,6 @@ speculative decoding. One of the requests gets this block, and its token fits.
 
 Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because a load may
 start later.
-
 - Releases: vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token. The fix does nothing there.
 - Remove when: `schedule` admits a load only if its first generated token fits, or keeps a preempted request's token.
 """

@@ -13,7 +13,6 @@ waited, it would wait for ever for transfers that were lost with the old server.
 
 Workaround: Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_interval` to more seconds than
 the longest pause of the server.
-
 - Releases: LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. The other releases were only read.
 """
 

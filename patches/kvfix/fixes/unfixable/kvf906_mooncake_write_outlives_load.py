@@ -14,7 +14,6 @@ carries no deadline, so neither engine can be fixed alone.
 Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the
 prefill engine, for example 960 and 480. A message may then be late by the difference plus 60 s. Set a larger
 `num_workers` in the prefill engine's kv_connector_extra_config, so that messages do not wait for each other.
-
 - Remove when: Both engines of vLLM agree on the end of a load.
 """
 
