@@ -2,9 +2,8 @@
 
 Symptom: Wrong text without any message, if the prefill engine has generated more than one token.
 
-Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
-prefill engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right only if both lists end at the same
-token. If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the bug in pull mode.
+Cause: As in pull mode (KVF310), `_apply_prefix_caching` pairs the blocks from the end of the prefill engine's list
+(push_worker.py 0.32.0:660). If the generated tokens need a new block, the prefill engine has one block more.
 
 Fix: After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full
 attention. The worker does not get them.
