@@ -253,8 +253,7 @@ def folder() -> Iterator[tuple[str, int]]:
     """Path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
 
     The parent folder may be shared (1777): our name in it may be a link, or a folder of another user. kvfix does not
-    change the mode of the parent. Files are created through the descriptor, so a later change of the path has no
-    effect.
+    change the mode of the parent. Files are created through the descriptor: a later change of the path does nothing.
     """
     shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
     os.makedirs(shared, mode=0o700, exist_ok=True)

@@ -122,7 +122,6 @@ EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 class Fix:
     """The record of a bug: `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
 
-    docstring: of the module, if it is not given.
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. The default is the slug of the fix. If no scenario
