@@ -7,6 +7,7 @@ code in the fix. A fix that changes an object in place says so with `note`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvfix import engine_log, metrics
@@ -16,20 +17,18 @@ from kvfix.session import session
 _ID = 80
 
 
+@dataclass(slots=True)
 class Tally:
     """The counters of one fix, or of other wrappers with one key.
 
     acted, faults: how often the wrappers acted, and how often their own code raised, since the start.
+    first: what happened the first time.
     """
 
-    __slots__ = ("acted", "faults", "first", "key")
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.acted = 0
-        self.faults = 0
-        #: What happened the first time.
-        self.first = ""
+    key: str
+    acted: int = 0
+    faults: int = 0
+    first: str = ""
 
 
 #: While a `WrappedFunction` makes wrappers, under `session.lock`: their tally. At other times: NONE.

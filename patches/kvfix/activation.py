@@ -1,21 +1,29 @@
-"""Brings one configuration to every process.
+"""Brings one configuration to every process, and applies fixes there after the import of each fixed module.
 
 vLLM starts EngineCore and its workers as other processes, most often by spawn, without the parent's patches. So
 `apply()` writes the configuration into the environment. vLLM's plugin entry point (`load`) reads it in each process,
 before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
+
+A finder on the meta path applies a fix after the import of its target's module, or at once if the module is imported
+already. `wrapt.register_post_import_hook` has three problems: the import of wrapt takes three times what `apply()` may
+take, an exception in a hook breaks the import, and a hook cannot be removed.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from _thread import get_ident
 
-from kvfix import engine_log, import_hooks
+from kvfix import engine_log
 from kvfix.config import Config
 from kvfix.session import session
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
     from kvfix.fix_status import FixRow
 
@@ -24,6 +32,10 @@ ENV = "KVFIX"
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
 #: Ray workers get only variables with a prefix from vLLM's own list and from this one (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+#: Top-level packages with fixed functions. The first import from one of them loads the fixes.
+PACKAGES = ("lmcache", "vllm")
+#: Modules that the connector events wrap, in modes that have them: the factory of connectors, and the scheduler.
+WATCHED = ("vllm.distributed.kv_transfer.kv_connector.factory", "vllm.v1.core.sched.scheduler")
 
 
 def apply(
@@ -62,7 +74,7 @@ def apply(
     if allowed is not None:
         _set(_ALLOWED_PLUGINS, _with(allowed, "kvfix"))
     _set(_RAY_PREFIXES, _with(os.environ.get(_RAY_PREFIXES, ""), ENV))
-    import_hooks.activate(config)
+    activate(config)
 
 
 def revert() -> None:
@@ -77,7 +89,7 @@ def revert() -> None:
             os.environ[name] = value
     session.environment.clear()
     os.environ.pop(ENV, None)
-    import_hooks.deactivate()
+    deactivate()
 
 
 def status() -> list[FixRow]:
@@ -104,7 +116,7 @@ def load() -> None:
                 f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
             )
             return
-        import_hooks.activate(config)
+        activate(config)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.activation.load", error)
 
@@ -118,3 +130,114 @@ def _with(listed: str, item: str) -> str:
     """A comma-separated list with `item` in it once."""
     items = [part for part in (part.strip() for part in listed.split(",")) if part]
     return ",".join(items if item in items else [*items, item])
+
+
+class Finder:
+    """A meta path finder that lets the other finders find a module, and applies fixes after its execution."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # The import system asks for thousands of modules: all except those of PACKAGES return here.
+        finding = get_ident(), name
+        if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
+            return None
+        session.finding.add(finding)
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+                if spec is not None:
+                    _settle_when_executed(spec)
+                    return spec
+            return None
+        finally:
+            session.finding.discard(finding)
+
+
+_finder = Finder()
+
+
+def activate(config: Config) -> None:
+    """Activate this configuration in this process. Remove fixes that only an earlier configuration has."""
+    session.config = config
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    if any(package in sys.modules for package in PACKAGES):
+        engine_log.guarded("kvfix.apply", _settle_imported)
+
+
+def deactivate() -> None:
+    session.config = None
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    if "kvfix.applying" in sys.modules:
+        from kvfix import applying
+
+        engine_log.guarded("kvfix.revert", applying.remove_all)
+    if "kvfix.connector_events" in sys.modules:
+        from kvfix import connector_events
+
+        engine_log.guarded("kvfix.revert", connector_events.remove_all)
+
+
+def _settle_imported() -> None:
+    found = [sys.modules[name] for name in sorted(_all_modules() - session.executing) if name in sys.modules]
+    _settle({each: not getattr(each.__spec__, "_initializing", False) for each in found})
+
+
+def _settle(modules: dict[ModuleType, bool]) -> None:
+    """modules: {module: whether its import has ended}."""
+    from kvfix import applying
+
+    for module, complete in modules.items():
+        engine_log.guarded(f"applying to {module.__name__}", applying.settle, module, complete)
+        if complete and module.__name__ in WATCHED:
+            engine_log.guarded(f"connector events of {module.__name__}", _watch, module)
+    applying.log_applied()
+
+
+def _watch(module: ModuleType) -> None:
+    """Add the connector events, or remove those of an earlier configuration."""
+    if (session.config is not None and session.config.watches) or "kvfix.connector_events" in sys.modules:
+        from kvfix import connector_events
+
+        connector_events.settle(module)
+
+
+def _is_target(name: str) -> bool:
+    if session.modules is None:  # cached: LMCache often tries to import modules that do not exist
+        session.modules = engine_log.guarded("the fixes", _all_modules) or frozenset()
+    return name in session.modules
+
+
+def _all_modules() -> frozenset[str]:
+    from kvfix import catalogue
+
+    return frozenset(catalogue.modules_of_fixes()).union(WATCHED)
+
+
+def _settle_when_executed(spec: ModuleSpec) -> None:
+    """Replace `exec_module` of this one loader. The loader object, which tools inspect, stays the same."""
+    loader = spec.loader
+    execute = getattr(loader, "exec_module", None)
+    if loader is None or execute is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        vars(loader).pop("exec_module", None)  # a reload must not run this function a second time
+        session.executing.add(module.__name__)
+        try:
+            execute(module)
+        finally:
+            session.executing.discard(module.__name__)
+        if session.config is not None:
+            engine_log.guarded(f"applying to {module.__name__}", _settle, {module: True})
+
+    try:
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+    except AttributeError as error:
+        engine_log.warning(
+            f"{spec.name} is loaded by {type(loader).__name__}, which kvfix cannot wrap ({error}): its fixes are "
+            "not applied. Call kvfix.apply() once more after it has been imported."
+        )

@@ -73,11 +73,9 @@ def find(name: str) -> Fix | None:
     return next((fix for fix in fixes() if name.upper() == fix.code or name.lower() == fix.slug), None)
 
 
-def handling(rule: str, message: str | None = None) -> list[Fix]:
-    """Fixes that have this rule or finding as evidence, in any release. message: None matches any.
+def handling(rule: str, text: str | None = None) -> list[Fix]:
+    """Fixes that have this rule or finding as evidence, in any release. text: the message; None matches any.
 
     There may be several: one message can have several causes.
     """
-    return [
-        fix for fix in fixes() if rule in fix.evidence and (message is None or re.search(fix.evidence[rule], message))
-    ]
+    return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]

@@ -105,15 +105,14 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
     if not names:
         return frozenset()
     from kvfix import engine_log, fixes  # only here: these imports take 20 ms, and a process often does not need them
-    from kvfix.retired import RETIRED
 
     known = {code: slug for code, (slug, _) in fixes.modules().items()}
     by_slug = {slug: code for code, slug in known.items()}
     codes = set()
     for name in names:
         code = name.strip().upper()
-        if code in RETIRED:
-            engine_log.warning(f"{code} is retired and left out: {RETIRED[code]}")
+        if code in fixes.RETIRED:
+            engine_log.warning(f"{code} is retired and left out: {fixes.RETIRED[code]}")
             continue
         if code not in known:
             code = by_slug.get(name.strip().lower(), "")

@@ -70,9 +70,7 @@ _NAMED = re.compile(
 _OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]+(?!-)|[\"'], ?(?=[\"']))")
 #: An element of XML. And a pair of name and value, as environment variables in Kubernetes.
 _ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
-_PAIR = re.compile(
-    r"[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?", re.IGNORECASE
-)
+_PAIR = re.compile(r"(?i)[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?")
 _QUOTE = re.compile(r"\\*[\"']")
 #: A value without quotes. A comma or a bracket ends the value only if another name, or nothing, follows.
 _PLAIN = re.compile(r"(?:[^\s\"',;&)\]}]|[,;&](?!\s|$|[\w.-]{1,64}=)|[)\]}](?![\s,;.)\]}\"']|$))+")

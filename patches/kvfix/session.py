@@ -43,7 +43,7 @@ class Session:
         #: Errors in kvfix by kind.
         self.faults: dict[str, int] = {}
 
-        # Imports (import_hooks). Any thread may import a module.
+        # Imports (activation). Any thread may import a module.
         #: Modules with functions to wrap; None: not read yet.
         self.modules: frozenset[str] | None = None
         #: (thread, module) that the other finders look for now.

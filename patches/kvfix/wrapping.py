@@ -208,7 +208,7 @@ class WrappedFunction:
     """A function of vLLM or LMCache with wrappers around it.
 
     The class gets one stable function that calls the current wrappers. A tool that wraps this function later, and keeps
-    a reference to it, still works. (wrapt.FunctionWrapper works too, but takes too long to import: `import_hooks`.)
+    a reference to it, still works. (wrapt.FunctionWrapper works too, but takes too long to import: `activation`.)
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:

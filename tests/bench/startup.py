@@ -23,10 +23,10 @@ from tests.engine.plugin.kvfix_engine_times import timed
 started = thread_time()
 import kvfix
 kvfix.apply()
-from kvfix import import_hooks
+from kvfix import activation
 own = [thread_time() - started]
 for name in ("_settle", "_is_target"):
-    setattr(import_hooks, name, timed(getattr(import_hooks, name), own))
+    setattr(activation, name, timed(getattr(activation, name), own))
 import vllm.v1.core.sched.scheduler, vllm.v1.engine.core
 import lmcache.integration.vllm.vllm_v1_adapter, lmcache.v1.cache_engine
 print(json.dumps([sum(own), thread_time() - started]))

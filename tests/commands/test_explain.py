@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvfix.retired import RETIRED
+from kvfix.fixes import RETIRED
 from kvfix_tools import explain
 from kvfix_tools.diagnose import problems
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvfix.ledger import owed
+from kvfix.ledger import liveness
 from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import command, lmcache_server, looking
 from tests.engine.start import CROWD, TWO_PROCESSES, run, server
@@ -30,7 +30,7 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
             looks[:] = [looker.look()]
         for _ in range(LOOKS):
             looks.append(looker.look())
-            if owed.engines(looks[-1].processes):
+            if liveness.engines(looks[-1].processes):
                 servers[:] = lmcache_server.of(looks[-1].processes)
                 clients.update(lmcache_server.client_of(each["pid"]) for each in servers)
         decided.extend(command.enough(looker))
@@ -42,10 +42,10 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
             when=("Initializing a V1 LLM engine", do),
         )  # fmt: skip
     assert all(each == ran.answer["rounds"][0] for each in ran.answer["rounds"])
-    inside = [each for each in looks if owed.engines(each.processes)]
+    inside = [each for each in looks if liveness.engines(each.processes)]
     assert len(inside) > LOOKS // 2
     assert sum(map(_busy, inside)) > 2
-    (engine,) = owed.engines(inside[-1].processes)
+    (engine,) = liveness.engines(inside[-1].processes)
     assert engine.sees_transfers
     assert [each["class"] for each in engine.connectors] == ["LMCacheMPConnector"]
     for first, second in pairwise(inside):
@@ -61,4 +61,4 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
 
 
 def _busy(look: Look) -> bool:
-    return any(engine.requests for engine in owed.engines(look.processes))
+    return any(engine.requests for engine in liveness.engines(look.processes))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvfix.ledger import owed
+from kvfix.ledger import liveness
 from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import show
 from kvfix_tools.look.command import seconds_to_look
@@ -78,7 +78,7 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> N
 def test_a_load_that_no_worker_has(once: Once) -> None:
     states = copy.deepcopy(once(wedged.twice, NEWEST, "engine_without_load"))
     (row,) = states[1]["scheduler"]["requests"]
-    assert waits_for(owed.engines(states)[1], row) == "no worker has its load"
+    assert waits_for(liveness.engines(states)[1], row) == "no worker has its load"
     for state in states:  # a connector whose transfers are not known
         del state["connectors"][1]["loads"]
     assert verdicts(looks(states, 1)) == []

@@ -27,7 +27,6 @@ def fix(adapter):
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", fix=fix, place=99),
     effect="crash",
     evidence={"KVR010": "", "KVD101": "", "KVR011": "Planted"},

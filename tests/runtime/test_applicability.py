@@ -19,8 +19,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 
 
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
-PLANTED = "kvfix.fixes.scheduler.kvf299_planted"
-FIX = Fix(PLANTED, FIRST, SECOND, HELPER, docstring="", effect="crash")
+FIX = Fix(FIRST, SECOND, HELPER, effect="crash")
 
 #: (state of a function, state of a fix with this function and two wrong ones)
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))
@@ -64,7 +63,7 @@ def test_a_release_of_each_distribution() -> None:
 
 def test_each_copy_of_the_code_is_decided_by_itself() -> None:
     two = replace(FIRST, copy="a"), replace(SECOND, copy="b")
-    copies = Fix(PLANTED, *two, HELPER, docstring="", effect="crash")
+    copies = Fix(*two, HELPER, effect="crash")
     first, second, helper = copies.targets
     refused = Applicability("refused", "second has gone")
     assert decided(copies, {second: refused}) == [("applicable", {first, helper}), ("refused", set())]

@@ -137,7 +137,7 @@ from kvfix_tools.cli import main; main()"""
         server = Path(sys.executable).with_name("lmcache")
         done = fresh.run([*self.KVFIX, "--", sys.executable, "-v", str(server), "server", "--help"])
         assert done.returncode == 0, done.stderr[-2000:]
-        assert "import 'kvfix.import_hooks'" in done.stderr
+        assert "import 'kvfix.activation'" in done.stderr
         assert "import 'kvfix.fixes.api'" in done.stderr, "the first module of LMCache must have loaded the catalogue"
 
     def test_a_python_without_kvfix_is_reported_once(self, fresh: Fresh) -> None:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from kvfix import catalogue
+from kvfix.fixes import RETIRED
 from kvfix.fixes.record import Fix
-from kvfix.retired import RETIRED
 from kvfix_tools import screen
 from kvfix_tools.diagnose.problems import Problem, knowledge
 from kvfix_tools.diagnose.problems import catalogue as known_problems

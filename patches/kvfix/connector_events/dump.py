@@ -24,16 +24,20 @@ The file has ids and token counts of requests, but no tokens.
 from __future__ import annotations
 
 import atexit
+import errno
 import faulthandler
 import os
+import re
+import stat
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvfix import acting, clock, engine_state, installed_source
-from kvfix.connector_events import files, readers, recorder
+from kvfix.connector_events import readers, recorder
 from kvfix.engine_state import places
 from kvfix.session import session
 from kvfix.version import VERSION
@@ -49,13 +53,20 @@ SCHEMA = 1
 LARGEST = 8 << 20
 #: Maximum recorder files of this process, and of all processes in a folder, because each restart has a new pid.
 FILES, FILES_OF_ALL = 32, 256
+#: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
+DIRECTORY = "KVFIX_DUMP_DIR"
+
+#: A recorder file, its report, or an unfinished part of one. The group is the time of the file in milliseconds.
+_DATED = re.compile(r"kvfix-\d+-(\d+)-\d+-\w+\.(?:jsonl|txt)")
+#: Numbers for the names of files.
+_numbers = count(1)
 
 
 def announce() -> None:
     """Announce to `kvfix dump` that this process handles the signal. The signal would kill any other process."""
     ready = {"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": _began(), "engines": sorted(_engines())}
-    with files.folder() as folder:
-        session.announced.add(files.write(folder, f"kvfix-{os.getpid()}.ready", _encode(ready)))
+    with folder() as private:
+        session.announced.add(write_file(private, f"kvfix-{os.getpid()}.ready", _encode(ready)))
     atexit.unregister(withdraw)
     atexit.register(withdraw)
 
@@ -69,7 +80,7 @@ def announced() -> Iterator[int]:
     import json
 
     engines = _engines()
-    with files.folder() as (_, descriptor):
+    with folder() as (_, descriptor):
         for name in os.listdir(descriptor):
             if not name.endswith(".ready"):
                 continue
@@ -84,7 +95,7 @@ def announced() -> Iterator[int]:
 def withdraw() -> None:
     """Remove the announcements. Idempotent."""
     while session.announced:
-        files.remove(session.announced.pop())
+        _remove(session.announced.pop())
 
 
 def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, Any]] = ()) -> str:
@@ -92,13 +103,13 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
 
     reason: violation, exception, standstill, signal or exit.
     """
-    name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(files.numbers)}-{reason}.jsonl"
-    with files.folder() as folder:
-        recording = files.write(folder, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))
-        files.keep_newest(folder, FILES_OF_ALL)
+    name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}.jsonl"
+    with folder() as private:
+        recording = write_file(private, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))
+        _keep_newest(private, FILES_OF_ALL)
     session.files.append(recording)
     while len(session.files) > FILES:
-        files.remove(session.files.pop(0))
+        _remove(session.files.pop(0))
     return recording
 
 
@@ -232,3 +243,61 @@ def _bounded(lines: list[bytes]) -> bytes:
         size -= len(lines[index])
         lines[index] = b""
     return b"".join(lines)
+
+
+# ---------------------------------------------------------------------- files of this process
+
+
+@contextmanager
+def folder() -> Iterator[tuple[str, int]]:
+    """Path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
+
+    The parent folder may be shared (1777): our name in it may be a link, or a folder of another user. kvfix does not
+    change the mode of the parent. Files are created through the descriptor: a later change of the path does nothing.
+    """
+    shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
+    os.makedirs(shared, mode=0o700, exist_ok=True)
+    path = os.path.join(shared, f"kvfix-{os.getuid()}")
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    if os.path.islink(path):  # for a clear message: O_NOFOLLOW refuses it too
+        raise PermissionError(errno.EPERM, f"{path} is a link")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"{path} belongs to another user")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(errno.EPERM, f"{path} is open to other users (chmod 700, or remove it)")
+        yield path, descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_file(folder: tuple[str, int], name: str, content: bytes) -> str:
+    """Write the file under another name and rename it: a reader finds the whole file or none. Return its path."""
+    path, descriptor = folder
+    part = f"{name}.{os.getpid()}.{next(_numbers)}.part"  # two threads may write the same file
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=descriptor)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(part, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+    except BaseException:
+        _remove(os.path.join(path, part))
+        raise
+    return os.path.join(path, name)
+
+
+def _keep_newest(folder: tuple[str, int], most: int) -> None:
+    """Keep `most` recorder files and reports of all processes. Remove the oldest ones."""
+    _, descriptor = folder
+    dated = sorted((int(found[1]), name) for name in os.listdir(descriptor) if (found := _DATED.match(name)))
+    for _, name in dated[: max(0, len(dated) - most)]:
+        with suppress(OSError):  # another process has removed it
+            os.unlink(name, dir_fd=descriptor)
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)

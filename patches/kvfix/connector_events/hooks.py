@@ -53,10 +53,7 @@ def watch_factory(factory: Any) -> None:
     @functools.wraps(function)
     def get_connector_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
         found = function(cls, *args, **kwargs)
-        try:
-            watch_class(found)
-        except Exception as error:  # noqa: BLE001
-            engine_log.fault("kvfix.connector_events.hooks.watch_class", error)
+        engine_log.guarded("kvfix.connector_events.hooks.watch_class", watch_class, found)
         return found
 
     session.factory = factory, original

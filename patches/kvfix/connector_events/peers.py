@@ -69,12 +69,8 @@ class Nixl(_Peer):
 
     _SCHEDULER: tuple[str, ...] = ("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_heartbeat_req_engine")
     _WORKER: tuple[str, ...] = (
-        "_recving_metadata",
-        "_recving_transfers",
-        "_reqs_to_send",
-        "_reqs_to_process",
-        "_pending_recv_notifs",
-    )
+        "_recving_metadata", "_recving_transfers", "_reqs_to_send", "_reqs_to_process", "_pending_recv_notifs",
+    )  # fmt: skip
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:

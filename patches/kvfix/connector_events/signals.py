@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from kvfix.connector_events import dump, files, violations
+from kvfix.connector_events import dump, violations
 from kvfix.session import session
 
 AT_EXIT = "KVFIX_DUMP_AT_EXIT"
@@ -64,7 +64,7 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
     import json
 
     found: list[dict[str, Any]] = []
-    with suppress(OSError), files.folder() as (_, descriptor):
+    with suppress(OSError), dump.folder() as (_, descriptor):
         before, asked = set(os.listdir(descriptor)), set[str]()
         for pid in dump.announced():
             os.kill(pid, SIGNAL)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfix import engine_log, fix_status, metrics, redact
-from kvfix.connector_events import dump, files, recorder
-from kvfix.ledger import RULES
+from kvfix.connector_events import dump, recorder
+from kvfix.connector_events.recorder import Entry
+from kvfix.fix_status import FixRow
+from kvfix.ledger import RULES, Finding
+from kvfix.ledger.events import Event, Raised
 from kvfix.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
-    from kvfix.connector_events.recorder import Entry
     from kvfix.connector_events.watched import WatchedConnector
-    from kvfix.fix_status import FixRow
-    from kvfix.ledger import Finding
-    from kvfix.ledger.events import Event, Raised
 
 #: Environment variable: path of a file. Each line has a finding to suppress: `KVR009` or `KVR009 _requests_priority*`.
 SUPPRESS = "KVFIX_SUPPRESS"
@@ -137,8 +134,8 @@ def _write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequen
         fixes=[_fix(row) for row in fixes],
         recording=recording,
     )
-    with files.folder() as folder:
-        return files.write(folder, f"{os.path.basename(recording).removesuffix('.jsonl')}.txt", text.encode())
+    with dump.folder() as folder:
+        return dump.write_file(folder, f"{os.path.basename(recording).removesuffix('.jsonl')}.txt", text.encode())
 
 
 def compose(

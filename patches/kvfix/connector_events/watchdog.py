@@ -26,7 +26,7 @@ from typing import Any
 from kvfix import engine_log, engine_state
 from kvfix.connector_events import dump, recorder, signals, violations
 from kvfix.engine_state import places
-from kvfix.ledger import owed, standstill
+from kvfix.ledger import liveness, standstill
 from kvfix.ledger.standstill import LATE, Look
 from kvfix.session import session
 
@@ -113,7 +113,7 @@ class Watchdog:
         paused = False
         watched = recorder.connectors()
         steps = sum(each.steps for each in watched)
-        of_others = set(owed.OUTSIDE_STATUSES)
+        of_others = set(liveness.OUTSIDE_STATUSES)
         if steps != self._steps and any(each.name in _PEERS for each in watched):
             of_others.add("WAITING_FOR_REMOTE_KVS")
         for scheduler in recorder.schedulers():

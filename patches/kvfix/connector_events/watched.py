@@ -9,23 +9,21 @@ for it.
 from __future__ import annotations
 
 from _thread import get_ident
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock, scheduling
 from kvfix.connector_events import readers, recorder, violations, windows
+from kvfix.connector_events.peers import Leases
 from kvfix.engine_state.connectors import place
-from kvfix.engine_state.reader import PINS, Reader
+from kvfix.engine_state.reader import PINS, Reader, Span
 from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev
+from kvfix.ledger.events import Event
 from kvfix.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvfix.connector_events.audit import Audit
-    from kvfix.connector_events.peers import Leases
-    from kvfix.engine_state.reader import Span
-    from kvfix.ledger.events import Event
 
 #: An ended request is checked for leaks after so many steps and so many seconds. Its transfers and lookups have ended
 #: by then.
@@ -268,9 +266,8 @@ class WatchedConnector:
                     self._record(ev.Scheduled(name, computed, tokens[name], None, name in resumed))
 
     def _due_to_load(self, name: str, start: int, end: int) -> None:
-        self._due[name] = self._last[name] = due = ev.LoadDue(
-            name, start, end, self.reader.whole_blocks, self.reader.relative
-        )
+        reader = self.reader
+        self._due[name] = self._last[name] = due = ev.LoadDue(name, start, end, reader.whole_blocks, reader.relative)
         self._ended.pop(name, None)  # a reused id
         self._record(due)
 

@@ -1,8 +1,7 @@
 """The base class of readers, which read a connector's own state and metadata.
 
 A reader changes nothing. The recorder calls it before and after hooks. If it raises there, the connector is still
-recorded, but no rule is checked any more. A look calls `add_state` at any moment, even between two bytecodes of the
-main thread.
+recorded, but no rule is checked any more. A look calls `add_state` between any two bytecodes of the main thread.
 """
 
 from __future__ import annotations

@@ -9,6 +9,15 @@ each with a workaround.
 
 from __future__ import annotations
 
+#: Codes of fixes (KVF), rules (KVR) and findings (KVD) that are gone, and are never used again.
+#: {code: why it is gone, and what to read instead}
+RETIRED = {
+    "KVF368": (
+        "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 describes "
+        "the bug and what to set"
+    )
+}
+
 
 def modules() -> dict[str, tuple[str, str]]:
     """{code: (slug, module)}, sorted by code. Finds modules as Python does: as source, as bytecode, or in a zip."""

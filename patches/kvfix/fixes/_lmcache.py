@@ -2,10 +2,9 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from kvfix.fixes import _closed
-from kvfix.fixes.api import Fixing, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
+from kvfix.fixes.api import Any, Fixing, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
 
 def fetched(engine: Any, lookup_id: Any) -> list[Any]:
@@ -57,10 +56,8 @@ def fix_producer(is_meant: Callable[[Any], Any]) -> Fixing:
 
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
-    is_producer = fix_before(
-        when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing
-    )
-    return is_producer(_store_nothing_of(is_meant))
+    wrap = fix_before(when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing)
+    return wrap(_store_nothing_of(is_meant))
 
 
 def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Fixing:

@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvfix.fixes.api import engine_log, stubs
+from kvfix.fixes.api import Any, engine_log, stubs
 
 #: The parameters of a request that name its peer.
 PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")

@@ -5,10 +5,9 @@ LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its connectors for ol
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
-from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, stubs
+from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, Any, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
@@ -75,7 +74,7 @@ def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
 
 
 #: For probes: vLLM's blocks of 512 tokens, in `update_state_after_alloc`.
-BLOCKS = SimpleNamespace(get_block_ids=lambda: (list(range(32)),))
+BLOCKS = stubs.Stub(get_block_ids=lambda: (list(range(32)),))
 
 
 class Adapter:
@@ -169,7 +168,7 @@ def get_finished(hook: Callable[..., Any], adapter: Any) -> Any:
 def is_left_unanswered(hook: Callable[..., Any], operation: str) -> bool:
     """For probes of `cancel_streams`: return True if a request in flight gets no answer."""
     answers: list[Any] = []
-    future = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
-    in_flight = {0: (future, SimpleNamespace(operation=operation))}
-    hook(SimpleNamespace(pending_streams={}, pending_futures=in_flight))
+    future = stubs.Stub(set_result=answers.append, set_exception=answers.append)
+    in_flight = {0: (future, stubs.Stub(operation=operation))}
+    hook(stubs.Stub(pending_streams={}, pending_futures=in_flight))
     return not answers

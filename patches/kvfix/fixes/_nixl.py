@@ -1,14 +1,11 @@
 """Shared by the fixes of NixlConnector: a load that fails, KV groups of full attention, and the stubs of the probes."""
 
-import sys
-from typing import Any
-
-from kvfix.fixes import stubs
+from kvfix.fixes.api import NIXL_BASE_WORKER, Any, stubs
 
 
 def now() -> float:
     """Return the seconds of the clock by which NixlConnector's leases end. The lab replaces this clock."""
-    seconds: float = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"].time.perf_counter()
+    seconds: float = NIXL_BASE_WORKER.imported.time.perf_counter()
     return seconds
 
 
@@ -73,14 +70,8 @@ def finished_prefill(tokens: int, **more: Any) -> Any:
     """For probes: return an ended request of a prefill engine; a decode engine asks for its KV."""
     from vllm.v1.request import RequestStatus
 
-    params = {"do_remote_decode": True}
-    return stubs.request(
-        tokens,
-        kv_transfer_params=params,
-        num_computed_tokens=tokens,
-        status=RequestStatus.FINISHED_LENGTH_CAPPED,
-        **more,
-    )
+    params, status = {"do_remote_decode": True}, RequestStatus.FINISHED_LENGTH_CAPPED
+    return stubs.request(tokens, kv_transfer_params=params, num_computed_tokens=tokens, status=status, **more)
 
 
 def allocated(*blocks: int) -> Any:

@@ -1,9 +1,8 @@
 """Code that the fixes of vLLM's connectors for CPU memory share. It handles failed copies and their reports."""
 
 from collections.abc import Callable, Collection
-from typing import Any
 
-from kvfix.fixes.api import GO_ON, Fixing, Steps, View, engine_log, fix_after, fix_around, replaced
+from kvfix.fixes.api import GO_ON, Any, Fixing, Steps, View, engine_log, fix_after, fix_around, replaced
 
 
 def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:

@@ -6,10 +6,9 @@ are kept, because clients choose the ids. If two prefills have the same hash, th
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 from kvfix.fixes import _closed
-from kvfix.fixes.api import Fixing, fix_after, fix_before, note, stubs
+from kvfix.fixes.api import Any, Fixing, fix_after, fix_before, note, stubs
 
 #: Maximum prefills whose request is remembered. They take 1.5 MB.
 _KEPT = 10_000
@@ -52,11 +51,9 @@ def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[
         prefill = names(connector, request.kv_transfer_params)
         return prefill is None or loads(connector, prefill, request)
 
-    @fix_after(when=lambda connector, promise, request, *_: is_to_load(request), on_fault=_closed.compute)
-    def get_num_new_matched_tokens(
-        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-    ) -> tuple[int, bool]:
-        return promise if reads(connector, request) else (0, False)
+    @fix_after(when=lambda connector, answer, request, *_: is_to_load(request), on_fault=_closed.compute)
+    def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
+        return answer if reads(connector, request) else (0, False)
 
     @fix_before(when=lambda connector, request, *_: is_to_load(request), on_fault=_closed.compute_new)
     def tells_prefill(connector: Any, request: Any, *_: Any) -> bool:
@@ -78,16 +75,14 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
     is_right: (connector, request) -> True if the connector can bring what it promises.
     """
 
-    @fix_after(when=lambda connector, promise, request, *_: promise[0] and request.kv_transfer_params)
-    def get_num_new_matched_tokens(
-        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
-    ) -> tuple[int, bool]:
-        return promise if is_right(connector, request) else (0, False)
+    @fix_after(when=lambda connector, answer, request, *_: answer[0] and request.kv_transfer_params)
+    def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
+        return answer if is_right(connector, request) else (0, False)
 
     return get_num_new_matched_tokens
 
 
-def tell_no_unknown_peer(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
+def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
     """For `build_connector_meta`: forget the waiting requests without a peer. No peer waits for a notice about them.
 
     names_peer: (parameters of the request) -> True if they name a peer.

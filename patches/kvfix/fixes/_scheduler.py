@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes.api import Any, stubs
 
 
 def is_within_step(*more: Any) -> bool:

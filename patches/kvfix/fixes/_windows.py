@@ -4,10 +4,8 @@ When a step begins, vLLM frees the blocks before the window and replaces them by
 (v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps its own list of the blocks unchanged.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
-from kvfix.fixes import _mp, stubs
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Any, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
@@ -72,7 +70,7 @@ def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, *
     blocks: arguments of `stubs.step`, for a request that was scheduled before. Its tracker has its blocks.
     """
     metadata = module.LMCacheMPConnectorMetadata()
-    new = None if blocks else SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=computed)
+    new = None if blocks else stubs.Stub(req_id=stubs.NAME, num_computed_tokens=computed)
     hook(connector, stubs.step(tokens, new=new, computed=computed, **blocks), metadata)
     return [metadata, *metadata.requests]
 
@@ -86,8 +84,8 @@ def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) 
     connector, tracker = _mp.tracked(module, stubs.request(1024), num_vllm_hit=computed)
     attributes = {"sliding_window": window, "mamba_cache_mode": "align", "block_size": 16}
     spec = type("SlidingWindowSpec" if window else "MambaSpec", (), attributes)()
-    kinds = [SimpleNamespace(kv_cache_spec=each) for each in (SimpleNamespace(), spec)]
-    connector._kv_cache_config = SimpleNamespace(kv_cache_groups=kinds)
+    kinds = [stubs.Stub(kv_cache_spec=each) for each in (stubs.Stub(), spec)]
+    connector._kv_cache_config = stubs.Stub(kv_cache_groups=kinds)
     connector._group_tokens_per_block = [16, 16]
     tracker.state = module.LMCacheMPRequestState.READY
     if not isinstance(tracker.allocated_block_ids, dict):

@@ -1,6 +1,7 @@
 """The imports of a file with a fix: the record (record.py), and the classes of vLLM and LMCache with fixed functions.
 
-The decorators make the `fix` of a target. `stubs` are for probes.
+`Any` is the type of their objects, because the classes differ between releases. The decorators make the `fix` of a
+target. `stubs` are for probes.
 
 @fix_after(when=lambda connector, answer, request, *_: answer[0])
 def fix(connector, answer, request, *_): ...
@@ -19,8 +20,8 @@ from kvfix.fixes.record import AT_START, NEW_REQUESTS, PRIVATE, Fix, Fixing, Fun
 from kvfix.wrapping import GO_ON, View, after, around, before, instead, positional, replaced
 
 __all__ = (
-    "AT_START", "GO_ON", "NEW_REQUESTS", "PRIVATE", "Fix", "Fixing", "Function", "Owner", "Probe", "Target", "View",
-    "Wrapper", "after", "around", "before", "engine_log", "instead", "note", "positional", "replaced", "stubs",
+    "AT_START", "GO_ON", "NEW_REQUESTS", "PRIVATE", "Any", "Fix", "Fixing", "Function", "Owner", "Probe", "Target",
+    "View", "Wrapper", "after", "around", "before", "engine_log", "instead", "note", "positional", "replaced", "stubs",
 )  # fmt: skip
 
 #: The answer of a function under `fix_around`.

@@ -31,6 +31,9 @@ MIXED_ROLL_OUT = "Mixed roll-out"
 FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
+#: The release of vLLM that kvfix was written for. If the record of a bug begins with this release, no earlier release
+#: was tested.
+_WRITTEN_FOR = "0.32.0"
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
 #: needs its own notes or changes from the start of a request skips the requests that began before (`session.before`).
@@ -117,9 +120,8 @@ EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 
 class Fix:
-    """The record of a bug: `FIX = Fix(__name__, LMCACHE_V1.get_finished(...), effect="leak")`.
+    """The record of a bug: `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
 
-    docstring: of the module, if it is not given.
     effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. The default is the slug of the fix. If no scenario
@@ -139,10 +141,8 @@ class Fix:
 
     def __init__(
         self,
-        module_name: str,
         *targets: Target,
         effect: str,
-        docstring: str | None = None,
         evidence: Mapping[str, str] = MappingProxyType({}),
         scenarios: tuple[str, ...] = (),
         proof: str = "",
@@ -154,10 +154,11 @@ class Fix:
         let_go: Callable[[], None] = lambda: None,
         harmless: Callable[[], str] = str,
     ) -> None:
-        self.module_name = module_name
+        module = sys._getframe(1).f_globals  # as collections.namedtuple finds its module
+        self.module_name: str = module["__name__"]
         self.targets = targets
         self.effect = effect
-        self.docstring = (sys.modules[module_name].__doc__ if docstring is None else docstring) or ""
+        self.docstring: str = module["__doc__"] or ""
         self.evidence = evidence
         self.scenarios = scenarios or ((self.slug,) if self.fixable and not proof else ())
         self.proof = proof
@@ -240,5 +241,6 @@ class Fix:
         known = [(name, sorted(releases, key=Version)) for name, releases in wrong.items()]
         if fact == "Releases":
             spans = (f"{name} {' to '.join(dict.fromkeys(found[:1] + found[-1:]))}" for name, found in known)
-            return f"{'; '.join(spans)}."
+            is_first = any(found[0] == _WRITTEN_FOR for _, found in known)
+            return f"{'; '.join(spans)}.{' Earlier releases were not tested.' if is_first else ''}"
         return f"{' and '.join(f'{name} {found[-1]}' for name, found in known)} is no longer in use."

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvfix.ledger import liveness, owed
-from kvfix.ledger.liveness import LOAD, LOOKUP
-from kvfix.ledger.owed import Engine
+from kvfix.ledger import liveness
+from kvfix.ledger.liveness import LOAD, LOOKUP, Engine
 
 #: Seconds after which a hook counts as stuck.
 HOOK = 3.0
@@ -63,8 +62,8 @@ def verdicts(looks: Sequence[Look]) -> list[Verdict]:
 
 def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
     """Yield (engine at the first look, engine at the last look, seconds between)."""
-    before = {engine.process["pid"]: engine for engine in owed.engines(looks[0].processes)}
-    for engine in owed.engines(looks[-1].processes):
+    before = {engine.process["pid"]: engine for engine in liveness.engines(looks[0].processes)}
+    for engine in liveness.engines(looks[-1].processes):
         if engine.process["pid"] in before:
             yield before[engine.process["pid"]], engine, looks[-1].at - looks[0].at
 
@@ -74,8 +73,8 @@ def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
 
     A request that was preempted or has more tokens may wait for another load than at the first look.
     """
-    first = {row["id"]: row for row, waits_for in owed.waits(before) if waits_for == kind}
-    for row, waits_for in owed.waits(after):
+    first = {row["id"]: row for row, waits_for in liveness.waits(before) if waits_for == kind}
+    for row, waits_for in liveness.waits(after):
         old = first.get(row["id"])
         if old is not None and waits_for == kind and all(old[key] == row[key] for key in _OF_A_WAIT):
             yield row
@@ -108,7 +107,7 @@ def _progress(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | None]]:
     """Yield each process that is in the same hook at every look, and its engine if it has the scheduler."""
-    by_pid = {engine.process["pid"]: engine for engine in owed.engines(looks[-1].processes)}
+    by_pid = {engine.process["pid"]: engine for engine in liveness.engines(looks[-1].processes)}
     for process in looks[-1].processes:
         pid, hook = process["pid"], process.get("hook")
         same = [each for look in looks for each in look.processes if each["pid"] == pid and each.get("hook") == hook]
@@ -219,7 +218,7 @@ def _load_without_worker(looks: Sequence[Look]) -> Iterator[Verdict]:
             continue
         for row in rows(before, after, LOAD):
             name = row["id"]
-            if before.ranks_with(name, *owed.KINDS) or after.ranks_with(name, *owed.KINDS):
+            if before.ranks_with(name, *liveness.KINDS) or after.ranks_with(name, *liveness.KINDS):
                 continue
             left = after.scheduler["ranks_left"].get(name)
             ranks = f"; {left} of {after.ranks} ranks have not reported it" if left else ""
@@ -244,7 +243,7 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
             given_up = f"; LMCache stops waiting for the server after {timeout:g} s" if timeout else ""
             yield Verdict(
                 "KVD204", "server-does-not-answer", name,
-                f"{name} has waited {waits:.0f} s for its load, which {owed.ranks_text(ranks)} has begun and the "
+                f"{name} has waited {waits:.0f} s for its load, which {liveness.ranks_text(ranks)} has begun and the "
                 "LMCache server has not answered",
                 "check that the LMCache server runs, and read its log; the connector reconnects to a restarted server",
                 f"waiting helps if the server answers{given_up}",
@@ -287,10 +286,10 @@ def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
     for before, after, _ in engines(looks):
         if before.process["in_step"] or after.process["in_step"] or after.scheduler["paused"]:
             continue
-        first, last = liveness.can_move(owed.state(before)), liveness.can_move(owed.state(after))
+        first, last = liveness.can_move(liveness.state(before)), liveness.can_move(liveness.state(after))
         if (first.verdict, first.request) != ("violated", last.request) or last.verdict != "violated":
             continue
-        held = {row["id"]: row["blocks"] for row in owed.waiting(after)}
+        held = {row["id"]: row["blocks"] for row in liveness.waiting(after)}
         who = max(held, key=lambda name: (held[name], name == last.request))
         yield Verdict(
             "KVD202", "nothing-moves", last.request, last.message,
@@ -305,7 +304,7 @@ def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
             continue
         ended = {row["id"] for row in before.requests if row["queue"] == "ended"}
         for row in after.requests:
-            name, kinds = row["id"], ("stores", *owed.KINDS)
+            name, kinds = row["id"], ("stores", *liveness.KINDS)
             if row["queue"] == "ended" and name in ended and row["blocks"]:
                 if before.ranks_with(name, *kinds) or after.ranks_with(name, *kinds):
                     continue

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from kvfix.connector_events.files import DIRECTORY
+from kvfix.connector_events.dump import DIRECTORY
 from kvfix_tools import redact
 from kvfix_tools.look.shared_folder import SharedFolder
 

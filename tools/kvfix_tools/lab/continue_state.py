@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfix.ledger import owed
-from kvfix.ledger.owed import OUTSIDE_STATUSES, Engine
+from kvfix.ledger import liveness
+from kvfix.ledger.liveness import OUTSIDE_STATUSES, Engine
 from kvfix_tools import recording
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.engine import rules
@@ -79,7 +79,7 @@ def continued(path: Path) -> Continued:
     as_released, with_fixes = _outcome(schedule, False), _outcome(schedule, True)
     frees = []
     if as_released.stuck:
-        waiting = [row["id"] for row in owed.waiting(engine) if row["id"] in builder.names][:TRIED]
+        waiting = [row["id"] for row in liveness.waiting(engine) if row["id"] in builder.names][:TRIED]
         for name in waiting:
             freed = _outcome(schedule, False, name)
             if not freed.stuck and freed.ended == freed.requests:
@@ -103,7 +103,7 @@ def _read(path: Path) -> Engine:
         processes = whole.get("processes", []) if whole.get("kind") == "look" else []
     else:
         processes = recording.read(path).lines.get("state", [])
-    found = owed.engines(processes)
+    found = liveness.engines(processes)
     if len(found) != 1:
         raise ValueError(
             f"the file has the state of {len(found)} schedulers, but the lab needs one: write it with "

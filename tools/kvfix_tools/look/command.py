@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.live import Live
 
-from kvfix.ledger import liveness, owed, standstill
+from kvfix.ledger import liveness, standstill
 from kvfix.ledger.liveness import LOAD, LOOKUP
 from kvfix.ledger.standstill import HOOK, LATE, Look, Verdict, moved, of_these_hooks
 from kvfix_tools import screen
@@ -38,7 +38,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     looks = enough(looker)
     found = standstill.verdicts(looks)
     ways = [looker.ways[process.pid] for process in tree]
-    if not owed.engines(looks[-1].processes) and not found:
+    if not liveness.engines(looks[-1].processes) and not found:
         for line in show.way_lines(ways):
             print(f"kvfix look: {line}", file=sys.stderr)
         if any(each.how in (looking.STACKS, looking.NOT) for each in ways):
@@ -52,7 +52,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     if json:
         print(jsonlib.dumps(_answer(looks[-1], found, ways), indent=2))
     elif request:
-        lines = [line for engine in owed.engines(looks[-1].processes) for line in show.request(engine, request)]
+        lines = [line for engine in liveness.engines(looks[-1].processes) for line in show.request(engine, request)]
         if not lines:
             print(f"kvfix look: the engine has no request {request}", file=sys.stderr)
             return 2
@@ -79,12 +79,12 @@ def seconds_to_look(looks: Sequence[Look]) -> float:
     seconds = 0.0
     last = looks[-1].processes
     in_hook = any(each.get("hook") or each.get("silent") for each in last)
-    for engine in owed.engines(last):
-        waits = owed.waits(engine)
-        if {kind for _, kind in waits} & {LOAD, LOOKUP} and not owed.state(engine).running:
+    for engine in liveness.engines(last):
+        waits = liveness.waits(engine)
+        if {kind for _, kind in waits} & {LOAD, LOOKUP} and not liveness.state(engine).running:
             seconds = LATE
-        lost = [row for row, kind in waits if kind == LOAD and not engine.ranks_with(row["id"], *owed.KINDS)]
-        if lost or liveness.can_move(owed.state(engine)).verdict == "violated":
+        lost = [row for row, kind in waits if kind == LOAD and not engine.ranks_with(row["id"], *liveness.KINDS)]
+        if lost or liveness.can_move(liveness.state(engine)).verdict == "violated":
             seconds = max(seconds, 1.0)
     span = looks[-1].at - looks[0].at
     if len(looks) > 1 and span >= 1.0 and moved(looks):
@@ -97,7 +97,9 @@ def _between_steps(looker: looking.Looker) -> Look:
     for _ in range(AGAIN):
         found = looker.look()
         idle = [
-            each for each in owed.engines(found.processes) if not any(r["queue"] == "running" for r in each.requests)
+            each
+            for each in liveness.engines(found.processes)
+            if not any(r["queue"] == "running" for r in each.requests)
         ]
         if not any(each.process["in_step"] and not each.process["hook"] for each in idle):
             break
@@ -120,7 +122,7 @@ def _watch(looker: looking.Looker) -> int:
 
 def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -> dict[str, Any]:
     """Return the answer of `--json` and of a saved file, whose states also have the blocks."""
-    engines = owed.engines(last.processes)
+    engines = liveness.engines(last.processes)
     return {
         "schema": SCHEMA,
         "kind": "look",

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvfix import acting, activation, applicability, catalogue, engine_log, fix_status, import_hooks
+from kvfix import acting, activation, applicability, catalogue, engine_log, fix_status
 from kvfix.applicability import Applicability
 from kvfix.config import Config
 from kvfix.engine_state import places
@@ -72,7 +72,7 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
     wanted = (fix for fix in catalogue.fixes() if fix.attaches == AT_START and config.takes(fix.code, fix.opt_in))
     session.held_back = {fix.code: why for fix in wanted if not _is_applied(fix)}
     watched, applied = session.config is not None and session.config.watches, _for_new_requests()
-    import_hooks.activate(config)
+    activation.activate(config)
     if _for_new_requests() - applied or (config.watches and not watched):
         # A worker does not know the requests. `attached` gives the worker the list of the scheduler's process.
         session.before = frozenset(requests) if scheduler is not None else _Everything()

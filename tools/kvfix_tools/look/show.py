@@ -13,9 +13,8 @@ from rich.text import Text
 
 from kvfix import catalogue, installed_source
 from kvfix.engine_state.scheduler import QUEUES
-from kvfix.ledger import liveness, owed
-from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE
-from kvfix.ledger.owed import Engine
+from kvfix.ledger import liveness
+from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE, Engine, ranks_text
 from kvfix.ledger.standstill import Look, Verdict
 from kvfix_tools.look import lmcache_server
 from kvfix_tools.look.looking import INSIDE, NOT, Way
@@ -71,7 +70,7 @@ def as_dict(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> dict[str, 
 def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Iterable[Way]) -> Group:
     """Return the whole text, verdicts first."""
     parts: list[RenderableType] = [*_verdicts(verdicts, looks[-1].processes)]
-    for engine in owed.engines(looks[-1].processes):
+    for engine in liveness.engines(looks[-1].processes):
         parts.append(_head(engine, looks))
         if engine.requests:
             parts.append(_table(engine))
@@ -98,13 +97,13 @@ def _verdicts(verdicts: Sequence[Verdict], processes: Sequence[dict[str, Any]]) 
 
 def _nothing(processes: Sequence[dict[str, Any]]) -> str:
     """Return a sentence about an engine without a verdict."""
-    engines = owed.engines(processes)
+    engines = liveness.engines(processes)
     if not engines:
         return "kvfix could not read a scheduler, so it knows nothing about requests"
     answers = [
         f"the scheduler is paused ({engine.scheduler['paused']})"
         if engine.scheduler["paused"]
-        else liveness.can_move(owed.state(engine)).message
+        else liveness.can_move(liveness.state(engine)).message
         for engine in engines
     ]
     return f"nothing is known to be wrong: {'; '.join(answers)}"
@@ -115,8 +114,8 @@ def _head(engine: Engine, looks: Sequence[Look]) -> Text:
     running = sum(row["queue"] == "running" for row in engine.requests)
     reserved = "" if not pool["reserved"] else f", {pool['reserved']} reserved for prefills in flight"
     text = (
-        f"engine {engine.process['pid']}: {running} running, {len(owed.waiting(engine))} waiting; of {pool['blocks']} "
-        f"blocks {pool['free']} free{reserved}, {pool['cached']} cached"
+        f"engine {engine.process['pid']}: {running} running, {len(liveness.waiting(engine))} waiting; of "
+        f"{pool['blocks']} blocks {pool['free']} free{reserved}, {pool['cached']} cached"
     )
     rate = _rates(engine, looks)
     state = f"; paused: {scheduler['paused']}" if scheduler["paused"] else ""
@@ -127,7 +126,7 @@ def _rates(engine: Engine, looks: Sequence[Look]) -> str:
     """Return the rates between the last two looks."""
     if len(looks) < 2:
         return ""
-    before = next((e for e in owed.engines(looks[-2].processes) if e.process["pid"] == engine.process["pid"]), None)
+    before = next((e for e in liveness.engines(looks[-2].processes) if e.process["pid"] == engine.process["pid"]), None)
     seconds = looks[-1].at - looks[-2].at
     if before is None or seconds <= 0:
         return ""
@@ -147,26 +146,24 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
     """Return what the request waits for: who acts next, and on what."""
     queue, name = row["queue"], row["id"]
     if queue == "ended":
-        ranks = engine.ranks_with(name, "stores", *owed.KINDS)
-        return (
-            f"{owed.ranks_text(ranks)}: its transfer, which holds its blocks" if ranks else "no worker has its transfer"
-        )
+        ranks = engine.ranks_with(name, "stores", *liveness.KINDS)
+        return f"{ranks_text(ranks)}: its transfer, which holds its blocks" if ranks else "no worker has its transfer"
     if queue not in QUEUES:
         return "the workers: its next tokens"
-    kind = next(kind for each, kind in owed.waits(engine) if each["id"] == name)
+    kind = next(kind for each, kind in liveness.waits(engine) if each["id"] == name)
     if kind == OUTSIDE:
-        return owed.OUTSIDE_STATUSES[row["status"]]
+        return liveness.OUTSIDE_STATUSES[row["status"]]
     if kind == LOAD:
-        ranks = engine.ranks_with(name, *owed.KINDS)
+        ranks = engine.ranks_with(name, *liveness.KINDS)
         if not ranks and not engine.sees_transfers:
             return "the connector: its load"
-        return f"{owed.ranks_text(ranks)}: its load" if ranks else "no worker has its load"
+        return f"{ranks_text(ranks)}: its load" if ranks else "no worker has its load"
     if kind == LOOKUP:
         return "the connector: its lookup"
     if row["report"] == "failed":
         return "the scheduler: to handle its failed load"
     needs, free = row["needs"], engine.scheduler["pool"]["free"]
-    first = next(each for each, kind in owed.waits(engine) if kind == PLACE)
+    first = next(each for each, kind in liveness.waits(engine) if kind == PLACE)
     if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # others wait behind it
         return f"{first['id']}, which is before it in the queue"
     if needs is None:

@@ -17,14 +17,11 @@ so `update_state_after_alloc` raises. After chunked prefill or a preemption, vLL
 
 Fix: If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request
 else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
-
 - Releases: LMCache 0.3.10. 0.3.9.post2 and earlier look up on every call; 0.3.10.post1 subtracts from the hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
 
 
@@ -52,7 +49,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.get_num_new_matched_tokens(broken="==0.3.10", probe=shows_bug, fix=fix, place=1),
     effect="crash",
     evidence={"KVD101": "", "KVR001": "", "KVR002": "", "KVR003": "", "KVR011": "Mismatch in tokens to load"},

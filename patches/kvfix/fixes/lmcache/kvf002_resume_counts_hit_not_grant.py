@@ -15,15 +15,12 @@ to 0.4.2). Fifth, there is no LoadSpec (a role or a client that does not look up
 
 Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count
 while the hook runs, and later the hit again. A granted load is not changed, except for the last token of a full hit.
-
 - Upstream: None known for current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
-from typing import Any
-
 from kvfix import scheduling
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, fix_around, note, stubs
 
 
 # vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
@@ -85,7 +82,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),
     effect="crash",
     evidence={

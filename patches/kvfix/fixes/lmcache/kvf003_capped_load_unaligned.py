@@ -9,15 +9,12 @@ Cause: `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that
 tokens are new (0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that both numbers are equal.
 
 Fix: The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
-
 - Releases: LMCache 0.4.7 to 0.5.6, with `max_tokens_per_load` set.
 - Upstream: None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
 - Remove when: LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 
 
 @fix_after(when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
@@ -39,7 +36,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.4.7", probe=shows_bug, fix=fix, place=2),
     effect="crash",
     evidence={"KVD102": "", "KVR003": "", "KVR004": "", "KVR011": "Mismatch in tokens to load"},

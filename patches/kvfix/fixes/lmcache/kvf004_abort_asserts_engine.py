@@ -7,14 +7,11 @@ Cause: The hook needs the cache engine, because it reports the abort to the stor
 engine. The scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 
 Fix: Without a cache engine, the hook handles an abort like any other end, and still cancels a lookup in flight.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340; fixed in
   0.5.1.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, fix_around, stubs
 
 
 @fix_around(
@@ -31,17 +28,11 @@ def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """An abort in the scheduler role. Wrong is an AssertionError."""
-    return stubs.raises(
-        AssertionError,
-        hook,
-        stubs.scheduler_side(),
-        stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED),
-        [],
-    )
+    request = stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED)
+    return stubs.raises(AssertionError, hook, stubs.scheduler_side(), request, [])
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, place=1),
     effect="crash",
     evidence={"KVD108": "", "KVR011": "^request_finished: AssertionError$"},

@@ -12,15 +12,12 @@ fetched can leak too. This happens if the request is aborted while another conne
 LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. Those of a resumed request leak.
 
 Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers its pins.
-
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 - Remove when: `request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and
   the lookup client, and `get_finished` unpins.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 # An admitted request is in none of the three, but a resumed one can be in the last two. Every lookup adds the
@@ -70,7 +67,6 @@ def worker_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.request_finished(broken=">=0.3.9", probe=scheduler_shows_bug, fix=fix_scheduler, place=2),
     LMCACHE_V1.get_finished(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker),
     effect="leak",

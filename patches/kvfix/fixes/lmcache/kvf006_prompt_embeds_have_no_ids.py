@@ -8,16 +8,14 @@ So all embedding prompts of the same length would share their KV.
 
 Fix: LMCache has no key for embeddings. So the fix stops LMCache from looking up, loading or storing the request.
 `build_connector_meta` gets a copy of the request that has the id 0 for each token.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/42119
 - Remove when: LMCache skips such requests, or includes embeddings in its keys.
 """
 
 import copy
-from typing import Any
 
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, Wrapper, after, around, fix_around, instead, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, Wrapper, after, around, fix_around, instead, stubs
 
 
 @fix_around(when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)
@@ -27,13 +25,11 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 def fix_metadata(adapter: Any) -> Wrapper:
     def build_connector_meta(impl: Any, scheduler_output: Any) -> Steps:
-        new_requests = scheduler_output.scheduled_new_reqs
-        if all(new.prompt_token_ids is not None for new in new_requests):
+        requests = scheduler_output.scheduled_new_reqs
+        if all(new.prompt_token_ids is not None for new in requests):
             return (yield)
         with_ids = copy.copy(scheduler_output)
-        with_ids.scheduled_new_reqs = [
-            _with_zeros(new) if new.prompt_token_ids is None else new for new in new_requests
-        ]
+        with_ids.scheduled_new_reqs = [_with_zeros(new) if new.prompt_token_ids is None else new for new in requests]
         return (yield (with_ids,))
 
     def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
@@ -81,7 +77,6 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=3),
     LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=2),
     effect="crash",

@@ -15,17 +15,15 @@ Otherwise vLLM asks after the step is saved. So the worker keeps the failed bloc
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
 that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1 KVF008 does that.) The scheduler
 does not know which saves were skipped. To save all again costs little, because LMCache stores no chunk twice.
-
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
 
 from collections import deque
-from typing import Any
 
 from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
-from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, fix_after, fix_before, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_before, note, stubs
 
 
 class Failed:
@@ -156,7 +154,6 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", fix=fix_layers, place=4, helper=True),
     LMCACHE_V1.get_block_ids_with_load_errors(

@@ -9,15 +9,12 @@ next step to the tracker's old tokens. The tracker then has more tokens than the
 
 Fix: Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. It cuts
 them to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516; fixed in
   0.4.1.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_before, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_before, note, stubs
 
 
 @fix_before(on_fault=_closed.save_nothing_more)
@@ -39,7 +36,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.4.1", probe=shows_bug, fix=fix, place=4),
     effect="crash",
     evidence={"KVD112": "", "KVD302": "", "KVD1090": "", "KVR008": "", "KVR011": "^wait_for_save: AssertionError"},

@@ -6,13 +6,10 @@ pin timeout, the cache cannot evict chunks that are no longer needed.
 Cause: `wait_for_save` unpins the requests of the step. On a consumer, which saves nothing, the hook returns first.
 
 Fix: On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
-
 - Upstream: https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -33,7 +30,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),
     effect="leak",
     evidence={"KVD401": "", "KVR009": "^pins of the worker "},

@@ -7,14 +7,11 @@ Cause: `request_finished` cancels the lookup of every aborted request, even if i
 (lmcache_async_lookup_client.py 0.5.6:264-280).
 
 Fix: The fix does not cancel a lookup that the client does not have.
-
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `cancel_lookup` checks whether the lookup exists.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, fix_around, instead, stubs
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, fix_around, instead, stubs
 
 
 @fix_around()
@@ -30,7 +27,6 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ASYNC_LOOKUP_CLIENT.cancel_lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="leak",
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},

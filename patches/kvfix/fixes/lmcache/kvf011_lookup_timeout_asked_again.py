@@ -10,15 +10,12 @@ not cancel the lookup, so the late answer and the fetched chunks of an ended req
 
 Fix: After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has
 cleaned it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
-
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
 - Remove when: `lookup_cache` returns an answer for a lookup that has timed out.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, stubs
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
@@ -50,7 +47,6 @@ def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
     ASYNC_LOOKUP_CLIENT.lookup(
         broken="==0.3.10", probe=lambda hook, module: shows_bug(hook, module, []), fix=fix_0_3_10

@@ -10,16 +10,14 @@ pair of key and chunk for a chunk: `Error releasing memory object: 'tuple' objec
 
 Fix: When the pins of the request are released at the end of its step, the fix also releases the chunks that were
 fetched and not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up releases the chunks.
-
 - Releases: LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
 """
 
 import sys
-from typing import Any
 
 from kvfix.fixes import _lmcache
-from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_after, fix_around, instead, note, stubs
+from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_after, fix_around, instead, note, stubs
 
 
 @fix_after()
@@ -69,7 +67,6 @@ def shows_bug(hook: Any, engine: Any) -> bool:
 
 BROKEN = ">=0.3.10,<0.4.1"
 FIX = Fix(
-    __name__,
     CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),
     CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, fix=fix_clean_up),
     CACHE_ENGINE.retrieve(broken=BROKEN, fix=fix_load, place=1),

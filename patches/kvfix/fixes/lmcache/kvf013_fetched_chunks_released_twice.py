@@ -1,15 +1,13 @@
 """A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load.
 
 Symptom: The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory
-object without a tensor. Or that request reads other KV. Before that, LMCache sometimes logs `Double unpin occurred
-somewhere.`
+object without a tensor. Or that request reads other KV. LMCache may first log `Double unpin occurred somewhere.`
 
 Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
 (:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
 
 Fix: The clean-up releases only chunks that `retrieve` has not released. For a chunk that `retrieve` did not need, the
 fix releases the pin too, as the clean-up would have done.
-
 - Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only chunks that vLLM has are affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
@@ -17,10 +15,9 @@ fix releases the pin too, as the clean-up would have done.
 
 from _thread import get_ident
 from contextlib import ExitStack
-from typing import Any
 
 from kvfix.fixes import _lmcache
-from kvfix.fixes.api import CACHE_ENGINE, Fix, Steps, fix_around, replaced
+from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_around, replaced
 
 
 class Calls:
@@ -64,7 +61,6 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 
 FIX = Fix(
-    __name__,
     CACHE_ENGINE.retrieve(broken=">=0.4.1", fix=fix, place=2),
     effect="wrong output",
     evidence={"KVD115": "", "KVD403": ""},

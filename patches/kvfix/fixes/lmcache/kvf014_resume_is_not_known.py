@@ -8,15 +8,12 @@ those of the resume. The old blocks now belong to other requests. LMCache stores
 of the resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
 Fix: The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
-
 - Upstream: None known; 0.3.10 handles resumed requests.
 """
 
-from typing import Any
-
 from kvfix import scheduling
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, Fix, fix_around, fix_before, instead, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_around, fix_before, instead, note, stubs
 
 
 @fix_around(on_fault=_closed.no_hit)
@@ -49,7 +46,6 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9,<0.3.10", probe=lookup_shows_bug, fix=fix_lookup, place=4),
     LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.3.10", probe=metadata_shows_bug, fix=fix_metadata, place=5),
     effect="wrong output",

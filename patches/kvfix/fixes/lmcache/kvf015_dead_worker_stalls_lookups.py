@@ -10,15 +10,12 @@ Fix: After two timeouts in a row, the fix sends no lookups for as long as the la
 enough: the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a
 minute. During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs one line when the
 first pause begins, and one line when the pauses end.
-
 - Releases: LMCache 0.3.9 to 0.5.6.
 - Remove when: LMCache's lookup transport backs off after a timeout.
 """
 
-from typing import Any
-
-from kvfix import clock, engine_log
-from kvfix.fixes.api import LOOKUP_CLIENT, ZMQ_CLIENT, Fix, Steps, fix_around, stubs
+from kvfix import clock
+from kvfix.fixes.api import LOOKUP_CLIENT, ZMQ_CLIENT, Any, Fix, Steps, engine_log, fix_around, stubs
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 #: Seconds. Up to 0.3.15 a lookup does not report a timeout (3 s). An answer of 0 that took longer than SLOW counts as a
@@ -103,7 +100,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ZMQ_CLIENT.send_and_recv_all(broken=">=0.4.1", probe=shows_bug, fix=fix),
     LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", fix=fix_lookup, place=1),
     effect="hang",

@@ -10,7 +10,6 @@ Fix: A load waits for at most ten seconds for all its chunks together. Then it g
 computes those tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread
 that loads. After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk
 that gets no memory returns no chunk instead of an AssertionError.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 - Remove when: `allocate` has a timeout.
@@ -19,10 +18,9 @@ that gets no memory returns no chunk instead of an AssertionError.
 import functools
 import threading
 import time
-from typing import Any
 
 from kvfix import clock, engine_log
-from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Fix, Wrapper, fix_calls, positional, stubs
+from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, Wrapper, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
 #: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.
@@ -100,7 +98,6 @@ def disk_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", fix=fix),
     LOCAL_CPU_BACKEND.batched_allocate(broken=">=0.3.9", fix=fix),
     LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9", probe=disk_shows_bug, fix=fix_disk),

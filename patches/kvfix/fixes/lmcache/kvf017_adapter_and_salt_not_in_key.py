@@ -14,7 +14,6 @@ Mixed roll-out: Use the fix in all engines that share a cache, or in none of the
 salt. An engine with the fix does not find chunks that an engine without the fix has stored for this request. An engine
 without the fix still shares KV between adapters. After you add or remove the fix, the chunks of requests with an
 adapter or a salt are not found until they are stored again. Requests without adapter and salt keep their keys.
-
 - Releases: LMCache 0.3.9 to 0.5.6, with the in-process connector.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.
 - Remove when: LMCache has LoRA and cache_salt in its keys.
@@ -22,10 +21,9 @@ adapter or a salt are not found until they are stored again. Requests without ad
 
 import copy
 import hashlib
-from typing import Any
 
 from kvfix.fixes import _closed, _lmcache
-from kvfix.fixes.api import GO_ON, LMCACHE_V1, NEW_REQUESTS, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import GO_ON, LMCACHE_V1, NEW_REQUESTS, Any, Fix, Steps, View, fix_around, stubs
 from kvfix.session import session
 
 TAG = "lmcache.tag.kvfix"
@@ -146,7 +144,6 @@ def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=5),
     LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=6),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=layer_loads_show_bug, fix=fix_layer_loads, place=1),

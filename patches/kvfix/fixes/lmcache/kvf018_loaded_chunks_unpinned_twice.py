@@ -12,7 +12,6 @@ pinned. If another waiting request has a pin on the same chunk, this other reque
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
 the load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
 vllm_v1_adapter.py:842).
-
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
   https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.5.6.
@@ -22,10 +21,9 @@ vllm_v1_adapter.py:842).
 from _thread import get_ident
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from kvfix.fixes import _lmcache
-from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Fix, Steps, engine_log, fix_after, fix_around
+from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Any, Fix, Steps, engine_log, fix_after, fix_around
 
 #: Attribute of a chunk: the loads that have added a pin to it.
 _LOADS = "_kvfix_loads"
@@ -132,7 +130,6 @@ name_request = _lmcache.layer_loads(lambda call, request: call.setdefault("req_i
 
 
 FIX = Fix(
-    __name__,
     CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, place=3),
     CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", fix=fix_layers),
     LMCACHE_V1.start_load_kv(broken=">=0.4.3", fix=name_request, place=2, helper=True),

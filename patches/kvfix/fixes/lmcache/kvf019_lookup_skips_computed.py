@@ -8,22 +8,17 @@ lmcache_lookup_client.py:190-243). LMCache may not have these chunks. The client
 the request. vLLM may have evicted the computed tokens by then. LMCache also counts the tokens of the sum as stored.
 
 Fix: The lookup asks for all chunks, as in the releases before and after.
-
 - Releases: LMCache 0.3.10.post2 and 0.3.11.
 - Upstream: None known; fixed in 0.3.12.
 - Remove when: LMCache 0.3.11 is no longer in use.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed
-from kvfix.fixes.api import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT, Any, Fix, Steps, fix_around, stubs
 
 
 @fix_around(on_fault=_closed.no_hit)
-def fix(
-    client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
-) -> Steps:
+def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, computed: int = 0) -> Steps:
     return (yield (token_ids, lookup_id, request_configs, 0))
 
 
@@ -46,7 +41,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix, place=2),
     BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
     effect="lost hits",

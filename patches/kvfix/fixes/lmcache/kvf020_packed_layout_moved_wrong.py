@@ -12,7 +12,6 @@ gpu_connectors.py:325). So it uses half of the real distance between slots, and 
 Fix: The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object
 and V into the second, as in chunks from before vLLM 0.26. Chunks that were stored without the fix stay wrong. Clear the
 disk caches and the remote caches.
-
 - Releases: LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later; with `use_gpu_connector_v3` 0.5.0 to 0.5.6. LMCache 0.4.3
   to 0.4.6 fail on the packed layout. The layerwise connector refuses it. The multi-process mode does not have the bug.
 - Upstream: https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
@@ -21,11 +20,9 @@ disk caches and the remote caches.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from kvfix.fixes import api
-from kvfix.fixes.api import Fix, Steps, Wrapper, fix_after, fix_around
-from kvfix.wrapping import around, instead
+from kvfix.fixes.api import Any, Fix, Steps, Wrapper, around, fix_after, fix_around, instead
 
 #: Attribute of a memory object that was not filled. On a connector, it holds the tokens that were not loaded.
 _EMPTY = "_kvfix_empty"
@@ -183,7 +180,6 @@ def _word(torch: Any, tensors: Any, row: int) -> Any:
 
 
 FIX = Fix(
-    __name__,
     api.GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", fix=fix_store),
     api.GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", fix=fix_load),
     api.GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", fix=fix_store),

@@ -12,14 +12,11 @@ torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. It does not change
 a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in
 the same order, so their KV is right. Another order would make chunks wrong that are already stored.
-
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import AT_START, Fix, Owner, Steps, fix_around
+from kvfix.fixes.api import AT_START, Any, Fix, Owner, Steps, fix_around
 
 #: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
@@ -49,7 +46,6 @@ def shows_bug(hook: Any, operations: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *(
         Owner("lmcache", module, copy=module).single_layer_kv_transfer(broken=broken, probe=shows_bug, fix=fix)
         for module, broken in (

@@ -13,17 +13,15 @@ skips a step, the worker fills its row of the block table from the list, and the
 
 Fix: After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this
 step resumes. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)
-
 - Releases: LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. vLLM 0.32 uses V2 for most models on a GPU. V2 copies
   the list, and gets a resumed request as a new one. The multi-process connectors copy the list too.
 - Remove when: LMCache copies the list.
 """
 
 import inspect
-from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes.api import LMCACHE_V1, REQUEST_TRACKER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, REQUEST_TRACKER, Any, Fix, fix_after, note, stubs
 
 
 def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -65,7 +63,6 @@ def step_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),
     LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),
     effect="wrong output",

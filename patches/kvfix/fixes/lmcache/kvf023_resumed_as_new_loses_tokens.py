@@ -9,15 +9,12 @@ with `prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191). So LMCache does not load
 prompt. LMCache also stores later tokens with the blocks of other tokens.
 
 Fix: The tracker begins with all tokens of the request, as with runner V1.
-
 - Releases: LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit
   goes beyond the prompt if `save_decode_cache` or the next turn stored generated tokens. 0.3.9 looks up prompts only.
 - Remove when: `RequestTracker.from_new_request` takes `prefill_token_ids`.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import REQUEST_TRACKER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import REQUEST_TRACKER, Any, Fix, fix_after, note, stubs
 
 
 def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any) -> Any:
@@ -45,7 +42,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR004": ""},

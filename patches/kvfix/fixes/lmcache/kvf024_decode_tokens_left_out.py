@@ -9,14 +9,11 @@ and not yet known. So nothing is appended, and the next step starts one position
 one step, the token is already known. The tracker then appends this token at a wrong position.
 
 Fix: Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
-
 - Upstream: None known; fixed in 0.4.3, which continues from the end of the tracker.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, NEW_REQUESTS, Fix, fix_before, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, NEW_REQUESTS, Any, Fix, fix_before, note, stubs
 from kvfix.session import session
 
 
@@ -39,7 +36,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),
     effect="wrong output",
     attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so

@@ -9,16 +9,14 @@ of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a 
 can collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
 Fix: `__del__` keeps the chunk. The next `ref_count_down` of any chunk frees the kept chunk. Both locks are free there.
-
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
   https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
 - Remove when: `__del__` takes no lock, or the locks are reentrant.
 """
 
 from collections import deque
-from typing import Any
 
-from kvfix.fixes.api import TENSOR_MEMORY_OBJ, Fix, Steps, fix_around, fix_before, instead, stubs
+from kvfix.fixes.api import TENSOR_MEMORY_OBJ, Any, Fix, Steps, fix_around, fix_before, instead, stubs
 
 #: Chunks that the collector has found. append and popleft are atomic.
 COLLECTED: deque[Any] = deque()
@@ -57,7 +55,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
     TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", fix=fix_release, helper=True),
     effect="hang",

@@ -13,17 +13,15 @@ Fix: The first value that `retrieve_layer` yields is the number of tokens that i
 of the missing tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends the
 request with an error (`kv_load_failure_policy`). If there is nothing to load, the fix yields empty results in place of
 the rest of `retrieve_layer`. KVF007 prevents the step from storing the KV that it computes for this request.
-
 - Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 cannot report failed blocks: a fix would turn a crash into wrong text.
 - Upstream: https://github.com/LMCache/LMCache/issues/899
 - Remove when: `start_load_kv` records the failed blocks of a layerwise load.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from kvfix.fixes import _closed, _lmcache
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, engine_log, fix_around, note, replaced, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, engine_log, fix_around, note, replaced, stubs
 
 _WHERE = f"{__name__}.retrieve_layer"
 
@@ -94,7 +92,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),
     effect="wrong output",
     evidence={"KVD810": "", "KVR011": "mem_obj_consumer"},

@@ -16,16 +16,13 @@ empty LMCache's cache: it is in other processes, on disk or in a shared store. T
 - empty LMCache's disk and shared store, and restart the processes
 
 Then call `reset_prefix_cache()` without the connector, which empties vLLM's own cache.
-
 - Releases: vLLM 0.15.1 to 0.33.0, with one of these connectors: LMCache's in-process connector, LMCache's multi-process
   connector before 0.5.6, or vLLM's copy of the multi-process connector.
 - Remove when: LMCache's connectors have a `reset_cache` that empties the cache.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import SCHEDULER, Fix, engine_log, fix_after, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, engine_log, fix_after, stubs
 
 
 @fix_after(when=lambda scheduler, answer: answer and keeps_its_cache(scheduler), on_fault=_closed.refuse)
@@ -54,7 +51,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),
     effect="wrong output",
     scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),

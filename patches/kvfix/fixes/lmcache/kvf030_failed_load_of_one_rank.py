@@ -18,17 +18,15 @@ A kv_producer stores every request that has metadata (:1152), so the fix marks t
 request that names a decoder (`disagg_spec`), the store is the transfer to the decoder. This store cannot wait, because
 the request ends with the step. So the decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's
 default, the request ends with an error at prefill. Do not set `recompute` on a prefill engine.
-
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: The ranks agree which loads have failed before they save a step.
 """
 
 import copy
-from typing import Any
 
 from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
-from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, stubs
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
 _UNSAVED = "_kvfix_unsaved"
@@ -157,7 +155,6 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
     LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=6, helper=True),

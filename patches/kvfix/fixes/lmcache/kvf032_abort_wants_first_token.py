@@ -8,13 +8,10 @@ Symptom: EngineCore of the prefill instance dies in `request_finished` with `Ind
 Cause: `request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926), which may not exist.
 
 Fix: If the request has no token, the fix hides from the hook that the request wants its first token.
-
 - Remove when: `request_finished` checks whether there is a token.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, fix_around, stubs
 
 _ASKS = "ret_first_tok"
 
@@ -36,7 +33,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
     effect="crash",
     evidence={"KVR011": "IndexError: list index out of range"},

@@ -6,14 +6,11 @@ Cause: A request whose KV must not be stored still has metadata if LMCache looke
 request that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
 
 Fix: The worker does not store a request with `lmcache.skip_save`, unless the request names a decoder (`disagg_spec`).
-
 - Remove when: `wait_for_save` of a kv_producer checks whether a request names a decoder before it ignores `can_save`.
 """
 
-from typing import Any
-
 from kvfix.fixes import _lmcache
-from kvfix.fixes.api import LMCACHE_V1, Fix
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix
 
 
 def _must_not_be_stored(request: Any) -> Any:
@@ -30,7 +27,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=5, helper=True),
     effect="wrong output",

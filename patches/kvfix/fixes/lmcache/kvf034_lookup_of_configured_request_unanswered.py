@@ -8,14 +8,11 @@ asynchronous loading the scheduler sends the settings with the lookup. But the m
 (0.5.6 async_lookup_message.py:22), so the worker cannot decode it.
 
 Fix: The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
-
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `LookupRequestMsg` takes settings of any type.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, stubs
 
 
 @fix_around(
@@ -41,7 +38,6 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="hang",
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},

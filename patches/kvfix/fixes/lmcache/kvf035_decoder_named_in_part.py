@@ -7,13 +7,10 @@ Cause: `disagg_spec` comes from the client, in the `kv_transfer_params` of its r
 request, LMCache reads five keys without a check (0.5.6 vllm_v1_adapter.py:1560-1574).
 
 Fix: If a key is missing, the fix serves the request like one without a decoder. kvfix logs one warning about this.
-
 - Remove when: `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import LMCACHE_V1, Fix, Steps, View, engine_log, fix_around, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, engine_log, fix_around, stubs
 
 _SPEC = "disagg_spec"
 _KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")
@@ -44,7 +41,6 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},

@@ -13,14 +13,11 @@ begins before the other workers have fetched their chunks. Then the client clean
 sends a third lookup. The chunks that the third lookup fetches are never released.
 
 Fix: The client keeps a cancelled lookup until its answer is cleaned up. Until then no new lookup is sent (KVF011).
-
 - Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `clear_lookup_status` does not delete a lookup in `aborted_lookups`, or each lookup has an id of its own.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Fix, fix_around, instead, stubs
+from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, fix_around, instead, stubs
 
 
 # The clean-up removes the lookup from `aborted_lookups` before it clears the lookup.
@@ -37,7 +34,6 @@ def shows_bug(hook: Any, client: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     ASYNC_LOOKUP_CLIENT.clear_lookup_status(broken=">=0.3.10", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={

@@ -16,7 +16,6 @@ the fix only logs a warning, because LMCache cannot report a failed load there.
 
 Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports that chunk as loaded (0.4.3
 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
-
 - Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, and cannot report a failed load.
 - Remove when: `read_file` raises an error when it reads fewer bytes than the chunk has.
 """
@@ -25,11 +24,9 @@ import ctypes
 import os
 import threading
 from contextlib import suppress
-from typing import Any
 
-from kvfix import engine_log
-from kvfix.fixes import stubs
-from kvfix.fixes.api import CACHE_ENGINE, LOCAL_DISK_BACKEND, Fix, Steps, fix_after, fix_around, fix_calls, positional
+from kvfix.fixes import api
+from kvfix.fixes.api import Any, Fix, Steps, engine_log, fix_after, fix_around, fix_calls, positional, stubs
 
 _MARK_BYTES = 16
 
@@ -161,12 +158,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
-    LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
-    LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_load, helper=True),
-    LOCAL_DISK_BACKEND._load_chunk_into_memory(broken=">=0.5.2", fix=fix_load, helper=True),
-    LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_prefetch, helper=True),
-    CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", fix=fix_report),
+    api.LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
+    api.LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_load, helper=True),
+    api.LOCAL_DISK_BACKEND._load_chunk_into_memory(broken=">=0.5.2", fix=fix_load, helper=True),
+    api.LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(broken=">=0.3.9.post1", fix=fix_prefetch, helper=True),
+    api.CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", fix=fix_report),
     effect="wrong output",
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
 )

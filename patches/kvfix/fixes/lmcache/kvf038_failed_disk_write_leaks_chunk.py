@@ -10,15 +10,13 @@ its size still counts against `max_local_disk_size`. No code reads the exception
 
 Fix: After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
 count. LMCache can then store the chunk again. With `use_odirect`, a file descriptor leaks all the same.
-
 - Remove when: `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 
 import os
 from contextlib import nullcontext, suppress
-from typing import Any
 
-from kvfix.fixes.api import LOCAL_DISK_BACKEND, Fix, engine_log, fix_calls, positional, stubs
+from kvfix.fixes.api import LOCAL_DISK_BACKEND, Any, Fix, engine_log, fix_calls, positional, stubs
 
 
 @fix_calls
@@ -26,9 +24,7 @@ def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return save(*args, **kwargs)
     except OSError as error:
-        engine_log.guarded(
-            f"{__name__}.undo", lambda failure: _undo(failure, *positional(save)(args, kwargs)[0]), error
-        )
+        engine_log.guarded(f"{__name__}.undo", lambda cause: _undo(cause, *positional(save)(args, kwargs)[0]), error)
         raise  # as without the fix: it ends in a future that nobody reads
 
 
@@ -73,7 +69,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),
     effect="leak",
     proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",

@@ -9,15 +9,12 @@ first `get_num_new_matched_tokens` creates the tracker. A request that is aborte
 
 Fix: If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All
 numbers of this tracker are zero. The hook deletes it, as it does with every tracker.
-
 - Upstream: https://github.com/vllm-project/vllm/pull/56780 (open).
 - Remove when: `request_finished` no longer asserts that there is a tracker.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Wrapper, before, multi_process, note, stubs
+from kvfix.fixes.api import Any, Fix, Wrapper, before, multi_process, note, stubs
 
 #: The statistics that a client can ask for, by release.
 STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
@@ -26,15 +23,13 @@ STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
 def fix(module: Any) -> Wrapper:
     make_tracker = module.LMCacheMPRequestTracker
 
-    def request_finished(connector: Any, request: Any, block_ids: Any) -> None:
+    def track(connector: Any, request: Any, block_ids: Any) -> None:
         asked = request.kv_transfer_params
         if asked and any(name in asked for name in STATISTICS):
             note(__name__, f"request {request.request_id} has ended before its lookup")
             connector.request_trackers[request.request_id] = make_tracker(request)
 
-    return before(
-        request_finished, when=lambda connector, request, *_, **__: request.request_id not in connector.request_trackers
-    )
+    return before(track, when=lambda connector, request, *_, **__: request.request_id not in connector.request_trackers)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -44,7 +39,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("request_finished", shows_bug, fix, for_0180="", place=1),
     effect="crash",
     evidence={"KVD110": "", "KVR011": "Request tracker for request_id"},

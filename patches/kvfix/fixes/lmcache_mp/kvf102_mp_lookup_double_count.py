@@ -13,15 +13,12 @@ On a miss the hook returns before it records vLLM's computed tokens (0.5.5:1143)
 
 Fix: After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit. The fix also
 records the tokens that vLLM has computed.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, fix_after, multi_process, stubs
+from kvfix.fixes.api import Any, Fix, fix_after, multi_process, stubs
 
 
 @fix_after(
@@ -48,7 +45,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", place=1),
     effect="lost hits",
     evidence={"KVR007": ""},

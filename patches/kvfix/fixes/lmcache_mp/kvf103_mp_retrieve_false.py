@@ -10,16 +10,14 @@ Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the block
 Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM
 then follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute`
 vLLM computes the tokens again. The fix wraps `submit_retrieve_request`.
-
 - Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's copy. Earlier releases cannot report failed blocks.
 - Upstream: https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
 """
 
 import inspect
-from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, View, engine_log, fix_after, note, stubs
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, View, engine_log, fix_after, note, stubs
 
 
 def load(adapter: Any, future: Any, blocks: Any) -> Any:
@@ -76,7 +74,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=2),
     effect="wrong output",
     evidence={"KVD301": "", "KVD310": ""},

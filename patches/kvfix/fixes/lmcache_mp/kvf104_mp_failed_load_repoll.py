@@ -14,24 +14,21 @@ preempted request a fresh tracker before this check (0.5.6:1833). So it repeats 
 Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,
 and has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where
 LMCache has its own fix, this fix handles the preempted requests that LMCache's fix misses.
-
 - Releases: LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and
   _0201. vLLM 0.26.0 to 0.33.0, its own copy of the connector.
 - Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
 - Remove when: LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Wrapper, before, multi_process, note, stubs
+from kvfix.fixes.api import Any, Fix, Wrapper, before, multi_process, note, stubs
 
 
 def fix(module: Any) -> Wrapper:
     make_tracker, preempted = module.LMCacheMPRequestTracker, module.RequestStatus.PREEMPTED
     bypasses = hasattr(module.LMCacheMPRequestState, "BYPASS_LMCACHE")
 
-    def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
+    def forget_failed_load(connector: Any, request: Any, num_computed_tokens: int) -> None:
         tracker = connector.request_trackers[request.request_id]
         if (
             request.num_computed_tokens
@@ -45,9 +42,7 @@ def fix(module: Any) -> Wrapper:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.
-    return before(
-        get_num_new_matched_tokens, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY")
-    )
+    return before(forget_failed_load, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY"))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -63,7 +58,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", place=2),
     effect="hang",
     evidence={"KVD208": "", "KVR010": ""},

@@ -12,7 +12,6 @@ Cause: A lookup locks the chunks it finds until they are retrieved or released w
 Fix: Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
 session still knows these locks. The fix also deletes the lookup. If the answer has not come yet, or the server is
 unhealthy, the session stays. The fix then polls for the answer in the following steps.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
   https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
 - Remove when: `request_finished` frees the locks of a lookup that was not used.
@@ -21,10 +20,9 @@ unhealthy, the session stays. The fix then polls for the answer in the following
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
+from kvfix.fixes.api import Any, Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
 
 #: Of a connector: {request that ended before its lookup was answered: function that frees its locks}.
 _LOOKING = "_kvfix_looking"
@@ -101,7 +99,6 @@ def step_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("request_finished", shows_bug, fix, place=2),
     *multi_process("build_connector_meta", step_shows_bug, fix_step, place=1),
     effect="leak",

@@ -11,7 +11,6 @@ of the connector have no `handle_preemptions`. In LMCache 0.5.2 to 0.5.5 `handle
 Fix: The scheduler marks the metadata of a step that comes after a preemption. When a worker gets marked metadata, it
 waits for the stores in flight before the step writes to any block. It waits at most LMCache's own `mq_timeout` for each
 store. Steps without a preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in
   0.5.6.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy of the connector waits for stores in flight.
@@ -19,10 +18,9 @@ store. Steps without a preemption do not wait. KVF109 makes sure that the worker
 
 import sys
 from contextlib import nullcontext
-from typing import Any
 
-from kvfix.fixes import _mp, stubs
-from kvfix.fixes.api import CONNECTOR_BASE, GO_ON, LMCACHE_MP, VLLM_MP, Fix, fix_after, fix_before, multi_process, note
+from kvfix.fixes import _mp, api
+from kvfix.fixes.api import GO_ON, Any, Fix, fix_after, fix_before, multi_process, note, stubs
 
 #: Seconds for each store, after an error of this fix.
 _LONGEST_WAIT = 10.0
@@ -48,9 +46,7 @@ def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-@fix_before(
-    when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False), on_fault=_wait_for_all
-)
+@fix_before(when=lambda connector, metadata, *_, **__: hasattr(metadata, "_kvfix_preempted"), on_fault=_wait_for_all)
 def wait(connector: Any, metadata: Any) -> None:
     adapter = getattr(connector, "worker_adapter", None)
     if adapter is not None and adapter.is_healthy:
@@ -79,8 +75,8 @@ def connector_shows_bug(hook: Any, module: Any) -> bool:
     if not getattr(metadata, "need_flush_before_forward", False):
         return True
     store = _store()
-    if module.__name__ == VLLM_MP.module:
-        getattr(module, VLLM_MP.name).handle_preemptions(_worker(store), metadata)
+    if module.__name__ == api.VLLM_MP.module:
+        getattr(module, api.VLLM_MP.name).handle_preemptions(_worker(store), metadata)
         return not store.waited
     return own_shows_bug(hook, module)
 
@@ -103,10 +99,9 @@ def base_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", place=2),
-    CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
-    LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
+    api.CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
+    api.LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
     effect="wrong output",
     evidence={"KVD308": ""},
     scenarios=("mp-preempt-store-overwrite", "mp-preempt-store-overwrite-in-tree"),

@@ -11,14 +11,11 @@ the tracker counts 208. LMCache then stores the tokens 128 to 192.
 Fix: The fix acts before `build_connector_meta`, on a request that is scheduled for the first time since its lookup. If
 the request has fewer computed tokens than the hits of its tracker, the fix makes the tracker count from vLLM's number
 of computed tokens. LMCache stores the part of the hit that was not loaded again: it may have been evicted.
-
 - Remove when: The tracker gets the report of a failed load.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import Fix, fix_before, multi_process, note, stubs
+from kvfix.fixes.api import Any, Fix, fix_before, multi_process, note, stubs
 
 
 @fix_before(
@@ -66,7 +63,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("build_connector_meta", shows_bug, fix, place=3),
     effect="wrong output",
     evidence={"KVR008": ""},

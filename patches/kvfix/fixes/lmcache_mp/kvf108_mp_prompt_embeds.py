@@ -8,15 +8,12 @@ builds its keys from them (lmcache_mp_connector.py 0.5.6:1288).
 
 Fix: The fix returns no hit for a request with `prompt_embeds` and sends no lookup. Its tracker counts all of its tokens
 as stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
 - Remove when: The connector distinguishes embeddings from tokens.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import GO_ON, LMCACHE_MP, Fix, Steps, Wrapper, around, multi_process, note
+from kvfix.fixes.api import GO_ON, LMCACHE_MP, Any, Fix, Steps, Wrapper, around, multi_process, note
 
 
 def _has_embeddings(connector: Any, request: Any, *_: Any, **__: Any) -> bool:
@@ -54,7 +51,6 @@ def new_request_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=3),
     LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=1),
     effect="wrong output",

@@ -9,16 +9,14 @@ the blocks and other requests write to them, but the server still copies the las
 
 Fix: The fix joins all stores of a request into one. The worker sees this joined store as done only when all stores of
 the request are done. An earlier store that has already ended no longer marks the request as done.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/3640 (the futures of a request overwrite each other).
 - Remove when: The worker keeps all stores of a request.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, Steps, View, fix_around, note, stubs
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, Steps, View, fix_around, note, stubs
 
 
 def both(first: Any, second: Any) -> Any:
@@ -77,7 +75,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR009": r"^worker_adapter\.finished_stores "},

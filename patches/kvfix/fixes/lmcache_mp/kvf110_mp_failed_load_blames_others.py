@@ -9,14 +9,11 @@ Cause: A load begins at the start of a chunk. It does not write the blocks of th
 (vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
 
 Fix: The fix removes the skipped blocks from the blocks that the worker reports if the load fails.
-
 - Remove when: The worker keeps only the blocks that a load writes.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
@@ -51,7 +48,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=1),
     effect="lost hits",
     scenarios=("mp-failed-load-blames-others", "mp-failed-load-blames-others-in-tree"),

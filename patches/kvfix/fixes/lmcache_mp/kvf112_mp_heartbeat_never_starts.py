@@ -7,14 +7,12 @@ Cause: LMCache creates the collection of heartbeats as an empty dict (vllm_multi
 function that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
 
 Fix: If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
-
 - Upstream: https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
 """
 
 from contextlib import nullcontext
-from typing import Any
 
-from kvfix.fixes.api import MP_SCHEDULER_ADAPTER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import MP_SCHEDULER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda adapter, answer: not adapter._heartbeats)
@@ -40,7 +38,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),
     effect="lost hits",
     evidence={"KVD205": ""},

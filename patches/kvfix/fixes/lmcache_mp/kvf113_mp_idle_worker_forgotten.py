@@ -8,16 +8,14 @@ Cause: A server drops a worker that sends no ping within `worker_registration_gr
 0.5.6:134). A worker pings only from its first store or load on (vllm_multi_process_adapter.py 0.5.6:1811, 1892).
 
 Fix: The fix starts the worker's heartbeat after `register_kv_caches`.
-
 - Releases: LMCache 0.4.5 to 0.5.6; servers drop workers from 0.5.0 on.
 - Upstream: https://github.com/LMCache/LMCache/issues/4715 (open).
 - Remove when: A worker pings from its registration on.
 """
 
 import inspect
-from typing import Any
 
-from kvfix.fixes.api import AT_START, MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import AT_START, MP_WORKER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -41,7 +39,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),
     effect="lost hits",
     evidence={"KVD210": ""},

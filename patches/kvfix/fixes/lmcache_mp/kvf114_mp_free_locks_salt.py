@@ -7,17 +7,15 @@ Cause: `update_state_after_alloc` releases the locks of chunks that need no load
 (lmcache_mp_connector.py 0.5.0:1003). The salt is part of the key.
 
 Fix: While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1;
   https://github.com/vllm-project/vllm/pull/44097.
 - Remove when: LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
 """
 
 import functools
-from typing import Any
 
 from kvfix.fixes import _mp
-from kvfix.fixes.api import Fix, Steps, fix_around, multi_process, note, replaced, stubs
+from kvfix.fixes.api import Any, Fix, Steps, fix_around, multi_process, note, replaced, stubs
 
 
 @fix_around(
@@ -40,7 +38,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process(
         "update_state_after_alloc",
         shows_bug,

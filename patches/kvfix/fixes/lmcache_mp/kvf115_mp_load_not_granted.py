@@ -11,15 +11,12 @@ Cause: `update_state_after_alloc` starts a load if the hit is larger than the nu
 
 Fix: If nothing was granted, the tracker counts the whole hit as vLLM's own while the hook runs. The hook then starts no
 load and releases all locks.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 - Remove when: LMCache 0.5.4 is no longer in use.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import GO_ON, Fix, Steps, fix_around, multi_process, note, stubs
+from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_around, multi_process, note, stubs
 
 
 def _without_hit(connector: Any, request: Any, blocks: Any, num_external_tokens: int, *_: Any, **__: Any) -> Any:
@@ -55,7 +52,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
     effect="crash",
     evidence={"KVD111": "", "KVR004": ""},

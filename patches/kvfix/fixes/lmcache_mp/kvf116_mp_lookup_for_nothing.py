@@ -9,14 +9,11 @@ Cause: vLLM asks the connector for every request and drops the answer for a requ
 deletes the lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because it does not know the hit.
 
 Fix: The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
-
 - Remove when: The connector sends no lookup for a request that reads no cache.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import LMCACHE_MP, Fix, fix_before, multi_process, note
+from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_before, multi_process, note
 
 
 @fix_before(when=lambda connector, request, *_, **__: getattr(request, "skip_reading_prefix_cache", False))
@@ -36,7 +33,6 @@ def new_request_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),
     LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
     effect="leak",

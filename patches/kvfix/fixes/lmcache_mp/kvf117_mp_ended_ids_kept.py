@@ -8,7 +8,6 @@ for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034)
 twice.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
-
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
 - Upstream: https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open)
   bounds the number of ids. The bug was found before in the review of a fork:
@@ -17,9 +16,8 @@ Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in
 """
 
 from collections import deque
-from typing import Any
 
-from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 KEPT = 32
 
@@ -60,7 +58,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR009": r"^worker_adapter\._returned_finished "},

@@ -18,15 +18,12 @@ The server leaves a chunk out only if all blocks of all its groups are null (mod
 Fix: The fix ends a store before the first chunk whose window blocks vLLM no longer has, because they are null or freed.
 The request stores no later chunk, because no prefix hit would find it. One disadvantage: with
 `--separate-object-groups` the server could have stored the full-attention part of these chunks.
-
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: The tracker stores no block that vLLM has taken out of the list.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note
+from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
@@ -59,10 +56,8 @@ def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None
         if end == op.start:
             metadata.requests.remove(meta)
             continue
-        sizes = connector._group_tokens_per_block
-        op.block_ids = [
-            ids[: (end - op.start) // size] if size else ids for ids, size in zip(op.block_ids, sizes, strict=True)
-        ]
+        sizes, kept = connector._group_tokens_per_block, end - op.start
+        op.block_ids = [ids[: kept // size] if size else ids for ids, size in zip(op.block_ids, sizes, strict=True)]
         op.end = end
 
 
@@ -91,7 +86,6 @@ def cached_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
     LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached),
     effect="wrong output",

@@ -16,16 +16,14 @@ Fix: The fix records which blocks of a window are being stored, and which of the
 freed block is in use again in a step, the fix sets the flag in the step's metadata that LMCache sets after a
 preemption. The workers then wait for the stores in flight before anything is written. They wait at most LMCache's own
 `mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
-
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: vLLM keeps a block, or LMCache holds it, until it is stored.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvfix.fixes import _closed, _windows
-from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note, stubs
+from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note, stubs
 
 #: If more freed blocks than this may still be copied, a step waits anyway, because each step looks at all of them.
 _MOST = 1024
@@ -71,15 +69,13 @@ class Stores:
         self.held = [stored for stored in self.held if stored.blocks and stored.request in open_requests]
 
 
-def _wait_and_store_nothing(
-    connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any
-) -> Any:
+def _wait_and_drop(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
     metadata.need_flush_before_forward = metadata._kvfix_preempted = True
     vars(connector).pop("_kvfix_stores", None)
     return _closed.drop_stores(connector, answer, scheduler_output, metadata)
 
 
-@fix_after(when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_store_nothing)
+@fix_after(when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_drop)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
     stores = vars(connector).setdefault("_kvfix_stores", Stores())
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
@@ -117,7 +113,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),
     effect="wrong output",
     evidence={"KVR014": r"used again"},

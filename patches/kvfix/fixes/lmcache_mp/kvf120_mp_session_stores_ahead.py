@@ -9,16 +9,13 @@ generated, the number of known tokens limits what is stored. When input comes, m
 computed, and the tracker stores chunks that are not computed yet.
 
 Fix: If vLLM schedules a tracked request as new, the fix sets the count to the tokens that vLLM has computed.
-
 - Releases: LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
   lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0.
 - Remove when: `_process_new_requests` sets the count from `num_computed_tokens`.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import Fix, fix_before, multi_process, note, stubs
+from kvfix.fixes.api import Any, Fix, fix_before, multi_process, note, stubs
 
 
 @fix_before(
@@ -43,7 +40,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     *multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5"),
     effect="wrong output",
     evidence={"KVR008": ""},

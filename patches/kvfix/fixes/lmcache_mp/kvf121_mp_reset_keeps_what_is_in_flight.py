@@ -12,15 +12,12 @@ still clear the chunks that have no lock. Call the reset again when the requests
 
 LMCache never clears the L2 of a server (`--l2-adapter`, v1/distributed/storage_manager.py:1244-1255). The answer is
 still True, because the connector cannot know about the L2. Empty the L2 yourself.
-
 - Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`: KVF029.
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import LMCACHE_MP, SCHEDULER, Fix, fix_after, fix_before, stubs
+from kvfix.fixes.api import LMCACHE_MP, SCHEDULER, Any, Fix, fix_after, fix_before, stubs
 
 
 @fix_after(when=lambda impl, answer: answer, on_fault=_closed.refuse)
@@ -46,7 +43,6 @@ def shows_bug(hook: Any, connector: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
     SCHEDULER.reset_connector_cache(broken=">=0.15.1", fix=fix_scheduler, helper=True),
     effect="wrong output",

@@ -17,16 +17,12 @@ After a preemption the worker waits for the stores in flight. It waits at most `
 When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
 Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
 its transfers stay in use until the server's process ends. With gRPC the fix changes nothing.
-
 - Releases: LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
 - Remove when: A worker keeps a transfer until the server has answered or is gone.
 """
 
-from typing import Any
-
-from kvfix.fixes import _closed, _mp
-from kvfix.fixes.api import MP_CLIENT, MP_WORKER_ADAPTER, Fix, Steps, fix_after, fix_around, fix_before, note, stubs
-from kvfix.wrapping import GO_ON, replaced
+from kvfix.fixes import _closed, _mp, api
+from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_after, fix_around, fix_before, note, replaced, stubs
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
@@ -93,9 +89,8 @@ def _unhealthy(module: Any, **more: Any) -> Any:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A load that has no answer. Wrong is to report it."""
-    adapter = _unhealthy(
-        module, lazy_offload=True, retrieve_futures={stubs.NAME: (stubs.Stub(query=lambda: False), [3, 4])}
-    )
+    future = stubs.Stub(query=lambda: False)
+    adapter = _unhealthy(module, lazy_offload=True, retrieve_futures={stubs.NAME: (future, [3, 4])})
     _, loads = _mp.get_finished(hook, adapter)
     return stubs.NAME in loads
 
@@ -124,12 +119,11 @@ def unanswered(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
-    MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
-    MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
-    MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
-    MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
-    MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
+    api.MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
+    api.MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
+    api.MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
+    api.MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
+    api.MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
     effect="wrong output",
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),

@@ -13,22 +13,17 @@ Fix: The fix registers a longer window with the server: the window plus these to
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The engines register the sliding
 window with the server. If a window is shorter than a chunk, the stored chunks have other sizes or keys. Stop the
 engines, empty the server's L2, and start all of them with the fix.
-
 - Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with such models.
 - Remove when: `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import AT_START, MP_KV_GROUPS, Fix, fix_after, stubs
+from kvfix.fixes.api import AT_START, MP_KV_GROUPS, Any, Fix, fix_after, stubs
 
 _EXTRA = "extra_retained_tokens"
 
 
 @fix_after(
-    when=lambda groups, *_, **__: any(
-        getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
-    )
+    when=lambda groups, *_, **__: any(getattr(spec, _EXTRA, 0) > 1 for each in groups for spec in _specs(each).values())
 )
 def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> list[int]:
     sizes = list(sizes)
@@ -56,7 +51,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_KV_GROUPS._resolve_per_layer_sw_sizes(broken=">=0.4.7", probe=shows_bug, fix=fix),
     effect="wrong output",
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},

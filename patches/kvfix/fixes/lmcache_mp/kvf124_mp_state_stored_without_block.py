@@ -15,16 +15,13 @@ late. It then stores a block that already belongs to another request.
 Fix: The fix acts after the hooks that add stores to the step's metadata. If a chunk ends neither where the step begins
 nor where it ends, the fix sets all blocks of the chunk in the state group to null. The server then leaves the state
 out, and no hit ends there. This works with `lmcache server --separate-object-groups`. Without this option, see KVF125.
-
 - Releases: LMCache 0.5.4 to 0.5.6. According to their source code, 0.4.7 to 0.5.3 have the bug too. The server of 0.4.7
   to 0.5.3 stores null blocks of every model (KVF125).
 - Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _mp, _windows
-from kvfix.fixes.api import LMCACHE_MP, Fix, fix_after, note
+from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
@@ -69,7 +66,6 @@ def _stored(hook: Any, module: Any, connector: Any, computed: int, **blocks: Any
 
 
 FIX = Fix(
-    __name__,
     LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
     LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, place=1),
     effect="wrong output",

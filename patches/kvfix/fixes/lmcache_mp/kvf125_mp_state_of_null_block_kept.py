@@ -15,15 +15,11 @@ object. For a state, the server stores only this block. For a sliding window, a 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
 are longer. Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
-
-- Releases: LMCache 0.5.4 to 0.5.6. Earlier servers do not check the blocks. With such models, they refuse a step of two
-  blocks.
+- Releases: LMCache 0.5.4 to 0.5.6. Earlier servers check no block, and refuse a step of two blocks for such models.
 - Remove when: The server stores no chunk with a null block in a part that a hit reads.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import AT_START, MP_SERVER_TRANSFER, Fix, fix_after, stubs
+from kvfix.fixes.api import AT_START, MP_SERVER_TRANSFER, Any, Fix, fix_after, stubs
 
 
 # After an error of the fix, every chunk is left out of the store.
@@ -46,7 +42,6 @@ def shows_bug(function: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MP_SERVER_TRANSFER.all_null_chunk_masks(broken=">=0.5.4", probe=shows_bug, fix=fix),
     effect="wrong output",
     scenarios=("mp-state-kept-null",),

@@ -20,17 +20,13 @@ continues, without stores and loads until that heartbeat. With gRPC the fix chan
 
 If only the network was interrupted, the server still knows the worker. The loads fail until the next heartbeat all the
 same, and their read locks stay on the server until they time out.
-
 - Releases: LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
   (multiprocess/mq.py 0.5.5:281). There, restart the engine together with the server.
 - Remove when: A worker registers again after a lost connection, and requests in flight then fail.
 """
 
-from typing import Any
-
-from kvfix.fixes import _mp
-from kvfix.fixes.api import MP_CLIENT, MP_HEARTBEAT, Fix, Steps, engine_log, fix_after, fix_around, fix_before, stubs
-from kvfix.wrapping import View, replaced
+from kvfix.fixes import _mp, api
+from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
 #: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
 #: that it does not know; it needs to know the worker for transfers.
@@ -105,10 +101,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
-    MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
-    MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
-    MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),
+    api.MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
+    api.MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
+    api.MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),
     effect="hang",
     proof="tests/runtime/test_server_restart.py, with a real server: the lab's server answers in the step",
 )

@@ -14,16 +14,13 @@ value is not a string, EngineCore dies, or the worker's own loop raises and the 
 Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises no tokens. The
 hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the
 number to the worker as a string, and the load fails in the worker.
-
 - Remove when: vLLM checks the parameters before it promises.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from kvfix.fixes import _mooncake, _prefills
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15, PRIVATE, Fix, Fixing, Steps, fix_around, stubs
-from kvfix.wrapping import View, instead
+from kvfix.fixes import _mooncake, _prefills, api
+from kvfix.fixes.api import PRIVATE, Any, Fix, Fixing, Steps, View, fix_around, instead, stubs
 
 _ADDRESS = "remote_bootstrap_addr"
 _KEYS_0_15 = ("remote_host", "remote_port")
@@ -100,9 +97,8 @@ def _targets(owner: Any, broken: str, keys: tuple[str, ...]) -> Iterator[Any]:
 
 
 FIX = Fix(
-    __name__,
-    *_targets(MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
-    *_targets(MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
+    *_targets(api.MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
+    *_targets(api.MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
     effect="crash",
     evidence={"KVR010": "", "KVD291": "", "KVD584": ""},
     scenarios=("mooncake-promise-without-peer",),

@@ -10,19 +10,16 @@ FINISHED_STOPPED. The decode engine gets no message, and waits VLLM_MOONCAKE_ABO
 sends both kinds of requests (nixl/pull_scheduler.py 0.32.0:221).
 
 Fix: The fix sends a stopped prefill like a prefill that has reached its length limit.
-
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 - Remove when: request_finished sends a prefill that has stopped.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, Fix, Steps, View, fix_around
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, Any, Fix, Steps, View, fix_around
 
 
 @fix_around(when=lambda connector, request, *_: request.kv_transfer_params)
-def request_finished(connector: Any, request: Any, blocks: Any) -> Steps:
+def fix(connector: Any, request: Any, blocks: Any) -> Steps:
     if not request.kv_transfer_params.get("do_remote_decode") or request.status.name != "FINISHED_STOPPED":
         return (yield)
     capped = type(request.status).FINISHED_LENGTH_CAPPED
@@ -35,8 +32,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return not hook(_mooncake.scheduler_side("kv_producer"), request, ([1],))[0]
 
 
-FIX = Fix(
-    __name__,
-    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=request_finished, place=1),
-    effect="hang",
-)
+FIX = Fix(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=1), effect="hang")

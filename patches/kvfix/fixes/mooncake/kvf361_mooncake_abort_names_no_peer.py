@@ -8,19 +8,14 @@ request_finished adds the request to the list of requests that wait for KV (moon
 step reads the peer from the request's parameters without a check (:693).
 
 Fix: Before build_connector_meta, the fix removes a request without a peer from this list.
-
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM checks whether the parameters name a peer before it lets the prefill engine free the blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mooncake, _prefills
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, PRIVATE, Fix, stubs
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, PRIVATE, Any, Fix, stubs
 
-fix = _prefills.tell_no_unknown_peer(
-    __name__, lambda params: all(isinstance(params.get(key), str) for key in _mooncake.PEER)
-)
+fix = _prefills.drop_peerless(__name__, lambda params: all(isinstance(params.get(key), str) for key in _mooncake.PEER))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -31,7 +26,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={"KVR011": r"KeyError: 'remote_(engine_id|bootstrap_addr)"},

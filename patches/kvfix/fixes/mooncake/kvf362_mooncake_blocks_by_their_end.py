@@ -3,21 +3,16 @@
 Symptom: Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
 
 Cause: The prefill engine sends as many blocks as the decode engine has asked for, and takes them from the end of its
-list (mooncake_connector.py 0.32.0:1811). Blocks of generated tokens are also at the end. Each of them shifts the whole
-KV by one block.
+list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens there shifts the whole KV by one block.
 
 Fix: The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, or engines
 with several context-parallel ranks.
-
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 - Remove when: vLLM counts the blocks from their start.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Fix, fix_before
+from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Any, Fix, fix_before, stubs
 
 
 def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:
@@ -46,17 +41,14 @@ def build_connector_meta(connector: Any, *_: Any) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A prompt of two blocks whose request has three. Wrong is to offer the third."""
-    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    connector = _mooncake.scheduler_side(
-        "kv_producer", _is_hma_required=False, vllm_config=SimpleNamespace(parallel_config=parallel)
-    )
+    config = stubs.Stub(parallel_config=stubs.Stub(decode_context_parallel_size=1, prefill_context_parallel_size=1))
+    connector = _mooncake.scheduler_side("kv_producer", _is_hma_required=False, vllm_config=config)
     request = _mooncake.finished_prefill(40, module.RequestStatus.FINISHED_LENGTH_CAPPED, num_prompt_tokens=32)
     hook(connector, request, ([7, 8, 9],))
     return bool(connector._reqs_need_send[request.request_id][1] != [[7, 8]])
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=None),
     MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", fix=build_connector_meta, place=1, helper=True),
     effect="wrong output",

@@ -14,16 +14,13 @@ If prefill gets the second request after it has freed the blocks, it waits 480 s
 Fix: Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id
 computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know
 what another decode engine has read. So a router that retries a request must send it to prefill again.
-
 - Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 the code was read: the second request waits for a
   timeout.
 - Remove when: Prefill refuses the second read.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mooncake, _prefills
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, Fix
+from kvfix.fixes.api import MOONCAKE_SCHEDULER, Any, Fix
 
 
 def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
@@ -43,7 +40,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=promise_once, place=1),
     MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", fix=end_once, place=-1, helper=True),
     effect="hang",

@@ -10,19 +10,14 @@ it still has to drop in this step. The worker is not told about a prefill that w
 
 Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers
 that the transfer has failed. kv_load_failure_policy then decides.
-
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: A prefill that is aborted answers the decode requests that wait for it.
 """
 
 import asyncio
-import sys
-from types import SimpleNamespace
-from typing import Any
 
-from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_SCHEDULER, MOONCAKE_WORKER, NEW_REQUESTS, Fix, Steps, fix_after, fix_around, note
-from kvfix.wrapping import View
+from kvfix.fixes import _mooncake, api
+from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, note, stubs
 
 #: A number of sends that is never reached. So a request whose transfer was dropped is not reported as sent.
 _NEVER = 1 << 30
@@ -47,7 +42,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 def _drop(worker: Any, transfer: str) -> None:
     """Drop the transfer, in the loop of the sender. A ready transfer without blocks is answered as failed."""
-    module: Any = sys.modules[MOONCAKE_WORKER.module]
+    module = api.MOONCAKE_WORKER.imported
     dropped = worker.reqs_need_send.get(transfer)
     if dropped is None:
         dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
@@ -69,8 +64,8 @@ def _forget(worker: Any, dropped: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to let decode wait."""
-    worker = SimpleNamespace(reqs_need_send={}, sender_loop=SimpleNamespace(call_later=lambda *_: None))
-    steps = hook(worker, SimpleNamespace(reqs_to_send={}, reqs_not_processed={"t"}))
+    worker = stubs.Stub(reqs_need_send={}, sender_loop=stubs.Stub(call_later=lambda *_: None))
+    steps = hook(worker, stubs.Stub(reqs_to_send={}, reqs_not_processed={"t"}))
     try:
         steps.send(None)
     except KeyError:
@@ -84,10 +79,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
-    MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
-    MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
-    MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
+    api.MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
+    api.MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
+    api.MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
     effect="hang",
     attaches=NEW_REQUESTS,
 )

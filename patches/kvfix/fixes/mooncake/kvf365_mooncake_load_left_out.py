@@ -9,16 +9,11 @@ failed (mooncake_connector.py 0.32.0:1621). The decode engine handles only the r
 
 Fix: After the last answer, a request that no answer has named counts as failed. The decode engine computes the prompt
 itself, or fails the request, as kv_load_failure_policy says.
-
-- Releases: vLLM 0.32.0. Earlier releases were not tested.
 - Upstream: None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_WORKER, Fix, fix_after, note
+from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -35,18 +30,13 @@ def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas:
 def shows_bug(hook: Any, module: Any) -> bool:
     """The last answer names nothing. Wrong is to count no load as failed."""
     failed: list[str] = []
-    worker = SimpleNamespace(
-        _handle_failed_recv=lambda metas, names, reason: failed.extend(names), finished_recving_reqs=set()
-    )
-    response = SimpleNamespace(
-        status=module.MooncakeXferResponseStatus.FINISH, ok_reqs=None, err_reqs=None, err_msg=None
-    )
-    hook(worker, response, {"r": SimpleNamespace(failed=False, pull_tasks_count=1, local_block_ids=[[1]])})
+    worker = stubs.Stub(_handle_failed_recv=lambda _, names, reason: failed.extend(names), finished_recving_reqs=set())
+    response = stubs.Stub(status=module.MooncakeXferResponseStatus.FINISH, ok_reqs=None, err_reqs=None, err_msg=None)
+    hook(worker, response, {"r": stubs.Stub(failed=False, pull_tasks_count=1, local_block_ids=[[1]])})
     return not failed
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=process_pulling_result),
     effect="hang",
     no_patch={"vllm": "0.33.0 is right"},

@@ -8,16 +8,13 @@ Cause: A decode request that comes before its prefill makes an entry in reqs_nee
 
 Fix: The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
 still exists, the fix writes the prefill's request id into the entry.
-
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 - Remove when: vLLM removes the entry at the timeout.
 """
 
-from typing import Any
-
 from kvfix import clock
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_WORKER, Fix, fix_before, note
+from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
 #: Seconds between two looks. An entry is removed only at the second look, because its waiter comes just after the entry
 #: is made.
@@ -59,7 +56,6 @@ def _look(worker: Any) -> None:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", fix=None),
     MOONCAKE_WORKER.get_finished(broken=">=0.20", fix=get_finished, helper=True),
     MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, place=1, helper=True),

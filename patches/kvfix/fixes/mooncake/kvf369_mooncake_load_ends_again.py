@@ -12,17 +12,14 @@ decode reports all of them as failed (mooncake_connector.py 0.32.0:2370), also t
 The first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
 
 Fix: Each rank reports each load once. A load that failed at a rank is reported as failed after the last rank's report.
-
 - Releases: vLLM 0.32.0, the first release that reports failed loads.
 - Upstream: None known; fixed in 0.33.0.
 """
 
 from collections.abc import Collection
-from types import SimpleNamespace
-from typing import Any
 
 from kvfix.fixes import _mooncake
-from kvfix.fixes.api import MOONCAKE_WORKER, Fix, Steps, View, fix_around
+from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, Steps, View, fix_around, stubs
 
 #: Attribute of a load: why it failed at one rank, while other ranks had not reported it yet.
 _REASON = "_kvfix_reason"
@@ -64,9 +61,9 @@ def process_pulling_result(worker: Any, response: Any, metas: dict[str, Any]) ->
 def shows_bug(hook: Any, module: Any) -> bool:
     """One of two ranks fails. Wrong is to report the load."""
     ended: set[str] = set()
-    worker = SimpleNamespace(
-        xfer_stats=SimpleNamespace(record_failed_recv=lambda: None), _is_hma_required=False,
-        _invalid_block_ids=SimpleNamespace(put=lambda blocks: None), finished_recving_reqs=ended,
+    worker = stubs.Stub(
+        xfer_stats=stubs.Stub(record_failed_recv=lambda: None), _is_hma_required=False,
+        _invalid_block_ids=stubs.Stub(put=lambda blocks: None), finished_recving_reqs=ended,
         _complete_pull_task=lambda meta: None,
     )  # fmt: skip
     meta = module.PullReqMeta("r", "t", [[1]], "p", "http://p:1", pull_tasks_count=2)
@@ -75,7 +72,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
     MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
     effect="wrong output",

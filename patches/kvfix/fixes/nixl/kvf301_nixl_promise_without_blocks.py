@@ -14,17 +14,15 @@ If the blocks are not in lists, or the name of engine, request or host is not a 
 blocks in one flat list, the fix still promises the tokens if the worker can fail their load (KVF311).
 
 Fix: The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
-
 - Releases: vLLM 0.11.2 to 0.33.0.
 - Remove when: vLLM checks the parameters before it promises.
 """
 
 import inspect
 import sys
-from typing import Any
 
-from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15, PRIVATE, Fix, Fixing, Owner, stubs
+from kvfix.fixes import _nixl, _prefills, api
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15, Any, Fix, Fixing, Owner, stubs
 
 _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -76,7 +74,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_SCHEDULER_0_15.get_num_new_matched_tokens(
         broken=">=0.11.2,<0.20", probe=shows_bug, fix=_fix(NIXL_SCHEDULER_0_15)
     ),
@@ -85,5 +82,5 @@ FIX = Fix(
     effect="crash",
     evidence={"KVD290": "", "KVD584": "", "KVR010": "", "KVR011": r"^update_state_after_alloc: AssertionError$"},
     scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),
-    no_patch=PRIVATE,
+    no_patch=api.PRIVATE,
 )

@@ -11,15 +11,11 @@ router does not set `max_tokens` to 1 and the generated tokens need a new block,
 Fix: Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond
 the prompt. If there are too few blocks, the load fails, and `kv_load_failure_policy` decides. The fix does not handle
 KV groups other than full attention, engines with different block sizes, or context parallelism.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PULL_WORKER, PRIVATE, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import NIXL_PULL_WORKER, PRIVATE, Any, Fix, Steps, fix_around, note, stubs
 
 
 @fix_around(when=lambda worker, req_id, meta: any(meta.local_block_ids), on_fault=_nixl.fail_load)
@@ -73,7 +69,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=pair_from_start),
     effect="wrong output",
     evidence={"KVR011": r"^start_load_kv: AssertionError"},

@@ -12,15 +12,11 @@ the blocks of each group. If the blocks are one flat list, the log line raises, 
 
 Fix: If `_read_blocks_for_req` raises, the fix logs the exception and reports the load as failed. vLLM then applies
 `kv_load_failure_policy`. If the log line of a failure raises, the failure is still reported.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM reports a load with malformed parameters as failed.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_BASE_WORKER, NIXL_PULL_WORKER, PRIVATE, Fix, engine_log, fix_calls, note, stubs
+from kvfix.fixes.api import NIXL_BASE_WORKER, NIXL_PULL_WORKER, PRIVATE, Any, Fix, engine_log, fix_calls, note, stubs
 
 
 @fix_calls
@@ -55,7 +51,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),
     NIXL_BASE_WORKER._log_failure(broken=">=0.32", fix=_log_failure, helper=True),
     effect="crash",

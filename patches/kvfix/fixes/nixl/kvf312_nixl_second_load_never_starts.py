@@ -10,15 +10,11 @@ once (`_remote_blocks_processed`, :135-139). vLLM asks again for a preempted req
 failed, and NixlConnector promises the blocks a second time.
 
 Fix: If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks the parameters in the same way in both functions.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Fix, stubs
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Any, Fix, stubs
 
 
 @_prefills.promise_if
@@ -41,7 +37,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),
     effect="hang",
     evidence={"KVR010": ""},

@@ -7,19 +7,15 @@ that the prefill engine frees the blocks (pull_scheduler.py 0.32.0:243). In the 
 peer's address from the request's parameters without a check (metadata.py 0.32.0:330).
 
 Fix: Before build_connector_meta, the fix removes a request without a peer from this list.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks whether the parameters name a peer before it sends the notice.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Fix, stubs
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Any, Fix, stubs
 
 _KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
-fix = _prefills.tell_no_unknown_peer(__name__, lambda params: all(key in params for key in _KEYS))
+fix = _prefills.drop_peerless(__name__, lambda params: all(key in params for key in _KEYS))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -29,7 +25,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={"KVR011": r"KeyError: 'remote_"},

@@ -10,15 +10,11 @@ The worker has the request in `_reqs_to_process` since it was scheduled (pull_sc
 
 Fix: The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
 worker not to process the request. vLLM tells the worker the same for an aborted request.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM tells the worker of every request that keeps no blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER, Fix, fix_after, note
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER, Any, Fix, fix_after, note
 
 
 @fix_after()
@@ -39,7 +35,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished),
     NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", probe=shows_bug, fix=request_finished),
     effect="hang",

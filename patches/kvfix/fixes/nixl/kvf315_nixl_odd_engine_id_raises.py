@@ -6,15 +6,11 @@ Cause: on_new_request uses `remote_engine_id` and `remote_request_id` of the req
 (base_scheduler.py 0.32.0:236). The values come with the request, and may be a list.
 
 Fix: A request with a value that is not a string loads nothing: it computes its prompt itself.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks the types of the parameters.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Fix, fix_before, note, stubs
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, PRIVATE, Any, Fix, fix_before, note, stubs
 
 
 @fix_before()
@@ -32,7 +28,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),
     effect="crash",
     evidence={"KVR011": r"TypeError: (unhashable type|cannot use 'list')"},

@@ -8,14 +8,11 @@ looks up the rank in a dictionary (base_scheduler.py 0.32.0:368). If the diction
 ends with a KeyError. The thread also ends at any message that it cannot decode (:354).
 
 Fix: The thread continues: it opens its socket again, and the engine that sent the message gets no answer.
-
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 - Remove when: vLLM catches exceptions of a single message.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, PRIVATE, Fix, engine_log, fix_calls, note
+from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, PRIVATE, Any, Fix, engine_log, fix_calls, note
 
 
 @fix_calls
@@ -34,7 +31,6 @@ def _nixl_handshake_listener(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 FIX = Fix(
-    __name__,
     NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", fix=_nixl_handshake_listener),
     effect="hang",
     attaches=AT_START,  # already running

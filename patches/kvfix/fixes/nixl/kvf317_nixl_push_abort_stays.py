@@ -13,15 +13,11 @@ NixlPushConnector reads the parameters of this request only when it ends (:160).
 
 Fix: After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps the blocks
 of the request until their lease ends, as it does without the fix.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: The worker does not record a request without blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -46,7 +42,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=start_load_kv),
     effect="leak",
     evidence={"KVR009": r"^_recving_metadata "},

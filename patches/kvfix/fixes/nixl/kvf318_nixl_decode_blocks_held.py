@@ -9,15 +9,11 @@ requests that it knows to be in a batch. update_state_after_alloc tells the work
 The lease of this request never begins, and never ends.
 
 Fix: After update_state_after_alloc, the fix adds to the metadata every request whose blocks will be kept.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM keeps only the blocks of requests that the worker knows.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after()
@@ -37,7 +33,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=begin_lease),
     effect="hang",
     evidence={"LAB020": "of the decode engine"},

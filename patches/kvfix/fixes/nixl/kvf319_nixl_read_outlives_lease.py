@@ -18,15 +18,11 @@ decode engine still reads blocks whose lease has ended. The prefill engine adds 
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
 declines a read after that time, even if its heartbeats have renewed the lease. So do not set this option in only one of
 the two engines.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
-from typing import Any
-
 from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import NEW_REQUESTS, NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER, Fix, Steps, fix_after, fix_around
+from kvfix.fixes.api import NEW_REQUESTS, NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER, Any, Fix, Steps, fix_after, fix_around
 from kvfix.wrapping import View, replaced
 
 #: Seconds before the end of a lease. A heartbeat that is sent in this time may come too late, so it does not count.
@@ -47,9 +43,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
     return answer
 
 
-@fix_around(
-    when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {})
-)
+@fix_around(when=lambda worker, meta: meta.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {}))
 def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
     """Record when a heartbeat was sent for each request that waits for its load."""
     now, agent, not_sent = _nixl.now(), worker.nixl_wrapper, set()
@@ -111,7 +105,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=request_finished),
     NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
     NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),

@@ -9,15 +9,11 @@ allocation of the blocks, update_state_after_alloc reads the peer's address from
 (:189-193). The code that builds the metadata reads `remote_request_id` in the same way (metadata.py 0.32.0:330).
 
 Fix: If the parameters do not name a peer, the fix promises nothing, and the request computes its prompt itself.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM checks the parameters before it promises.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Fix, stubs
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, stubs
 
 #: What update_state_after_alloc, the metadata and the handshake take out of the parameters.
 _TYPES = {
@@ -39,7 +35,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),
     effect="crash",
     evidence={"KVR011": r"^(update_state_after_alloc|schedule|build_connector_meta): KeyError"},

@@ -2,22 +2,16 @@
 
 Symptom: Wrong text without any message, if the prefill engine has generated more than one token.
 
-Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
-prefill engine's list (push_worker.py 0.32.0:660, base_worker.py:3461). This is right only if both lists end at the same
-token. If the generated tokens need a new block, the prefill engine has one block more. KVF310 is the bug in pull mode.
+Cause: As in pull mode (KVF310), `_apply_prefix_caching` pairs the blocks from the end of the prefill engine's list
+(push_worker.py 0.32.0:660). If the generated tokens need a new block, the prefill engine has one block more.
 
 Fix: After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full
 attention. The worker does not get them.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Fix, fix_after, note
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, fix_after, note, stubs
 
 
 def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:
@@ -50,15 +44,14 @@ def shows_bug(hook: Any, module: Any) -> bool:
     class FullAttentionSpec:
         block_size = 16
 
-    groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec())]
-    connector = _nixl.scheduler_side(_TRANSFER_MODE="push", kv_cache_config=SimpleNamespace(transfer_groups=groups))
+    groups = [stubs.Stub(kv_cache_spec=FullAttentionSpec())]
+    connector = _nixl.scheduler_side(_TRANSFER_MODE="push", kv_cache_config=stubs.Stub(transfer_groups=groups))
     request = _nixl.finished_prefill(36, num_prompt_tokens=32)
     hook(connector, request, ([1, 2, 3],))
     return len(connector._newly_finished_push_blocks[request.request_id][0]) != 2
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", place=2, probe=shows_bug, fix=request_finished),
     effect="wrong output",
     scenarios=("nixl-push-prefill-generates-more",),

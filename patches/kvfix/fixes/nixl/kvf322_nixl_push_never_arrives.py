@@ -20,15 +20,11 @@ Mixed roll-out: The prefill engine and the decode engine must both have the fix.
 nothing. In the decode engine alone it can be worse than the released code: a prefill engine without the fix may write
 into blocks of a load that has timed out. Restart the prefill engines with the fix first. Remove the fix from the decode
 engines first.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 
-from typing import Any
-
-from kvfix.fixes import _closed, _nixl, api, stubs
-from kvfix.fixes.api import NEW_REQUESTS, Fix, Steps, fix_after, fix_around, fix_before, note
+from kvfix.fixes import _closed, _nixl, api
+from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around, fix_before, note, stubs
 
 #: Key in the registration: the time of its end, by the clock of the decode engine's scheduler.
 _UNTIL = "kvfix_until"
@@ -98,7 +94,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     api.NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=update_state_after_alloc),
     api.NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", fix=start_load_kv, helper=True),
     api.NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),

@@ -11,16 +11,13 @@ thread writes from blocks that are already free. vLLM does not remove the expire
 
 Fix: The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. In this
 case the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM keeps blocks as long as a write reads them.
 """
 
 import threading
-from typing import Any
 
 from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around, note, stubs
 
 #: Held only for moments, by the thread that writes or by the worker's own thread.
 _lock = threading.Lock()
@@ -76,7 +73,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=_xfer_blocks_for_req),
     NIXL_BASE_WORKER._reap_expired_send_leases(broken=">=0.32", fix=_reap_expired_send_leases, helper=True),
     effect="wrong output",

@@ -11,19 +11,15 @@ The worker compares ids without this suffix (:413). So it writes the KV of a lat
 blocks of the old registration, and the later request's own registration waits.
 
 Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has dropped it by then.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, fix_before, note
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Any, Fix, fix_before, note
 
 
 @fix_before(when=lambda worker: worker._pending_d_registrations)
-def get_transfer_results(worker: Any) -> None:
+def fix(worker: Any) -> None:
     now, waiting = _nixl.now(), list(worker._pending_d_registrations)
     known = getattr(worker, "_kvfix_came", {})
     extra = worker.vllm_config.kv_transfer_config.get_from_extra_config
@@ -36,8 +32,7 @@ def get_transfer_results(worker: Any) -> None:
 
 
 FIX = Fix(
-    __name__,
-    NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=get_transfer_results),
+    NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=fix),
     effect="wrong output",
     evidence={"LAB022": ""},
 )

@@ -8,19 +8,16 @@ more blocks than prefill has, the thread loses the remaining notices (push_worke
 
 Fix: The fix logs an exception of `_handle_push_reg_notif`, and the thread continues with the next notice. If the KV of
 a request could not be written, the request waits until its lease and its registration have ended.
-
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 - Remove when: vLLM catches exceptions of a single registration.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_PUSH_WORKER, Fix, engine_log, fix_calls, note, stubs
+from kvfix.fixes.api import NIXL_PUSH_WORKER, Any, Fix, engine_log, fix_calls, note, stubs
 
 
 @fix_calls
-def _handle_push_reg_notif(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+def fix(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return function(worker, *args, **kwargs)
     except Exception as error:
@@ -36,8 +33,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return stubs.raises(KeyError, hook, worker, _nixl.registration(module))
 
 
-FIX = Fix(
-    __name__,
-    NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=_handle_push_reg_notif),
-    effect="hang",
-)
+FIX = Fix(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=fix), effect="hang")

@@ -13,14 +13,11 @@ use the blocks, and the second decode request reads their KV.
 Fix: In each decode engine, only the first request for a prefill reads its blocks. A later request with the same
 remote_engine_id and remote_request_id computes its prompt itself, and sends prefill no notice. The fix does not know
 what another decode engine has read. So a router that retries a request must send it to the prefill engine first.
-
 - Remove when: Prefill refuses the second read.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, Fix
+from kvfix.fixes.api import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, Any, Fix
 
 
 def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
@@ -39,7 +36,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=promise_once, place=1),
     NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=promise_once, place=1),
     NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", fix=arrive_once, place=-1, helper=True),

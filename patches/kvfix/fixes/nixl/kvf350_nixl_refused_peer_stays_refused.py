@@ -9,20 +9,17 @@ it afterwards (base_worker.py 0.32.0:2254). `register_remote_engine` never repla
 0.32.0:467). Each later handshake with this peer compares its `tp_size` with this value (base_worker.py 0.32.0:2425).
 
 Fix: If a peer is refused, the fix deletes the stored values of the peer.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM stores nothing about a peer that it has refused.
 """
 
 from contextlib import suppress
-from typing import Any
 
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_BASE_WORKER, PRIVATE, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import NIXL_BASE_WORKER, PRIVATE, Any, Fix, Steps, fix_around, note, stubs
 
 
 @fix_around()
-def add_remote_agent(worker: Any, metadata: Any, *_: Any) -> Steps:
+def fix(worker: Any, metadata: Any, *_: Any) -> Steps:
     refused = True
     try:
         answer = yield
@@ -53,9 +50,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return stubs.NAME in kept
 
 
-FIX = Fix(
-    __name__,
-    NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=add_remote_agent),
-    effect="hang",
-    no_patch=PRIVATE,
-)
+FIX = Fix(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=fix), effect="hang", no_patch=PRIVATE)

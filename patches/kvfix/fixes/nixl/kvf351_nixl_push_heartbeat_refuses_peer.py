@@ -11,30 +11,24 @@ heartbeat comes first, it starts the complete handshake, which only an engine th
 registration joins any handshake that is in flight (:1290), and fails with it.
 
 Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl
-from kvfix.fixes.api import NIXL_BASE_WORKER, Fix, Steps, fix_around, note, replaced, stubs
+from kvfix.fixes.api import NIXL_BASE_WORKER, Any, Fix, Steps, fix_around, note, replaced, stubs
 
 
 @fix_around(when=lambda worker, metadata: worker._TRANSFER_MODE == "push")
-def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
+def fix(worker: Any, metadata: Any) -> Steps:
     if not any(_is_refused(worker, info.tp_size) for info in metadata.heartbeat_by_engine.values()):
         return (yield)
     ensure = worker._ensure_handshake
 
-    def agents_alone(
-        engine: str, host: str, port: int, ranks: int, dcp: int = 1, pp: int = 1, only: bool = False
-    ) -> Any:
+    def agents(engine: str, host: str, port: int, ranks: int, dcp: int = 1, pp: int = 1, only: bool = False) -> Any:
         return ensure(engine, host, port, ranks, dcp, pp, only or _is_refused(worker, ranks))
 
     note(__name__, "a heartbeat connects only to the agents of its peer")
-    with replaced(worker, _ensure_handshake=agents_alone):
+    with replaced(worker, _ensure_handshake=agents):
         return (yield)
 
 
@@ -61,8 +55,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return not asked[0]
 
 
-FIX = Fix(
-    __name__,
-    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=_send_heartbeats),
-    effect="hang",
-)
+FIX = Fix(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=fix), effect="hang")

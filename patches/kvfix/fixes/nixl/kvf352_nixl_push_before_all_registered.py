@@ -11,17 +11,14 @@ could not connect, it has freed its blocks. They may belong to another request w
 
 Fix: A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never
 registers, the decode engine waits for the blocks. With KVF322 the load fails when its registration times out.
-
 - Releases: vLLM 0.26.0 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM writes to a rank only the blocks that this rank has registered.
 """
 
-import sys
 from contextlib import suppress
-from typing import Any
 
 from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import NEW_REQUESTS, NIXL_PUSH_WORKER, Fix, Steps, fix_around
+from kvfix.fixes.api import NEW_REQUESTS, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around
 
 #: Maximum number of remembered requests for which only some ranks have registered. Beyond this number, the oldest are
 #: forgotten.
@@ -45,7 +42,7 @@ def wait_for_all_ranks(worker: Any, notice: bytes) -> Steps:
 
 def _registered(notice: bytes) -> tuple[str, int]:
     """Return the request, and the number of ranks of its engine. ("", 0) if the registration does not name both."""
-    module: Any = sys.modules[NIXL_PUSH_WORKER.module]
+    module = NIXL_PUSH_WORKER.imported
     with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])
         request, ranks = data["request_id"], data["decode_tp_size"]
@@ -63,7 +60,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=wait_for_all_ranks),
     effect="wrong output",
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},

@@ -18,16 +18,12 @@ Fix: Prefill stops earlier for windows too: it computes the prompt without its l
 Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has
 it, the two engines count tokens differently. If the last token has a block of its own, each block is then paired with
 its neighbour (base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
-
 - Releases: vLLM 0.32.0 and 0.33.0. By their code, the releases from 0.20.2 on have the bug too. 0.20.2 is the first one
   whose NixlConnector supports windows. The releases before 0.32.0 do not have `_prefill_backoff`, and were not tested.
 - Remove when: `_prefill_backoff` answers 1 for a model with windows.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
-from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Fix, fix_after
+from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after, stubs
 
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
@@ -38,13 +34,12 @@ def _prefill_backoff(scheduler: Any, tokens: int) -> int:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A model with a window. Wrong is to have prefill compute all of the prompt."""
-    vllm_config = SimpleNamespace(num_prefill_lookahead_tokens=0)
-    scheduler = SimpleNamespace(_has_mamba=False, _bounded_replay=False, blocks_per_sw=[0, 2], vllm_config=vllm_config)
+    vllm_config = stubs.Stub(num_prefill_lookahead_tokens=0)
+    scheduler = stubs.Stub(_has_mamba=False, _bounded_replay=False, blocks_per_sw=[0, 2], vllm_config=vllm_config)
     return bool(hook(scheduler) == 0)
 
 
 FIX = Fix(
-    __name__,
     NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=_prefill_backoff),
     effect="wrong output",
     attaches=AT_START,

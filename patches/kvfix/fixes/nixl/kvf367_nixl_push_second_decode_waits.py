@@ -13,15 +13,11 @@ computes its prompt itself. Two requests are for the same prefill if their remot
 their ids without the random end are equal. (The prefill engine pairs requests by the id without this end.) The fix does
 not know which requests another decode engine has registered. With KVF322 the load of a request that waits in the other
 engine fails after a timeout.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: vLLM promises a prefill to one decode request.
 """
 
-from typing import Any
-
 from kvfix.fixes import _nixl, _prefills
-from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, Fix, fix_after
+from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, Any, Fix, fix_after
 
 
 @fix_after(when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations)
@@ -58,7 +54,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=1, probe=shows_bug, fix=promise_once),
     NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", place=1, fix=note_first, helper=True),
     effect="hang",

@@ -15,15 +15,13 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
 block, the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
 OffloadingConnector stores all its chunks again. If the request has ended, OffloadingConnector stores none.
-
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
 from contextlib import nullcontext
-from typing import Any
 
 from kvfix.fixes import _offloading
-from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, note, stubs
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, note, stubs
 
 
 def _failed_stores(scheduler: Any, output: Any) -> set[int]:
@@ -41,7 +39,7 @@ def _failed_stores(scheduler: Any, output: Any) -> set[int]:
     return jobs
 
 
-fail_stores = _offloading.fails_jobs("_kvfix_failed_stores", _failed_stores)
+fix = _offloading.fails_jobs("_kvfix_failed_stores", _failed_stores)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -73,7 +71,5 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
-    OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fail_stores),
-    effect="wrong output",
+    OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fix), effect="wrong output"
 )

@@ -9,14 +9,11 @@ step. A load between steps allocates blocks for a request that is not yet in a s
 `update_state_after_alloc` does not record them (offloading/scheduler.py 0.32.0:1151).
 
 Fix: The fix always records the blocks.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960; fixed in
   0.33.0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Fix, fix_before, note, stubs
+from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Any, Fix, fix_before, note, stubs
 
 
 def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -44,7 +41,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=record_blocks),
     effect="wrong output",
     scenarios=("mp-load-into-blocks-in-copy", "nixl-load-into-blocks-in-copy"),

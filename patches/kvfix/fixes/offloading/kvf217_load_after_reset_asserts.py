@@ -9,13 +9,10 @@ vLLM can admit a request that a reset has preempted between two steps. The job i
 
 Fix: If a preempted request has a load in flight, the fix hides the request from the hook. The request has no stores to
 wait for, because vLLM grants a load only when the request's stores are done.
-
 - Upstream: None known; fixed in 0.33.0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, Steps, View, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.preempted_req_ids and scheduler._current_batch_load_jobs)
@@ -42,7 +39,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=hide_loading),
     effect="crash",
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},

@@ -8,13 +8,10 @@ Cause: When a session gets more input, vLLM schedules it as a new request, with 
 appends all of them to its list, which has the earlier blocks already (offloading/scheduler.py 0.32.0:1282).
 
 Fix: When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
-
 - Upstream: None known; fixed in 0.33.0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Fix, fix_before, note, stubs
+from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Any, Fix, fix_before, note, stubs
 
 
 def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
@@ -50,7 +47,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=drop_old_blocks),
     effect="wrong output",
     evidence={"KVR011": "^update_from_output: KeyError: "},

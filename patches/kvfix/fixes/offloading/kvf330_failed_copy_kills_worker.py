@@ -10,17 +10,13 @@ Cause: `get_finished` asserts that each copy has succeeded: "we currently do not
 Fix: The fix shows all copies to `get_finished` as successful. The worker's report names the copies that failed. The
 manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
 (`kv_load_failure_policy`). The request loads nothing more. Otherwise vLLM would retry an unreadable chunk for ever.
-
 - Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
 - Upstream: https://github.com/vllm-project/vllm/issues/39732, https://github.com/vllm-project/vllm/pull/52838 (open).
 - Remove when: `get_finished` of offloading/worker.py handles a result without success.
 """
 
-from typing import Any
-
-from kvfix.fixes import _offloading, api, stubs
-from kvfix.fixes.api import Fix, Steps, engine_log, fix_around, fix_before, note
-from kvfix.wrapping import View, replaced
+from kvfix.fixes import _offloading, api
+from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_before, note, replaced, stubs
 
 #: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: jobs that have failed.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
@@ -78,7 +74,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     api.OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=get_finished, helper=True),
     api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
     api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),

@@ -10,15 +10,11 @@ resets"). The keys of these tiers depend on the tokens only, not on the weights.
 Fix: `reset_cache` answers False and logs the reason. `reset_prefix_cache` then answers False too, so its caller learns
 that old KV is still stored. kvfix deletes no files. Delete them (`root_dir`), or use a folder for each version of the
 weights.
-
 - Remove when: `OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
 from kvfix.fixes import _closed
-from kvfix.fixes.api import OFFLOADING_CONNECTOR, Fix, engine_log, fix_after
+from kvfix.fixes.api import OFFLOADING_CONNECTOR, Any, Fix, engine_log, fix_after, stubs
 
 
 @fix_after(
@@ -35,13 +31,12 @@ def reset_cache(connector: Any, answer: Any) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A manager with a tier is reset. Wrong is to answer True."""
-    manager = SimpleNamespace(secondary_tiers=[object()])
-    scheduler = SimpleNamespace(manager=manager, reset_cache=lambda: None)
-    return hook(SimpleNamespace(connector_scheduler=scheduler)) is True
+    manager = stubs.Stub(secondary_tiers=[object()])
+    scheduler = stubs.Stub(manager=manager, reset_cache=lambda: None)
+    return hook(stubs.Stub(connector_scheduler=scheduler)) is True
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=reset_cache),
     effect="wrong output",
     scenarios=("offload-reset-keeps-files",),

@@ -11,14 +11,10 @@ a chunk is being promoted. So each lookup asks for the chunk that the previous l
 
 Fix: Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted
 before the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: `TieringOffloadingManager.lookup` protects found chunks, or promotes no chunk a second time.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import OFFLOADING_TIERS, Fix, Steps, fix_around, fix_before, stubs
+from kvfix.fixes.api import OFFLOADING_TIERS, Any, Fix, Steps, fix_around, fix_before, stubs
 
 #: Of a request's context: keys that were promoted for it since its last load.
 _PROMOTED = "_kvfix_promoted"
@@ -51,7 +47,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_TIERS._initiate_promotion(broken=">=0.32", probe=shows_bug, fix=_initiate_promotion),
     OFFLOADING_TIERS.prepare_load(broken=">=0.32", fix=prepare_load, helper=True),
     effect="hang",

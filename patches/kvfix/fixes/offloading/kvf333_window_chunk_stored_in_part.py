@@ -9,15 +9,12 @@ complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later requ
 For the missing blocks, this request loads old content of the CPU memory.
 
 Fix: If any block of a sliding-window chunk is null, the fix does not store this chunk.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: `_build_store_jobs` checks all blocks of a chunk.
 """
 
 from itertools import chain
-from typing import Any
 
-from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, fix_before, note
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, fix_before, note
 
 
 # In each step, the fix checks the chunks of each request that are not stored yet, as vLLM itself does.
@@ -40,7 +37,6 @@ def _build_store_jobs(scheduler: Any, scheduler_output: Any) -> None:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", fix=_build_store_jobs),
     effect="wrong output",
     scenarios=("offload-window-chunk-stored-in-part",),

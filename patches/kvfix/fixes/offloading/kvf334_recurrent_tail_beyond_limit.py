@@ -13,13 +13,10 @@ limit, but the connector asserts that the block is within it (offloading/schedul
 a limit of 0 as no limit (:1437).
 
 Fix: The fix leaves out a block beyond the limit of its request.
-
 - Remove when: `_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import OFFLOADING_SCHEDULER, Fix, Steps, View, fix_around, stubs
+from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, Steps, View, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.kv_connector_block_state)
@@ -53,7 +50,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=keep_limit),
     effect="crash",
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},

@@ -10,13 +10,10 @@ uses `kv_request_id` as a key in the lookup and at the end of the request (:391,
 an exception there.
 
 Fix: The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
-
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import OFFLOADING_P2P, PRIVATE, Fix, Steps, engine_log, fix_around, note, replaced, stubs
+from kvfix.fixes.api import OFFLOADING_P2P, PRIVATE, Any, Fix, Steps, engine_log, fix_around, note, replaced, stubs
 
 _ROLES = ("remote_prefiller", "remote_kv_source", "remote_decoder")
 
@@ -52,7 +49,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=on_new_request),
     effect="crash",
     evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},

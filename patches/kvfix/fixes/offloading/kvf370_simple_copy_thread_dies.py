@@ -20,11 +20,9 @@ Fix: The thread continues. The worker's report names the copies that failed:
 
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
-from kvfix.fixes import _offloading, api
-from kvfix.fixes.api import AT_START, Fix, Fixing, Steps, engine_log, fix_after, fix_around, fix_before, fix_calls, note
+from kvfix.fixes import _offloading, api, stubs
+from kvfix.fixes.api import Any, Fix, Fixing, Steps, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 from kvfix.wrapping import GO_ON, View
 
 #: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: stores that have failed.
@@ -69,7 +67,7 @@ def _recorded(module: Any, stream: Any) -> Any:
         event = module.torch.Event()
         event.record(stream)
     except Exception:  # noqa: BLE001 - nothing can be recorded any more
-        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+        return stubs.Stub(query=lambda: True, synchronize=lambda: None)
     return event
 
 
@@ -179,7 +177,7 @@ def update_connector_output(scheduler: Any, output: Any) -> Steps:
     return answer
 
 
-def _end_without_result(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
+def _end_store(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
     """End the store without a result. Its blocks become free."""
     transfer = scheduler._store_event_to_blocks.get(event)
     if transfer is not None:
@@ -193,18 +191,15 @@ def _end_without_result(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
                 scheduler._cleanup_store_request(name)
 
 
-@fix_around(
-    when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ()), on_fault=_end_without_result
-)
+@fix_around(when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ()), on_fault=_end_store)
 def _process_store_event(scheduler: Any, event: int) -> Steps:
     getattr(scheduler, _STORES).discard(event)
     if event not in scheduler._store_event_to_blocks:  # given up at a reset
         return (yield)
-    return _end_without_result(scheduler, event)
+    return _end_store(scheduler, event)
 
 
 FIX = Fix(
-    __name__,
     # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads. The functions below differ
     # between the releases.
     api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
@@ -222,5 +217,5 @@ FIX = Fix(
     effect="hang",
     evidence={"KVD629": "", "KVD999": ""},
     scenarios=("simple-offload-copy-fails",),
-    attaches=AT_START,  # the thread runs
+    attaches=api.AT_START,  # the thread runs
 )

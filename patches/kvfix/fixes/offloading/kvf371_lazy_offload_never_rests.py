@@ -10,14 +10,10 @@ blocks than the CPU memory holds, the CPU memory has evicted the block before th
 block again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`), and each starts a store.
 
 Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: `_prepare_lazy_store_specs` stores a block only once after each use of the block.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import SIMPLE_SCHEDULER, Fix, Steps, fix_around
+from kvfix.fixes.api import SIMPLE_SCHEDULER, Any, Fix, Steps, fix_around
 
 #: Of the scheduler: blocks stored since the last step that computes something.
 _STORED = "_kvfix_stored_at_rest"
@@ -37,7 +33,6 @@ def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
 
 
 FIX = Fix(
-    __name__,
     SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),
     effect="hang",
     scenarios=("simple-offload-never-rests",),

@@ -8,15 +8,10 @@ So vLLM allocates the block in front of the window, and nothing is loaded into i
 0.32.0:484). When the load is done, vLLM caches this block with the others.
 
 Fix: The fix also looks up and loads the blocks in front of the window. Without them in the CPU memory, there is no hit.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
 """
 
-import sys
-from typing import Any
-
-from kvfix.fixes.api import SIMPLE_SCHEDULER, Fix, fix_after, note
+from kvfix.fixes.api import SIMPLE_SCHEDULER, Any, Fix, fix_after, note
 
 
 def _not_promised(scheduler: Any, promise: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:
@@ -36,12 +31,11 @@ def _windows(scheduler: Any) -> list[tuple[int, Any]]:
 def get_num_new_matched_tokens(
     scheduler: Any, promise: tuple[int, bool], request: Any, computed: int
 ) -> tuple[int, bool]:
-    module: Any = sys.modules[SIMPLE_SCHEDULER.module]
     hit, tokens, _ = scheduler._pending_cpu_hits[request.request_id]
     pool, found = scheduler.cpu_block_pool, []
     for number, spec in _windows(scheduler):
         size = scheduler.group_block_sizes[number]
-        keys = module.resolve_block_hashes(request.block_hashes, scheduler.hash_block_size, size)
+        keys = SIMPLE_SCHEDULER.imported.resolve_block_hashes(request.block_hashes, scheduler.hash_block_size, size)
         kept = (computed + tokens - spec.sliding_window + 1 - spec.extra_retained_tokens) // size
         before = computed // size
         for place in range(max(0, kept - before), len(hit[number])):
@@ -57,7 +51,6 @@ def get_num_new_matched_tokens(
 
 
 FIX = Fix(
-    __name__,
     SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),
     effect="wrong output",
     scenarios=("simple-offload-window-not-loaded",),

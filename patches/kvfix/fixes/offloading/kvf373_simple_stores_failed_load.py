@@ -15,15 +15,13 @@ Fix: The fix also reads the failed blocks of the report that `update_connector_o
 of blocks from the stores in flight. These are the failed blocks, all later blocks of the same request, and the blocks
 that have lost their keys. The removed blocks become free once they are copied, and no request finds them. The request
 does not store the removed blocks again. The next request with the same prompt stores them.
-
 - Releases: vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
 
-from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Fix, fix_before, note, stubs
+from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Any, Fix, fix_before, note, stubs
 
 #: Attribute of the scheduler. For each store, it names the GPU blocks that are given up when the store is over.
 _GIVEN_UP = "_kvfix_given_up"
@@ -117,7 +115,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=update_connector_output),
     SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", fix=_process_store_event, helper=True),
     effect="wrong output",

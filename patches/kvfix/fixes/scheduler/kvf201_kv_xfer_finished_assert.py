@@ -13,7 +13,6 @@ requests return wrong text, without an error.
 
 Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
 reports about unknown requests, and about requests that are neither finished nor waiting for a load.
-
 - Releases: vLLM 0.11.2 to 0.33.0, with every connector that stores asynchronously. Tested: 0.26.0, 0.32.0 and 0.33.0.
   For the other releases the code was read.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
@@ -22,9 +21,8 @@ reports about unknown requests, and about requests that are neither finished nor
 
 import copy
 import inspect
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, fix_before, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, fix_before, stubs
 
 #: Attribute of a scheduler: requests that have ended while their load was in flight.
 _ENDED_LOADING = "_kvfix_ended_loading"
@@ -65,13 +63,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """A report of a request that does not exist. The probe calls the function that reads it, for both targets."""
     reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
     scheduler = stubs.Stub(connector=None, requests={}, finished_recving_kv_req_ids=set())
-    return stubs.raises(
-        AssertionError, reads, scheduler, stubs.Stub(finished_recving=None, finished_sending={stubs.NAME})
-    )
+    output = stubs.Stub(finished_recving=None, finished_sending={stubs.NAME})
+    return stubs.raises(AssertionError, reads, scheduler, output)
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
     SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",

@@ -10,14 +10,12 @@ also reserves the blocks that this request itself needs. So a request that needs
 
 Fix: After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in
 flight. vLLM adds it again when it is admitted.
-
 - Remove when: vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 
 import inspect
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda scheduler, answer, request, *_, **__: not request.num_computed_tokens)
@@ -43,7 +41,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=forget_failed_load),
     effect="hang",
     evidence={"KVD208": "", "KVD303": ""},

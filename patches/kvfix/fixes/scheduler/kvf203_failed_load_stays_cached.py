@@ -11,7 +11,6 @@ vLLM also does not check a request that is aborted during its step, or preempted
 Fix: With either policy, the fix evicts from the prefix cache the failed blocks, and all later blocks of every request
 that has a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no
 longer exists, its later blocks are not known: the fix evicts all blocks that no request holds.
-
 - Releases: vLLM 0.11.2 to 0.33.0.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
 - Remove when: `_handle_invalid_blocks` evicts them, or caches them again only once they are computed.
@@ -19,10 +18,9 @@ longer exists, its later blocks are not known: the fix evicts all blocks that no
 
 import functools
 import inspect
-from typing import Any
 
 from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(on_fault=_closed.forget_cached)
@@ -63,7 +61,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, place=2),
     effect="wrong output",
     evidence={"KVD302": "", "KVD303": "", "KVD1090": ""},

@@ -9,17 +9,14 @@ the failed block. The other requests count all tokens as computed (scheduler.py 
 then aborted or preempted, or takes more than one step, the other requests read blocks that were never written.
 
 Fix: The fix rolls back each request to its own first failed block. Requests that share a block write the same KV.
-
 - Releases: vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
 - Upstream: https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads. In
   https://github.com/vllm-project/vllm/pull/26813 vLLM decided not to roll back the other requests.
 - Remove when: `_update_requests_with_invalid_blocks` rolls back every request.
 """
 
-from typing import Any
-
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import SCHEDULER, Fix, fix_after, note, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -46,7 +43,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=roll_back_all, place=3),
     effect="wrong output",
 )

@@ -19,7 +19,6 @@ request was preempted before the failure was reported, vLLM also keeps its outpu
 Fix: The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker.
 vLLM then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the
 fix only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LMCache stores for it.
-
 - Releases: vLLM 0.11.2 to 0.33.0 with asynchronous scheduling or with runner V2. vLLM 0.32.0 and 0.33.0 with pipeline
   parallelism; earlier releases were not tested with it. The fix was not tested with runner V2, which needs a GPU.
 - Upstream: https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
@@ -29,14 +28,12 @@ fix only drops the outputs. KVF203 handles its blocks, and KVF007 the KV that LM
 """
 
 import inspect
-import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
-from kvfix.fixes import _closed, _scheduler
-from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Fix, after, fix_after, fix_around, fix_before, instead, note, stubs
+from kvfix.fixes import _closed, _scheduler, api
+from kvfix.fixes.api import Any, Fix, after, fix_after, fix_around, fix_before, instead, note, stubs
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
@@ -98,11 +95,10 @@ def _no_hit(impl: Any, request: Any, *_: Any, **__: Any) -> int:
 
 
 @fix_around(when=lambda impl, request, *_, **__: _is_to_compute(request), on_fault=_no_hit)
-def compute_again(impl: Any, request: Any, num_computed_tokens: int) -> Any:
-    adapter: Any = sys.modules[LMCACHE_V1.module]
+def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     request._kvfix_compute = False
     # a resumed request needs a LoadSpec with its computed tokens (KVF002)
-    impl.load_specs[request.request_id] = adapter.LoadSpec(num_computed_tokens, 0, can_load=False)
+    impl.load_specs[request.request_id] = api.LMCACHE_V1.imported.LoadSpec(num_computed_tokens, 0, can_load=False)
     return instead(0)
 
 
@@ -171,20 +167,17 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
     return bool(request.num_output_placeholders == 2 and not _is_to_compute(request))
 
 
-def lookup_is_needed(hook: Any, adapter: Any) -> bool:
+def promises(hook: Any, adapter: Any) -> bool:
     """A request that must be computed. Wrong is to promise it the hit."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, _kvfix_compute=True), 0))
 
 
 FIX = Fix(
-    __name__,
-    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
-    SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, place=1, helper=True),
-    SCHEDULER.update_from_output(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_output, helper=True),
-    LMCACHE_V1.get_num_new_matched_tokens(
-        broken=">=0.3.10", probe=lookup_is_needed, fix=compute_again, place=6, helper=True
-    ),
+    api.SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
+    api.SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, place=1, helper=True),
+    api.SCHEDULER.update_from_output(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_output, helper=True),
+    api.LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", probe=promises, fix=compute, place=6, helper=True),
     effect="wrong output",
     scenarios=("failed-load-keeps-output", "failed-load-keeps-output-of-stages", "failed-load-preempted-under-way"),
     no_patch={

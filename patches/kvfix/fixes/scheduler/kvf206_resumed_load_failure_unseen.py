@@ -8,15 +8,12 @@ Cause: vLLM looks for failed blocks among the first `num_cached_tokens` of each 
 
 Fix: While `_update_requests_with_invalid_blocks` runs, the fix raises `num_cached_tokens` to the end of the request's
 last failed block.
-
 - Releases: vLLM 0.11.2 to 0.15.1.
 - Upstream: None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
 """
 
-from typing import Any
-
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, Steps, fix_around, note, stubs
+from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_around, note, stubs
 
 
 def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -27,10 +24,8 @@ def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 # Requests with loads between steps come as an iterator and are checked in another way.
-@fix_around(
-    when=lambda scheduler, requests, invalid_block_ids, *more: _scheduler.is_within_step(*more), on_fault=_all_cached
-)
-def check_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any) -> Steps:
+@fix_around(when=lambda scheduler, requests, blocks, *more: _scheduler.is_within_step(*more), on_fault=_all_cached)
+def look_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any) -> Steps:
     before = [(request, request.num_cached_tokens) for request in requests]
     try:
         for request, cached in before:
@@ -52,9 +47,6 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
-    SCHEDULER._update_requests_with_invalid_blocks(
-        broken=">=0.11.2,<0.20", probe=shows_bug, fix=check_further, place=5
-    ),
+    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2,<0.20", probe=shows_bug, fix=look_further, place=5),
     effect="wrong output",
 )

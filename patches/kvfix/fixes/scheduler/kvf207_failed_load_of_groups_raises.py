@@ -16,15 +16,12 @@ Fix: The fix acts only for a model with several groups and a connector of LMCach
 are waiting for their load, the fix handles the failure in place of vLLM's function. The result is the same as if the
 connector had reported the requests by their ids. LMCache's groups take their blocks from one pool, so an id belongs to
 one group only. Null block 0 belongs to no request.
-
 - Upstream: https://github.com/vllm-project/vllm/issues/50687; fixed in LMCache 0.5.6.
 - Remove when: LMCache 0.5.5 is no longer in use.
 """
 
-from typing import Any
-
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, stubs
 
 
 @fix_around(when=lambda scheduler, *_, **__: len(scheduler.kv_cache_config.kv_cache_groups) > 1)
@@ -58,13 +55,11 @@ def shows_bug(hook: Any, module: Any) -> bool:
     scheduler._update_requests_with_invalid_blocks = lambda *more, **_: (
         module.Scheduler._update_requests_with_invalid_blocks(scheduler, *more)
     )
-    return stubs.raises(
-        (RuntimeError, ValueError), hook, scheduler, {0, 5}, *_scheduler.scheduled_tokens(hook, scheduler)
-    )
+    tokens = _scheduler.scheduled_tokens(hook, scheduler)
+    return stubs.raises((RuntimeError, ValueError), hook, scheduler, {0, 5}, *tokens)
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=_handle_invalid_blocks),
     effect="crash",
     evidence={"KVR011": r"block-level load failures|too many values to unpack"},

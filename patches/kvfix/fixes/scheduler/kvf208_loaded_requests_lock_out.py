@@ -17,7 +17,6 @@ fix lets another request run before this request: the first one for which enough
 
 Mixed roll-out: The fix acts in one engine. Engines with and without the fix work together. The fix is opt-in because it
 changes the order of waiting requests after a step in which no request could run.
-
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues: KVF903.
 - Upstream: https://github.com/vllm-project/vllm/pull/45406 describes the bug.
   https://github.com/vllm-project/vllm/pull/57841 is about the case without priorities, which 0.32.0 solves.
@@ -25,9 +24,8 @@ changes the order of waiting requests after a step in which no request could run
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 
 
 # In almost all steps, no waiting request holds blocks.
@@ -74,7 +72,6 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
     evidence={"KVD202": ""},

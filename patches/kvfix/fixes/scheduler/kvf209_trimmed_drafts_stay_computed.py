@@ -7,15 +7,12 @@ tokens after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506),
 them. The session continues from there (2471). So tokens of the next input take the places of the dropped tokens.
 
 Fix: When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops that token.
-
 - Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
 - Upstream: None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
 """
 
-from typing import Any
-
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, fix_before, note
+from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, fix_before, note
 
 
 def _ahead(request: Any) -> int:
@@ -23,16 +20,13 @@ def _ahead(request: Any) -> int:
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 
-def _last_token_again(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
-    request.num_computed_tokens = min(
-        request.num_computed_tokens, request.num_tokens - 1 + request.num_output_placeholders
-    )
+def _limit(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
+    last = request.num_tokens - 1 + request.num_output_placeholders
+    request.num_computed_tokens = min(request.num_computed_tokens, last)
     return GO_ON
 
 
-@fix_before(
-    when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0, on_fault=_last_token_again
-)
+@fix_before(when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0, on_fault=_limit)
 def compute_last_again(scheduler: Any, request: Any) -> None:
     note(__name__, f"request {request.request_id}: {_ahead(request)} tokens are computed again")
     request.num_computed_tokens -= _ahead(request)
@@ -45,7 +39,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=compute_last_again),
     effect="wrong output",
     no_patch={"vllm": "fixed in 0.33.0"},

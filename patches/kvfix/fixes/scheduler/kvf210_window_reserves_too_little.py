@@ -15,7 +15,6 @@ than are free, while the other loaded requests hold all of them.
 Fix: The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request`
 minus the blocks that the request has in use. (The fix wraps only the managers that recycle blocks. A wrapper in their
 base class costs a twelfth of the scheduler's time, with 256 requests.)
-
 - Releases: vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
 - Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
 - Remove when: `get_num_blocks_to_allocate` subtracts no null blocks from the limit.
@@ -25,9 +24,8 @@ import functools
 import inspect
 from collections.abc import Callable, Generator
 from types import ModuleType
-from typing import Any
 
-from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Fix, around, note, replaced, stubs
+from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Any, Fix, around, note, replaced, stubs
 
 #: The attribute of a manager that is the limit: its name in 0.32.0, and its name up to 0.26.0.
 _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
@@ -98,7 +96,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SLIDING_WINDOW_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),
     CHUNKED_LOCAL_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),
     effect="hang",

@@ -16,16 +16,13 @@ tokens are zero again. So the fix does not act in a MultiConnector.
 
 Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because it takes the
 blocks of a loaded request. vLLM then computes the prompt of this request.
-
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
 - Remove when: vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.
 """
 
-from typing import Any
-
 from kvfix.fixes import _mp
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 
 #: Idle steps before the fix acts: a connector may report something in between.
 _STEPS = 3
@@ -88,7 +85,6 @@ def _give_back(scheduler: Any, request: Any) -> None:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),
     effect="hang",
     evidence={"KVD202": ""},

@@ -13,16 +13,13 @@ in each step. The hang starts in a step whose token budget does not reach the pr
 
 Fix: If states are kept, the fix does not shorten a chunk to nothing. The MTP modules then guess some tokens that they
 could know, and fewer of their drafts are accepted.
-
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states.
 - Remove when: After both cuts, vLLM always schedules the remaining tokens in a later step.
 """
 
 import inspect
-from types import SimpleNamespace
-from typing import Any
 
-from kvfix.fixes.api import SCHEDULER, Fix, Steps, fix_around, note, replaced
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replaced, stubs
 
 
 # With one token of lookahead or none, no chunk is shortened.
@@ -48,8 +45,8 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """46 of 50 tokens are computed, and 2 are left of the block. Wrong is to compute none."""
-    scheduler = SimpleNamespace(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
-    return bool(hook(scheduler, SimpleNamespace(num_tokens=50), 46, 2) == 0)
+    scheduler = stubs.Stub(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
+    return bool(hook(scheduler, stubs.Stub(num_tokens=50), 46, 2) == 0)
 
 
 def calls_it(hook: Any, module: Any) -> bool:
@@ -60,7 +57,6 @@ def calls_it(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),
     SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=schedule, helper=True),
     effect="hang",

@@ -9,16 +9,14 @@ not computed (:1659). After a preemption, no token of the session is computed.
 
 Fix: After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
 comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
-
 - Releases: vLLM 0.32.0. Earlier releases were not tested with sessions.
 - Upstream: None known; 0.33.0 puts sessions into the queue after it has removed the other requests (scheduler.py:2545).
 """
 
 import inspect
-from typing import Any
 
 from kvfix.fixes import _scheduler
-from kvfix.fixes.api import GO_ON, SCHEDULER, Fix, Steps, fix_after, fix_around, note, replaced
+from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_after, fix_around, note, replaced
 
 #: Of a scheduler: sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
@@ -45,9 +43,8 @@ def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-@fix_after(when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue)
-def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    return _enqueue(scheduler, answer)
+_has_sessions = fix_after(when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue)
+update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
@@ -78,7 +75,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=_handle_stopped_request, place=1),
     SCHEDULER.update_from_output(broken=">=0.32,<0.33", fix=update_from_output, place=1, helper=True),
     SCHEDULER._update_request_as_session(broken=">=0.32,<0.33", fix=_update_request_as_session, helper=True),

@@ -23,15 +23,11 @@ speculative decoding. One of the requests gets this block, and its token fits.
 
 Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because a load may
 start later.
-
 - Releases: vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token. The fix does nothing there.
 - Remove when: `schedule` admits a load only if its first generated token fits, or keeps a preempted request's token.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
-from kvfix.fixes.api import SCHEDULER, Fix, fix_after
+from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, stubs
 
 
 @fix_after()
@@ -49,16 +45,15 @@ def reserve_one_more(scheduler: Any, reserved: int) -> int:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """One request runs. Wrong is to reserve nothing."""
-    scheduler = SimpleNamespace(
+    scheduler = stubs.Stub(
         requires_kv_delivery=True, defer_block_free=False, _spec_decode_step_blocks=0, running=[None],
-        _inflight_prefills=set(), vllm_config=SimpleNamespace(max_concurrent_batches=2),
-        kv_cache_manager=SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=(None,))),
+        _inflight_prefills=set(), vllm_config=stubs.Stub(max_concurrent_batches=2),
+        kv_cache_manager=stubs.Stub(coordinator=stubs.Stub(single_type_managers=(None,))),
     )  # fmt: skip
     return bool(hook(scheduler) == 0)
 
 
 FIX = Fix(
-    __name__,
     SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),
     effect="hang",
     changes_healthy=("nixl-offload",),  # where few blocks are free a load begins later

@@ -7,14 +7,11 @@ Cause: Each connector in MultiConnector may send statistics. Only some have Prom
 that all do (multi_connector.py 0.32.0:126).
 
 Fix: `observe` gets only the statistics of connectors that have metrics.
-
 - Releases: vLLM 0.11.2 to 0.32.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
 """
 
-from typing import Any
-
-from kvfix.fixes.api import MULTI_CONNECTOR_METRICS, Fix, Steps, fix_around, stubs
+from kvfix.fixes.api import MULTI_CONNECTOR_METRICS, Any, Fix, Steps, fix_around, stubs
 
 
 @fix_around(when=lambda metrics, statistics, *_: not statistics.keys() <= metrics._prom_metrics.keys())
@@ -29,7 +26,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    __name__,
     MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=observe),
     effect="crash",
     evidence={"KVD517": ""},

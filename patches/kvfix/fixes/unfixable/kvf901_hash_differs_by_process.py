@@ -15,7 +15,6 @@ an address, so a fixed seed is not enough there. Python sets the seed at its sta
 Workaround: Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set
 `pre_caching_hash_algorithm: sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares no
 cache needs neither.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCache/issues/2511
 - Remove when: The default is an algorithm that is the same everywhere.
 """
@@ -32,7 +31,6 @@ def harmless() -> str:
 
 
 FIX = Fix(
-    __name__,
     TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),
     effect="lost hits",
     evidence={"KVD304": "", "KVD305": ""},

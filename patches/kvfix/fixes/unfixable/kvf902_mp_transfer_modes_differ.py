@@ -10,7 +10,6 @@ side runs in its own process, perhaps on another machine. So kvfix cannot read o
 
 Workaround: Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker
 to the mode of the server. The server logs its mode: `Supported transfer mode: ...`.
-
 - Upstream: https://github.com/LMCache/LMCache/issues/4186 (open), https://github.com/LMCache/LMCache/pull/4194.
 - Remove when: The server answers a request that it has no handler for.
 """
@@ -27,7 +26,6 @@ def harmless() -> str:
 
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", fix=None),
     effect="hang",
     evidence={"KVD206": ""},

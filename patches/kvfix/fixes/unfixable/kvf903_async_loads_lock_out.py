@@ -15,7 +15,6 @@ requests at once (`--max-num-seqs`), use more blocks, or switch asynchronous loa
 vLLM 0.32.0 can still hang with a session (KVF219) or with sliding windows (KVF210). It can also hang with the priority
 policy, if `scheduler_reserve_full_isl` is off (KVF208). KVF210 is a default fix. Name the other two: `kvfix run --plus
 KVF208 --plus KVF219 -- CMD`.
-
 - Releases: vLLM 0.11.2 to 0.26.0. This was read in the source and reported by users. The lab does not show it.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,
   https://github.com/vllm-project/vllm/pull/57104, https://github.com/vllm-project/vllm/pull/57841
@@ -23,4 +22,4 @@ KVF208 --plus KVF219 -- CMD`.
 
 from kvfix.fixes.api import SCHEDULER, Fix
 
-FIX = Fix(__name__, SCHEDULER.schedule(broken="<0.32", fix=None), effect="hang", evidence={"KVD202": ""})
+FIX = Fix(SCHEDULER.schedule(broken="<0.32", fix=None), effect="hang", evidence={"KVD202": ""})

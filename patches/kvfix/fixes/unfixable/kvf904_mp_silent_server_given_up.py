@@ -13,14 +13,12 @@ waited, it would wait for ever for transfers that were lost with the old server.
 
 Workaround: Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_interval` to more seconds than
 the longest pause of the server.
-
 - Releases: LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. The other releases were only read.
 """
 
 from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix
 
 FIX = Fix(
-    __name__,
     MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", fix=None),
     effect="wrong output",
     evidence={"KVD204": r"^a ping timed out"},

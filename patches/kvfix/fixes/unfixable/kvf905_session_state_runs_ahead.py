@@ -14,7 +14,6 @@ Drafts have the same effect. vLLM drops drafts that were accepted beyond the end
 
 Workaround: For streaming input to a model with Mamba or GDN layers, use `--no-async-scheduling` and no speculative
 decoding.
-
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states. Tests of kvfix show the bug with
   pipeline parallelism and with drafts. For the case of a stop token, only the source was read.
 - Remove when: vLLM recomputes the state of a session from the last state that vLLM has kept.
@@ -23,7 +22,6 @@ decoding.
 from kvfix.fixes.api import SCHEDULER, Fix
 
 FIX = Fix(
-    __name__,
     SCHEDULER._update_request_as_session(broken=">=0.32", fix=None),
     effect="wrong output",
     scenarios=("session-state-runs-ahead", "session-state-has-drafts"),

@@ -14,15 +14,12 @@ carries no deadline, so neither engine can be fixed alone.
 Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the
 prefill engine, for example 960 and 480. A message may then be late by the difference plus 60 s. Set a larger
 `num_workers` in the prefill engine's kv_connector_extra_config, so that messages do not wait for each other.
-
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested.
 - Remove when: Both engines of vLLM agree on the end of a load.
 """
 
 from kvfix.fixes.api import MOONCAKE_WORKER, Fix
 
 FIX = Fix(
-    __name__,
     MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", fix=None),
     effect="wrong output",
     evidence={"LAB001": "", "LAB008": ""},

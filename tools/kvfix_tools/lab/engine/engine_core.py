@@ -17,7 +17,7 @@ from kvfix import clock
 from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import Finding, liveness
 from kvfix.ledger import events as ev
-from kvfix.ledger.owed import OUTSIDE_STATUSES
+from kvfix.ledger.liveness import OUTSIDE_STATUSES
 from kvfix.session import session
 from kvfix_tools.lab.connectors.v1 import ADAPTER
 from kvfix_tools.lab.engine import rules
