@@ -1,8 +1,6 @@
 """The KV groups of the lab's model, the objects in which the server stores a chunk, and the memory of the layers.
 
-The model has one KV group of full attention. It also has one with a sliding window for each number in
-`Options.windows`, or one with states. Each KV group has its own block list for each request, and its own contents. All
-KV groups take blocks from one pool (vLLM's hybrid KV cache manager).
+Each KV group has its own block list for each request, and its own contents. All take blocks from one pool.
 """
 
 from collections.abc import Sequence
@@ -80,10 +78,9 @@ class StoredObject(NamedTuple):
 
 
 def kv_groups(options: Options) -> list[KVGroup]:
-    size = options.block_size
-    windows = [
-        KVGroup(number, size * options.window_blocks, window) for number, window in enumerate(options.windows, start=1)
-    ]
+    """Return the group of full attention, those with a sliding window, and the one with states."""
+    size, larger = options.block_size, options.block_size * options.window_blocks
+    windows = [KVGroup(number, larger, window) for number, window in enumerate(options.windows, start=1)]
     return [KVGroup(0, size), *windows, *[KVGroup(1, size, state=True)] * options.states]
 
 
@@ -127,25 +124,14 @@ def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
         )
         for group in lab_groups
     ]
-    tensors = _tensors(options, groups)
+    tensors = []
+    if options.any_connector or options.connector in OF_VLLM or options.simple_offloading:  # LMCache does not read them
+        page = groups[0].kv_cache_spec.page_size_bytes
+        of_layer = page * options.num_blocks
+        sizes = {"size": of_layer * options.layers, "layer_stride": of_layer, "block_stride": page}
+        # all KV groups share the bytes: a block belongs to one of them at a time
+        tensors = [kv_cache_interface.KVCacheTensor(layers=group.layer_names, **sizes) for group in groups]
     return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
-
-
-def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
-    """Return the tensors of the layers; none for LMCache's connectors, which do not read them.
-
-    All KV groups share the bytes: a block belongs to one of them at a time.
-    """
-    if not (options.any_connector or options.connector in OF_VLLM or options.simple_offloading):
-        return []
-    page = groups[0].kv_cache_spec.page_size_bytes
-    of_layer = page * options.num_blocks
-    return [
-        kv_cache_interface.KVCacheTensor(
-            size=of_layer * options.layers, layers=group.layer_names, layer_stride=of_layer, block_stride=page
-        )
-        for group in groups
-    ]
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:

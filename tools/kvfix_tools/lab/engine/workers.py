@@ -1,8 +1,7 @@
 """The ranks of an engine. Each has the connector in the worker role, its own memory and its own part of the cache.
 
-A single worker shares the process and the objects of the scheduler. Several workers get copies, as ranks of tensor
-parallelism in other processes do, and vLLM's own aggregator joins their reports. A step that reads wrong KV in one rank
-writes wrong KV in all ranks, because each rank has some heads of all tokens.
+A single worker shares the objects of the scheduler. Several workers get copies, as in other processes, and vLLM's own
+aggregator joins their reports.
 """
 
 import copy
@@ -124,12 +123,9 @@ class Executor:
         for each, report in zip(outputs, reports, strict=True):
             each.kv_connector_output = report
         self._aggregator.aggregate(outputs)
-        self._count(reports, output.kv_connector_output)
-        return output
-
-    def _count(self, reports: list[KVConnectorOutput], together: KVConnectorOutput) -> None:
         for kind in ("finished_sending", "finished_recving"):
             reported = set().union(*(getattr(report, kind) or () for report in reports))
-            self._counts["ranks_apart"] += len(reported - (getattr(together, kind) or set()))
+            self._counts["ranks_apart"] += len(reported - (getattr(output.kv_connector_output, kind) or set()))
         failed = [(report.invalid_block_ids, getattr(report, "failed_recving", None)) for report in reports]
         self._counts["failed_on_one_rank"] += any(each != failed[0] for each in failed)
+        return output

@@ -27,7 +27,7 @@ class Dice(NamedTuple):
         return random.Random(f"{name} {self.seed}")
 
     def lucky(self, name: str, chance: float) -> random.Random | None:
-        """Return the generator of this option in such a part of the seeds; None: the option is not drawn."""
+        """Return the generator of this option in this part of the seeds; None: the option is not drawn."""
         rng = self.own(name)
         return rng if name not in self.lacks and rng.random() < chance else None
 
