@@ -1,12 +1,8 @@
 """LMCache's multi-process connector with a real `lmcache server`, over its sockets. The server copies real memory.
 
-More is real than in mp.py: the server, the client, and the code of the heartbeat. The transfer context of servers that
-copy (`lmcache_driven`, as on CUDA) is real too. The slots are in shared memory, eight bytes each, which the server maps
-like GPU memory.
-
-The lab only changes the time of requests. It sends lookups, loads and stores some steps after the adapter has made
-them, and waits for each answer, so that a schedule always plays the same way. CUDA events are LMCache's own stubs: when
-a step returns, its work is complete. Only evictions by the server itself depend on real time.
+The slots are in shared memory, eight bytes each, which the server maps like GPU memory. The lab sends lookups, loads
+and stores some steps after the adapter has made them, and waits for each answer, so that a schedule always plays the
+same way. Only evictions by the server itself depend on real time.
 """
 
 from __future__ import annotations

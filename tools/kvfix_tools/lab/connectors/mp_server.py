@@ -22,11 +22,10 @@ from kvfix_tools.lab.options import Options
 class Heartbeat:
     """Replaces LMCache's HeartbeatThread: one heartbeat in each step."""
 
+    stop_requested = False
+
     def __init__(self, server: Server, health_event: Any, instance_id: int | None = None, **more: Any) -> None:
-        self._server = server
-        self._event = health_event
-        self.is_of_worker = instance_id is not None
-        self.stop_requested = False
+        self._server, self._event, self.is_of_worker = server, health_event, instance_id is not None
         self._recover: Callable[[], bool] = lambda: True
 
     def register_recover_callback(self, callback: Callable[[], bool]) -> None:
@@ -281,13 +280,11 @@ class Server:
             self.chunks.unlock(request_id, wanted, rank)
             return done
 
-        def in_time(done: bool) -> bool:
-            self.events.counts["loads_of_groups"] += done and len(groups) > 1
-            return done
+        return self._answer_load_later(key, load, bool, len(groups) > 1)
 
-        return self._answer_load_later(key, load, in_time)
-
-    def _answer_load_later(self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool]) -> Any:
+    def _answer_load_later(
+        self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool], several_groups: bool = False
+    ) -> Any:
         """Return a future of `load`. brought: tells from its answer if the load has brought all tokens."""
         request_id, rank = key.request_id, key.worker_id or 0
         self.loading[request_id] += 1
@@ -296,6 +293,7 @@ class Server:
             self._end_load(request_id)
             answer = load()
             tokens = key.end - key.start if brought(answer) else 0
+            self.events.counts["loads_of_groups"] += several_groups and tokens > 0
             self.events.loaded(request_id, key.end if tokens else 0, tokens, rank)
             return answer
 

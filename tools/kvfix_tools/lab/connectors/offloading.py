@@ -1,8 +1,7 @@
 """vLLM's OffloadingConnector in the lab, alone or with LMCache's connector in a MultiConnector.
 
-simple_offload.py has SimpleCPUOffloadConnector, with the same base classes. The roles of OffloadingConnector, its jobs,
-memory managers, tiers and the worker that copies are real. The lab only replaces the driver's batched copy and its
-streams (offload_copies.py).
+simple_offload.py has SimpleCPUOffloadConnector, with the same base classes. The lab only replaces the driver's batched
+copy and its streams (offload_copies.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -244,20 +243,7 @@ class OffloadingWorker(Worker):
         super().__init__(rank.rank, slots, called, called, None, rank.failing)
 
 
-class OffloadingSteps:
-    """The steps of a schedule for the CPU memory of a side with an offloading connector."""
-
-    offloading: Any
-
-    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
-        return int(self.offloading.evict(chunks, forced))
-
-    def fail_store(self, name: str, rank: int = 0) -> None:
-        """A step: let the next store of this request to CPU memory fail in this rank."""
-        self.offloading.ranks[rank].failing_stores.add(name)
-
-
-class Alone(OffloadingSteps, Connector):
+class Alone(Connector):
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self._folder = Tiers.folder(options)
         config = vllm_objects.vllm_config(options, self._folder.name if self._folder else "")
@@ -268,6 +254,9 @@ class Alone(OffloadingSteps, Connector):
         self.offloading.alone = True
         self.reader = self.offloading.reader
         self.workers = [OffloadingWorker(*each) for each in zip(self.offloading.ranks, memories, called, strict=True)]
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return int(self.offloading.evict(chunks, forced))
 
     def metadata(self, metadata: Any) -> Any:
         self.offloading.take_due(metadata)
