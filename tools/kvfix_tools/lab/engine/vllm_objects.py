@@ -96,6 +96,10 @@ def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | No
     return config
 
 
+def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     """Return the settings of OffloadingConnector, with CPU memory for about as many blocks as the GPU has.
 
@@ -109,14 +113,13 @@ def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     if options.tier:
         files = {"root_dir": folder, "n_read_threads": 1, "n_write_threads": 1} if options.tier == "fs" else {}
         extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": options.tier, **files}]}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return _connector("OffloadingConnector", extra)
 
 
 def _simple_offloading(options: Options) -> dict[str, Any]:
     """Return the settings of SimpleCPUOffloadConnector, with CPU memory for about as many blocks as the GPU has."""
     memory = max(2, options.cpu_blocks or options.num_blocks) * page_bytes(options) * options.ranks
-    extra = {"cpu_bytes_to_use": memory, **options.extra}
-    return {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return _connector("SimpleCPUOffloadConnector", {"cpu_bytes_to_use": memory, **options.extra})
 
 
 def vllm_config(options: Options, folder: str = "") -> VllmConfig:
@@ -150,21 +153,16 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
         transfer |= {**_simple_offloading(options), "kv_role": options.kv_role}
     children = [transfer]
     if options.beside:
-        name, module = OtherConnector.__name__, OtherConnector.__module__
-        children.insert(0, {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"})
+        other = _connector(OtherConnector.__name__, {})
+        children.insert(0, {**other, "kv_connector_module_path": OtherConnector.__module__})
     if options.offloading:
         offloading = _simple_offloading(options) if options.simple_offloading else _offloading(options)
         children.insert(0 if options.offloading == "first" else len(children), offloading)
     if options.multi:
-        lmcache = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        children.insert(0 if options.lmcache_first else 1, lmcache)
+        children.insert(0 if options.lmcache_first else 1, _connector("LMCacheConnectorV1", extra))
     if len(children) > 1:
-        transfer = {
-            **transfer,
-            "kv_connector": "MultiConnector",
-            "kv_connector_module_path": None,
-            "kv_connector_extra_config": {"connectors": children},
-        }
+        multi = _connector("MultiConnector", {"connectors": children})
+        transfer = {**transfer, **multi, "kv_connector_module_path": None, "kv_role": transfer["kv_role"]}
     # One model name for all engines: LMCache keeps the metrics of each name, and objects in them, for ever.
     model = copy.copy(_model(options.kv_heads))
     model.max_model_len = options.max_model_len

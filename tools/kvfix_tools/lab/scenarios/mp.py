@@ -10,7 +10,8 @@ from kvfix_tools.lab.scenarios.requests import NEW_WEIGHTS
 from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
-mp = partial(scenario, options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256))
+MP = partial(Options, connector="mp")
+mp = partial(scenario, options=MP(num_blocks=60, max_num_batched_tokens=256))
 windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
 
 
@@ -23,7 +24,7 @@ def _window_freed(max_tokens: int, doc: str) -> Scenario:
         doc=doc,
         shows="LAB001 is stored under their key",
         hooks_rule="KVR014",
-        options=Options(connector="mp", num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
+        options=MP(num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
     )
 
 
@@ -33,7 +34,7 @@ def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
         [do.store("first", prompt(110)), do.admit("short", prompt(tokens))],
         shows="LAB001 in KV group 1",
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        options=Options(connector="mp", max_num_batched_tokens=48, states=True, **options),
+        options=MP(max_num_batched_tokens=48, states=True, **options),
         **more,
     )
 
@@ -215,7 +216,7 @@ SCENARIOS: dict[str, Any] = {
         doc="The worker drops the load of a slow server, and the server writes into blocks of other requests.",
         shows="LAB001 computed ones, its slot holds other KV",
         needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
-        options=Options(connector="mp", num_blocks=28, max_num_batched_tokens=1024, delay=3),
+        options=MP(num_blocks=28, max_num_batched_tokens=1024, delay=3),
     ),
     "mp-load-not-granted": mp(
         # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
@@ -224,7 +225,7 @@ SCENARIOS: dict[str, Any] = {
         shows="KVR004",
         # before vLLM 0.31 this request takes the promise of the connector
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
-        options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=0),
+        options=MP(num_blocks=60, max_num_batched_tokens=256, delay=0),
     ),
     "mp-preempted-while-silent": mp(
         # Other requests write to the blocks, and the server stores their KV under the keys of the request.
@@ -238,7 +239,7 @@ SCENARIOS: dict[str, Any] = {
         doc="A slow server misses a heartbeat: the worker does not wait for the store of a preempted request.",
         shows="LAB001 is stored under their key",
         needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
-        options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=9),
+        options=MP(num_blocks=50, max_num_batched_tokens=1024, delay=9),
     ),
     "mp-reset-keeps-what-is-in-flight": mp(
         do.admit("r", prompt(200), max_tokens=4),
@@ -246,7 +247,7 @@ SCENARIOS: dict[str, Any] = {
         do.new_weights(),
         shows="LAB001 other KV than that of tokens 0 on is stored under their key",
         needs={"lmcache": ">=0.5.6", "vllm": ">=0.22.0"},
-        options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=2),
+        options=MP(num_blocks=60, max_num_batched_tokens=256, delay=2),
     ),
     "mp-resume-load-circle": mp(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
@@ -268,7 +269,7 @@ SCENARIOS: dict[str, Any] = {
         doc="A slow server misses a heartbeat: the worker drops its store, and the server stores KV of other requests.",
         shows="LAB001 is stored under their key",
         needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
-        options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=5),
+        options=MP(num_blocks=50, max_num_batched_tokens=1024, delay=5),
     ),
     # ------------------------------------------------------------------ models with several KV groups
     "mp-failed-load-of-groups": windows(
@@ -277,7 +278,7 @@ SCENARIOS: dict[str, Any] = {
         [do.run(), do.expect_unharmed("r")],
         shows="KVR011 RuntimeError",
         wrong={"lmcache": ">=0.4.7,<0.5.6", "vllm": ">=0.32"},
-        options=Options(connector="mp", num_blocks=60, windows=(64,)),
+        options=MP(num_blocks=60, windows=(64,)),
     ),
     "mp-state-freed-while-stored": scenario(
         do.admit("r", prompt(256), max_tokens=2),
@@ -285,14 +286,8 @@ SCENARIOS: dict[str, Any] = {
         shows="LAB001 is stored under their key",
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         not_in_hooks="the block is used again after the next step, when the store may have ended",
-        options=Options(
-            connector="mp",
-            num_blocks=24,
-            chunk_size=16,
-            max_num_batched_tokens=16,
-            states=True,
-            separate_object_groups=True,
-            delay=20,
+        options=MP(
+            num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
     # The step computes three blocks, and only the last one has a state. Without --separate-object-groups, the chunks of
@@ -314,7 +309,7 @@ SCENARIOS: dict[str, Any] = {
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         shows="LAB001 in KV group 1",
-        options=Options(connector="mp", num_blocks=60, windows=(32,), drafter="mtp", drafts=3, acceptance=50),
+        options=MP(num_blocks=60, windows=(32,), drafter="mtp", drafts=3, acceptance=50),
     ),
     "mp-window-reserves-too-little": scenario(
         # LMCache loads 256 of 320 tokens: 16 blocks of full attention, and one block of the window after 15 null
@@ -324,7 +319,7 @@ SCENARIOS: dict[str, Any] = {
         [do.admit("r", prompt(320), max_tokens=2), do.admit("other", prompt(320, seed=1), max_tokens=2)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 5 are free",
         needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.7"},
-        options=Options(connector="mp", num_blocks=40, windows=(16,), max_num_batched_tokens=64),
+        options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
         # vLLM has 64 tokens, the cache 128. After the failure the tracker counts from 0, so each chunk is stored 64
@@ -336,7 +331,7 @@ SCENARIOS: dict[str, Any] = {
         shows="LAB001 is stored under their key",
         needs={"lmcache": ">=0.5.6", "vllm": ">=0.32"},
         hooks_rule="KVR014",
-        options=Options(connector="mp", num_blocks=32, windows=(64,), max_num_batched_tokens=16),
+        options=MP(num_blocks=32, windows=(64,), max_num_batched_tokens=16),
     ),
     "mp-window-stored-null": windows(
         # After its prefix hit, the block list of `r` in the window's KV group begins with null block 0. A later,
@@ -345,7 +340,7 @@ SCENARIOS: dict[str, Any] = {
         doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
         shows="LAB001 the step reads token",
         hooks_rule="KVR014",
-        options=Options(connector="mp", num_blocks=60, windows=(64,)),
+        options=MP(num_blocks=60, windows=(64,)),
     ),
 }
 SCENARIOS["mp-silent-server-given-up"] = replace(
