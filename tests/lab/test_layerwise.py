@@ -17,23 +17,16 @@ class Worker:
     """The adapter in the worker's role over LMCache's engine."""
 
     def __init__(self) -> None:
-        self.engine = make_engine("layers")
-        import torch
+        from kvfix_tools.lab.connectors.v1 import adapter_in_worker
 
+        self.engine = make_engine("layers")
         self.module: Any = import_module(ADAPTER)
-        kind = self.module.LMCacheConnectorV1Impl
-        self.adapter = kind.__new__(kind)
-        vars(self.adapter).update(
-            kv_role="kv_both", config=self.engine.config, async_loading=False, _block_size=16, _lmcache_chunk_size=16,
-            num_layers=1, _stats_monitor=mock.Mock(), _invalid_block_ids=set(), device=torch.device("cpu"),
-            use_layerwise=True, enable_blending=False, layerwise_retrievers=[], layerwise_storers=[],
-            _layerwise_save_storers={}, current_layer=0, kv_caches={"layer": torch.zeros(1)},
+        self.adapter = adapter_in_worker(
+            self.module.LMCacheConnectorV1Impl, self.engine.cache_engine, ["layer"], kv_role="kv_both",
+            config=self.engine.config, async_loading=False, _block_size=16, _lmcache_chunk_size=16,
+            _stats_monitor=mock.Mock(), layerwise_storers=[],
             _vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False)),
         )  # fmt: skip
-        if isinstance(getattr(kind, "lmcache_engine", None), property):
-            self.adapter._manager = SimpleNamespace(lmcache_engine=self.engine.cache_engine, lookup_client=None)
-        else:
-            self.adapter.lmcache_engine = self.engine.cache_engine
 
     def _meta(self, name: str, tag: str, load: bool, hit: int) -> Any:
         import torch

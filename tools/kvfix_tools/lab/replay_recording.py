@@ -1,8 +1,7 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-A record has lengths, arrivals, lookup results, grants, preemptions, failed loads and ends, but no prompts and no steps
-without an event. So the lab's requests have other prompts, and the lab makes steps until the next event of the record
-can happen. Requests that waited for blocks wait again, with the same number of tokens in the prefix cache.
+A record has no prompts, and no steps without an event. So the lab's requests have other prompts, and the lab makes
+steps until the next event of the record can happen.
 """
 
 from collections.abc import Callable, Iterator

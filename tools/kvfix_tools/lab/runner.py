@@ -1,7 +1,4 @@
-"""Play scenarios in this process, as released or with the fixes, and return the outcomes.
-
-Importing this module imports neither vLLM nor LMCache.
-"""
+"""Play scenarios in this process, as released or with the fixes. This module imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
 

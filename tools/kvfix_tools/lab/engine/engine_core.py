@@ -199,7 +199,8 @@ class EngineCore:
         self.counts["full_steps"] += not self.free()
         self.counts["busy_steps"] += bool(connector.busy())
         self.idle = 0 if forward or connector.busy() else self.idle + 1
-        self.model.step_begins(output)
+        for group in self.model.groups:
+            group.begin(output)
         connector.exchange()
         for worker, of_rank in zip(self.workers, self.executor.handed_out(metadata), strict=True):
             self._guard("start_load_kv", "", worker.start_step, of_rank, forward)

@@ -1,8 +1,4 @@
-"""`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes.
-
-Schedules that violate a rule are shrunk. A run without loads, preemptions or full blocks reports that it tested
-nothing.
-"""
+"""`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes."""
 
 from __future__ import annotations
 
