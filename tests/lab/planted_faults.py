@@ -9,7 +9,7 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import counted, fault, noted, row, steps, until, wrap
+from tests.lab.planted import SETUPS, counted, fault, noted, row, steps, until, wrap
 
 V1, MP, OFFLOADING, SIMPLE, BOTH = ("v1",), ("mp",), ("offloading",), ("simple-offload",), ("v1-simple",)
 #: LMCache's connector in a MultiConnector with OffloadingConnector.
@@ -103,53 +103,45 @@ def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
 # ---------------------------------------------------------------------- promises
 
 
-@fault("KVR001")
-def promises_one_too_many(engine: Any) -> None:
-    _answer(engine, lambda request, computed, promised: promised if promised is None else request.num_tokens - computed)
+def promise(name: str, change: Callable[..., Any], *shows: str, **more: Any) -> None:
+    """Register a fault of the hook: it promises otherwise. The lab's wrapper is put around the hook again.
+
+    change: called with the request, its computed tokens, the promise, and all earlier requests with their preemptions.
+    """
+
+    def plant(engine: Any) -> None:
+        connector, asked = engine.scheduler.connector, []
+        ask = type(connector).get_num_new_matched_tokens.__get__(connector)
+
+        def answer(request: Any, computed: int) -> tuple[Any, bool]:
+            promised, later = ask(request, computed)
+            asked.append(request.num_preemptions)
+            changed = promised if promised is None else change(request, computed, promised, asked)
+            return changed, later and changed != 0
+
+        connector.get_num_new_matched_tokens = answer
+        connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
+        engine.request_events.wrap_hooks(connector)
+
+    row(name, "", plant, *shows, **more)
 
 
-@fault("KVR002 promised 0 where", on=V1)
-def changes_its_mind(engine: Any) -> None:
-    asked = []
-
-    def answer(request: Any, computed: int, promised: Any) -> Any:
-        asked.append(request.num_preemptions)
-        return 0 if asked.count(1) > 1 else promised
-
-    _answer(engine, answer)
-
-
-@fault("KVR002", on=MP)
-def changes_its_promise(engine: Any) -> None:
-    answers = []
-
-    def change(request: Any, computed: int, promised: Any) -> Any:
-        answers.append(promised)
-        return promised if promised is None or len(answers) % 2 else 0
-
-    _answer(engine, change)
-    steps(do.stored_elsewhere(prompt(64)), do.keep_blocks(0), do.admit("z", prompt(64)), do.step(5))(engine)
-    engine.free_blocks()
-
-
-@fault("LAB003 is PREEMPTED for ever", on=V1)
-def no_question_is_ever_answered(engine: Any) -> None:
-    _answer(engine, lambda request, computed, promised: None if request.num_preemptions else promised)
-
-
-def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
-    """Let the hook promise otherwise, and put the lab's wrapper around it again."""
-    connector = engine.scheduler.connector
-    ask = type(connector).get_num_new_matched_tokens.__get__(connector)
-
-    def answer(request: Any, computed: int) -> tuple[Any, bool]:
-        promised, later = ask(request, computed)
-        changed = change(request, computed, promised)
-        return changed, later and changed != 0
-
-    connector.get_num_new_matched_tokens = answer
-    connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
-    engine.request_events.wrap_hooks(connector)
+promise("promises_one_too_many", lambda request, computed, *_: request.num_tokens - computed, "KVR001")
+promise(
+    "changes_its_mind", lambda _, __, promised, asked: 0 if asked.count(1) > 1 else promised, "KVR002 promised 0 where",
+    on=V1,
+)  # fmt: skip
+promise(
+    "changes_its_promise", lambda _, __, promised, asked: promised if len(asked) % 2 else 0, "KVR002", on=MP,
+    schedule=steps(
+        [do.stored_elsewhere(prompt(64)), do.keep_blocks(0), do.admit("z", prompt(64)), do.step(5)],
+        [do.free_blocks(), lambda engine: SETUPS["mp"].schedule(engine)],
+    ),
+)  # fmt: skip
+promise(
+    "no_question_is_ever_answered", lambda request, _, promised, __: None if request.num_preemptions else promised,
+    "LAB003 is PREEMPTED for ever", on=V1,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------- metadata and events
@@ -273,10 +265,11 @@ def a_load_is_lost(engine: Any, build: Any, output: Any) -> Any:
     return metadata
 
 
-@fault("LAB028", on=SIMPLE)
-def a_load_holds_its_memory_for_ever(engine: Any) -> None:
-    manager = engine.connector.in_scheduler.scheduler_manager
-    manager._cleanup_load_request = lambda name: manager._reqs_to_load.pop(name, None) and 0
+row(
+    "a_load_holds_its_memory_for_ever", f"{IN_SCHEDULER}._cleanup_load_request",
+    lambda engine, _, name: engine.connector.in_scheduler.scheduler_manager._reqs_to_load.pop(name, None) and 0,
+    "LAB028", on=SIMPLE,
+)  # fmt: skip
 
 
 def load_other_kv(connector: Any) -> None:
@@ -411,12 +404,11 @@ row(
 )  # fmt: skip
 
 
-@fault("LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}})
-def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
-    (worker_engine,) = engine.connector.cache_engines
-    worker_engine.chunk = lambda name, key: next(reversed(worker_engine.fetched[name].values()))
-
-
+row(
+    "chunks_that_were_fetched_are_mixed_up", "connector.cache_engines.0.chunk",
+    lambda engine, _, name, key: next(reversed(engine.connector.cache_engines[0].fetched[name].values())),
+    "LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}},
+)  # fmt: skip
 #: A request whose KV is for a decoder, and a request that must not be stored.
 FOR_DECODER = steps(
     do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
@@ -440,6 +432,10 @@ SILENT_SERVER = steps(
 )
 
 
-@fault("LAB001 is stored under their key", on=MP, at="connector.server._store", schedule=SILENT_SERVER, mp={"delay": 3})
-def a_store_after_silence_takes_other_blocks(engine: Any, store: Any, key: Any, groups: list[list[int]]) -> Any:
-    return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)
+row(
+    "a_store_after_silence_takes_other_blocks", "connector.server._store",
+    lambda engine, store, key, groups: store(
+        key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups
+    ),
+    "LAB001 is stored under their key", on=MP, schedule=SILENT_SERVER, mp={"delay": 3},
+)  # fmt: skip
