@@ -11,7 +11,7 @@ import functools
 import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -113,22 +113,17 @@ def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
 
 
 def mp_scenarios(
-    *parts: Any, shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
+    *parts: Any, shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", options: Any = None, **more: Any
 ) -> tuple[Scenario, Scenario]:
     """Return scenarios with these steps for LMCache's multi-process connector and for vLLM's copy of it.
 
     wrong: releases of LMCache that have the bug. vLLM's copy has the bugs of LMCache 0.4.4 to 0.4.6.
-    vllm: releases of vLLM that show the bug.
-    more: fields of `Scenario` and of `Options`.
+    vllm: releases of vLLM that show the bug. options: fields of `Options`. more: fields of `Scenario`.
     """
-    names = {each.name for each in fields(Options)} & set(more)
-    sizes = {"num_blocks": 60, "max_num_batched_tokens": 256, **{name: more.pop(name) for name in names}}
+    sizes = {"num_blocks": 60, "max_num_batched_tokens": 256, **(options or {})}
     own, copied = (
-        scenario(*parts, shows=shows, wrong={"vllm": vllm, "lmcache": releases}, options=options, **more)
-        for releases, options in (
-            (wrong, Options(connector="mp", **sizes)),
-            (">=0.4.4,<0.4.7", Options(connector="mp-in-tree", **sizes)),
-        )
+        scenario(*parts, shows=shows, wrong={"vllm": vllm, "lmcache": lmcache}, options=Options(name, **sizes), **more)
+        for lmcache, name in ((wrong, "mp"), (">=0.4.4,<0.4.7", "mp-in-tree"))
     )
     return own, copied
 

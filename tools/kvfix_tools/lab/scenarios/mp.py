@@ -45,7 +45,7 @@ SCENARIOS: dict[str, Any] = {
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=4), do.step(5), do.abort("r")],
         do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
         shows="KVR011 update_from_output: AssertionError",
-        delay=4,
+        options={"delay": 4},
     ),
     "mp-abort-before-alloc": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.keep_blocks(0), do.admit("r", prompt(140)), do.step(3)],
@@ -62,7 +62,7 @@ SCENARIOS: dict[str, Any] = {
         doc="A request is aborted while the server prefetches for it: the server never unlocks the chunks.",
         # only in this release the scheduler's connector knows of the locks
         hooks_releases=("0.5.4",),
-        delay=5,
+        options={"delay": 5},
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
         [do.serve("before", prompt(140)), do.settle()],
@@ -86,7 +86,7 @@ SCENARIOS: dict[str, Any] = {
         do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
         [do.step(2), do.lose_loads(), do.expect_unharmed("other")],
         shows="LAB005",
-        kv_load_failure_policy="fail",
+        options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
         # The worker loses the server for a moment. These releases report this failure, but not others
@@ -97,7 +97,7 @@ SCENARIOS: dict[str, Any] = {
         shows="KVR010",
         doc="A load fails, and LMCache promises the same tokens again without a load: the request waits for ever.",
         wrong=">=0.4.5,<0.5.5",
-        delay=4,
+        options={"delay": 4},
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
         # vLLM has 64 tokens, the cache 128. The load fails, and vLLM continues at token 64. The tracker still counts
@@ -106,7 +106,7 @@ SCENARIOS: dict[str, Any] = {
         [do.admit("r", prompt(300), max_tokens=2), do.step(2)],
         do.lose_loads(),  # the load was in flight
         shows="KVR008",
-        max_num_batched_tokens=40,
+        options={"max_num_batched_tokens": 40},
     ),
     "mp-free-locks-salt": mp_scenarios(
         do.serve("before", prompt(140), cache_salt="tenant"),
@@ -123,8 +123,7 @@ SCENARIOS: dict[str, Any] = {
         [do.step(4), do.free_blocks()],
         shows="LAB001 is stored under their key",
         hooks_rule="KVR009",
-        max_num_batched_tokens=16,
-        delay=3,
+        options={"max_num_batched_tokens": 16, "delay": 3},
     ),
     "mp-lookup-double-count": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.keep_blocks(4), do.admit("r", prompt(800), max_tokens=2)],
@@ -153,9 +152,7 @@ SCENARIOS: dict[str, Any] = {
         [do.step(3), do.free_blocks()],
         shows="LAB001 is stored under their key",
         wrong=">=0.4.5,<0.5.6",
-        num_blocks=50,
-        max_num_batched_tokens=1024,
-        delay=3,
+        options={"num_blocks": 50, "max_num_batched_tokens": 1024, "delay": 3},
     ),
     "mp-prompt-embeds": mp_scenarios(
         do.store("before", None, embeddings=(140, 0.0)),
@@ -167,7 +164,7 @@ SCENARIOS: dict[str, Any] = {
         shows="LAB001 the step reads token 0 of",
         doc="A weight update does not reset the LMCache server, vLLM answers True, and old KV is hit.",
         wrong=">=0.4.5,<0.5.6",
-        max_num_batched_tokens=128,
+        options={"max_num_batched_tokens": 128},
     ),
     "mp-retrieve-false": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2), do.fail_load("r")],
@@ -181,10 +178,12 @@ SCENARIOS: dict[str, Any] = {
         [do.step(3), do.run(), do.end_input("r")],
         shows="LAB001 other KV than that of tokens 64 on is stored under their key",
         hooks_rule="KVR008",
-        max_num_batched_tokens=64,
-        drafter="eagle",
-        drafts=7,
-        lmcache={"mp.save_decode_cache": True},
+        options={
+            "max_num_batched_tokens": 64,
+            "drafter": "eagle",
+            "drafts": 7,
+            "lmcache": {"mp.save_decode_cache": True},
+        },
     ),
     "mp-stats-assert": mp_scenarios(
         [do.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}), do.abort("r")],
