@@ -212,9 +212,6 @@ def test_chunks_after_one_load(
     assert states == ([right(mode)] if fixes else released)
 
 
-# ---------------------------------------------------------------------- the adapter in the worker role
-
-
 class Worker:
     """The adapter in the worker's role over LMCache's engine."""
 

@@ -75,8 +75,6 @@ def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: floa
     return sorted({each.code for each in scenario.played().findings})
 
 
-# ---------------------------------------------------------------------- two prefill ranks
-
 RANKS = replace(OPTIONS, prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail", delay=8)
 #: Address of the rank that fails.
 ADDRESS = "tcp://prefill:1"

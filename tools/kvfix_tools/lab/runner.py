@@ -149,9 +149,6 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-# ---------------------------------------------------------------------- reports in mode `check`
-
-
 @contextmanager
 def reported() -> Iterator[list[Finding]]:
     """Yield a list of kvfix's reports in this context. It stays empty in modes that check no rules."""

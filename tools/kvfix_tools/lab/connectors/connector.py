@@ -52,8 +52,6 @@ class Connector:
         if self.offloading is not None:
             self.offloading.events = events
 
-    # ------------------------------------------------------------------ alone, or one of a MultiConnector
-
     def _of_lmcache(self, options: Options, connector: Any) -> Any:
         """Return LMCache's connector, which may be a child of the MultiConnector that vLLM has made."""
         self._place = options.asked_before
@@ -133,16 +131,12 @@ class Connector:
         if self.offloading is not None:
             self.offloading.close()
 
-    # ------------------------------------------------------------------ a step
-
     def tick(self) -> None:
         if self.offloading is not None:
             self.offloading.tick()
 
     def exchange(self) -> None:
         """Deliver the messages of this step: lookups to the workers, answers to the scheduler."""
-
-    # ------------------------------------------------------------------ transfers in flight
 
     def busy(self) -> bool:
         """Return True if a transfer or a lookup is in flight."""

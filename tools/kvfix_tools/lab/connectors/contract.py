@@ -131,9 +131,6 @@ def _of_output(output: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------- requests that the connector keeps
-
-
 def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
     """Return {place: ids found in it}. Search the connector and the objects of its package that it refers to."""
     found: dict[str, set[str]] = {}

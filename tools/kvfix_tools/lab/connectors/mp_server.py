@@ -163,8 +163,6 @@ class Server:
     def _answer_something(self, client: Any) -> None:
         client._message_queue_client.process_inbound()
 
-    # ------------------------------------------------------------------ lookups and their locks
-
     def _keys_from_start(self, key: Any) -> list[Any]:
         """Return the keys of the chunks in LMCache's key of a transfer."""
         return self.chunks.keys(key.token_ids, key.end, key.cache_salt)[0][key.start // self.chunk_size :]
@@ -199,8 +197,6 @@ class Server:
         self.chunks.unlock(key.request_id, self._keys_from_start(key))
         return self._answer(None)
 
-    # ------------------------------------------------------------------ other calls of the client
-
     def get_chunk_size(self) -> Any:
         return self._answer(self.chunk_size)
 
@@ -220,8 +216,6 @@ class Server:
         """Remove all chunks without a read lock (v1/distributed/storage_manager.py 0.5.6:1244)."""
         self.chunks.cache.evict(len(self.chunks.cache))
         return self._answer(None)
-
-    # ------------------------------------------------------------------ transfers
 
     def register(self, *args: Any, **more: Any) -> Any:
         self._registered = True

@@ -73,8 +73,6 @@ class Agent:
         self.notices.clear()
         self._transfers.clear()
 
-    # ------------------------------------------------------------------ memory and peers
-
     def get_reg_descs(self, ranges: Any, kind: str) -> Any:
         return ranges
 
@@ -112,8 +110,6 @@ class Agent:
     def check_remote_metadata(self, name: str) -> bool:
         """Return True also for a peer whose process has ended, as nixl 1.5.1 does."""
         return name in self._peers
-
-    # ------------------------------------------------------------------ transfers
 
     def make_prepped_xfer(
         self, operation: str, local: int, here: Sequence[int], remote: int, there: Sequence[int], notif_msg: bytes = b""
@@ -196,8 +192,6 @@ class Agent:
 
     def _reaches(self, peer: str) -> bool:
         return not self._network.agents[peer].closed
-
-    # ------------------------------------------------------------------ notices
 
     def send_notif(self, agent: str, notif_msg: bytes = b"") -> None:
         if agent in self._peers and self._reaches(agent) and self._network.fails("notice"):

@@ -180,8 +180,6 @@ class EngineCore:
         """Return the number of free blocks, including blocks with a cached prefix."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    # ------------------------------------------------------------------ EngineCore
-
     def iterate(self) -> None:
         """One iteration: schedule, load, compute, store, sample, update."""
         connector, events = self.connector, self.request_events

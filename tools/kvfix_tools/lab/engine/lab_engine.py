@@ -62,6 +62,7 @@ class LabEngine(EngineCore):
         self.scheduler.set_pause_state(states.PAUSED_ALL if everything else states.PAUSED_NEW)
 
     def unpause(self) -> None:
+        """Undo `pause`."""
         self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
@@ -167,6 +168,7 @@ class LabEngine(EngineCore):
             self.step()
 
     def run_until_finished(self, name: str) -> None:
+        """Make steps until this request has ended."""
         while not self.requests[name].is_finished():
             self.step()
 

@@ -109,8 +109,6 @@ class RequestEvents:
         pool = self._scheduler.kv_cache_manager.block_pool
         return bool(pool.get_cached_block(request.block_hashes[computed // self._dropped], [0]))
 
-    # ------------------------------------------------------------------ events of the scheduler
-
     def admitted(self, name: str) -> None:
         self._ended.discard(name)
         self._open[name] = self.model.requests[name]
@@ -200,8 +198,6 @@ class RequestEvents:
         for where, names in self._connector.kept().items():
             for name in sorted(names & self._ended):
                 self.add(ev.Left(name, where))
-
-    # ------------------------------------------------------------------ events of the connector
 
     def found(self, name: str, tokens: int, rank: int) -> None:
         if not rank:

@@ -64,8 +64,6 @@ class Pair(TwoEngines):
     def engine(self, name: str) -> PairEngine:
         return self.prefill if name == "prefill" else self.decode
 
-    # ------------------------------------------------------------------ results of a run
-
     @property
     def findings(self) -> list[Finding]:
         return super().findings + self._findings
@@ -93,8 +91,6 @@ class Pair(TwoEngines):
         """Make a drawn step. A step that is not possible does nothing."""
         pair_schedule.move(self, step)
 
-    # ------------------------------------------------------------------ requests
-
     def abort(self, name: str) -> None:
         """The client of this request is gone, and the router tells both engines."""
         self.router.forget(name)
@@ -113,8 +109,6 @@ class Pair(TwoEngines):
         if engine.connector.keeps(output.request_id):
             self.add(Leased(output.request_id, None))
         self.router.answered(engine, output)
-
-    # ------------------------------------------------------------------ steps
 
     def step(self, times: int = 1, name: str = "") -> None:
         """So many steps of both engines, or of this one."""
