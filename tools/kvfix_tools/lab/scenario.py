@@ -97,7 +97,9 @@ class Scenario:
         """Play the schedule on a new engine, call `then`, and return the engine. If it died, a finding says so."""
         from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
-        engine: Any = LabEngine(self.options) if self.options.connector not in PAIRS else _pair(self.options)
+        pair = self.options.connector in PAIRS
+        kind = import_module("kvfix_tools.lab.pair.pair").Pair if pair else LabEngine
+        engine: Any = kind(self.options)
         with suppress(EngineDied):
             self.play(engine)
             then(engine)
@@ -126,10 +128,6 @@ def mp_scenarios(
         for lmcache, name in ((wrong, "mp"), (">=0.4.4,<0.4.7", "mp-in-tree"))
     )
     return own, copied
-
-
-def _pair(options: Options) -> Any:
-    return import_module("kvfix_tools.lab.pair.pair").Pair(options)
 
 
 @functools.cache

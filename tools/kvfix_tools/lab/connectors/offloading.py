@@ -106,7 +106,8 @@ class Rank(Copying):
                 return submit_load(job, source, to)
 
         def store(job: int, source: Any, to: Any) -> Any:
-            name = self.owner.stored_by(job)
+            jobs = self.owner.scheduler._jobs
+            name = str(jobs[job].req_id) if job in jobs else ""
             fails = name in self.failing_stores
             self.failing_stores.discard(name)
             self._failed.update([job] if fails else [])
@@ -147,10 +148,6 @@ class Offloading(BothRoles):
             return build(output)
 
         self.scheduler.build_connector_meta = build_connector_meta
-
-    def stored_by(self, job: int) -> str:
-        jobs = self.scheduler._jobs
-        return str(jobs[job].req_id) if job in jobs else ""
 
     def loaded(self, rank: int, name: str, to: Any, fails: bool) -> None:
         """Record the end of a load. to: the targets of its copies."""

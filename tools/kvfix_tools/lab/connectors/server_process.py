@@ -77,8 +77,9 @@ class ServerProcess:
         log = Path(self._folder.name, "log")
         with open(log, "w") as file:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=file, stderr=file, preexec_fn=_end_with_parent
-            )
+                self._command, env=self._environment, stdout=file, stderr=file,
+                preexec_fn=lambda: _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL),
+            )  # fmt: skip
         end = time.monotonic() + real_engine.SERVER_LIMIT
         while self.get("/healthcheck") is None:
             if self._process.poll() is not None or time.monotonic() > end:
@@ -178,10 +179,6 @@ class ServerProcess:
     def delete(self, keys: list[dict[str, Any]], tier: str, force: bool) -> int:
         """Remove objects from a tier (l1, l2 or all) and return their number. force: also locked objects of L1."""
         return int(self.request("DELETE", "/cache/objects", {"keys": keys, "tier": tier, "force": force})["deleted"])
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def of_this_process() -> ServerProcess:

@@ -201,7 +201,9 @@ def fuzz(
         tally.add(done)
         tally.seconds = before + time.monotonic() - start
         if notes is not None:
-            _note(kept, notes)
+            part = notes.with_name(notes.name + ".part")
+            part.write_bytes(msgspec.json.encode(kept))
+            part.replace(notes)
         progress(tally.seeds, tally.steps, len(tally.found), tally.seconds)
         if tally.steps >= most:
             break
@@ -255,9 +257,3 @@ def _noted(now: Notes, notes: Path) -> Tally:
     if changed:
         raise ValueError(f"{notes} is of a run with another {' and '.join(changed)}: remove it, or name another file")
     return kept.tally
-
-
-def _note(kept: Notes, notes: Path) -> None:
-    part = notes.with_name(notes.name + ".part")
-    part.write_bytes(msgspec.json.encode(kept))
-    part.replace(notes)
