@@ -82,7 +82,6 @@ def continued(path: Path) -> Continued:
 
 
 def shortest(done: Continued, seconds: float) -> Schedule:
-    """Shrink the schedule that is stuck as released."""
     with runner.applied(fixes=False):
         found = fuzz.play(done.schedule).findings
         wanted = next((each for each in found if each.code == rules.NO_REQUEST_CAN_MOVE.code), None)

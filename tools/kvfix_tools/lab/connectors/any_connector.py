@@ -320,7 +320,6 @@ class AnyConnector(Connector):
 
 
 def filled(config: Any, folder: str) -> Any:
-    """Return the configuration with the folder in place of FOLDER."""
     if isinstance(config, dict):
         return {key: filled(value, folder) for key, value in config.items()}
     if isinstance(config, list):

@@ -83,7 +83,6 @@ class Connector:
             worker.offloads = True
 
     def _offloads(self, options: Options, memories: Any, in_scheduler: Any, in_workers: Sequence[Any]) -> Any:
-        """Return the lab's side of the offloading connector."""
         simple = options.simple_offloading or options.connector == "simple-offload"
         module: Any = import_module(f"kvfix_tools.lab.connectors.{'simple_offload' if simple else 'offloading'}")
         pairs = enumerate(zip(memories, in_workers, strict=True))
@@ -127,7 +126,6 @@ class Connector:
         self.offloading.ranks[rank].failing_stores.add(name)
 
     def close(self) -> None:
-        """Shut the engine down."""
         if self.offloading is not None:
             self.offloading.close()
 

@@ -56,8 +56,6 @@ class MessageQueue:
 
 
 class MPWorker(Worker):
-    """One rank: the real connector and its client, with the lab's server."""
-
     clears = True
 
     def __init__(self, rank: int, server: Server, slots: Slots, called: Any, in_worker: Any, options: Options) -> None:
@@ -131,7 +129,6 @@ class MP(Connector):
         self.scheduler_adapter = self.in_scheduler.scheduler_adapter
 
     def _replace(self, adapter: Any) -> None:
-        """Replace LMCache's client and transfer context by the lab's server."""
         if hasattr(adapter, "RequestClientFactory"):
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:

@@ -93,7 +93,6 @@ class Chunks:
         self._keep_locked(request_id, [key for key in self.cache.pins.get(request_id, ()) if key not in keys])
 
     def unlock_all(self, request_id: str, rank: int) -> None:
-        """Release all locks of the request in this rank."""
         of_ranks = [(key, key[0] if isinstance(key[0], int) else 0) for key in self.cache.pins.get(request_id, ())]
         self._keep_locked(request_id, [key for key, of in of_ranks if of != rank])
 

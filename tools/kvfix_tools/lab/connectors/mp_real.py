@@ -172,7 +172,6 @@ class RealServer(Server):
         self._on_disk -= hit
 
     def released(self, key: Any) -> None:
-        """Note that the request has released these chunks."""
         locked = self._locked.get(key.request_id, range(0))
         start, end = key.start // self.chunk_size, key.end // self.chunk_size
         self._locked[key.request_id] = range(end, locked.stop) if start <= locked.start else range(locked.start, start)
@@ -243,8 +242,6 @@ class RealServer(Server):
 
 
 class RealWorker(MPWorker):
-    """A worker with slots in memory that the server maps."""
-
     _server: RealServer
 
     def _register(self, options: Options) -> None:

@@ -122,7 +122,6 @@ class Server:
         self._hits: dict[str, int | None] = {}
 
     def tick(self) -> None:
-        """Begin a step of the engine: do the actions that are due."""
         self._now += 1
         for heartbeat in self.heartbeats:
             heartbeat.beat()

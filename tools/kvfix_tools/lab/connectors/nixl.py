@@ -47,7 +47,6 @@ def module(name: str) -> Any:
 
 
 def replace(network: Network) -> None:
-    """Replace NIXL, its sockets and the clock by the lab's network and clock."""
     time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now(), time=lambda: clock.now())
     for name in _MODULES:
         module(name).time = time

@@ -261,7 +261,6 @@ class Network(PairNetwork):
             agent.arrive(self.now + self.delay + max(each.late for each in agents))
 
     def write(self) -> None:
-        """Run the writer threads that were woken."""
         for writer in self._writers:
             writer.go_on(self.now)
 

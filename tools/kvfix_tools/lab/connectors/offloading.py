@@ -210,12 +210,10 @@ class Offloading(BothRoles):
 
     @property
     def busy(self) -> bool:
-        """Return True if a job is not reported as done."""
         copying = any(rank.copies.pending for rank in self.ranks)
         return bool(self.scheduler._jobs or copying or self.manager.has_pending_work() or self.tiers.looking)
 
     def requests(self, loads: bool) -> set[str]:
-        """Return the requests with a load in flight, or with a store in flight."""
         return {job.req_id for job in self.scheduler._jobs.values() if job.is_store != loads}
 
     def kept(self) -> dict[str, set[str]]:

@@ -89,7 +89,6 @@ class ServerProcess:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """Kill the server, as in a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

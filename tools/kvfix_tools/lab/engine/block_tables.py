@@ -28,7 +28,6 @@ class Group:
         self._blocks: dict[str, list[int]] = {}
 
     def begin(self, output: Any) -> None:
-        """Do what `_update_states` does."""
         for name in output.finished_req_ids:
             self._blocks.pop(name, None)
             self.rows.pop(name, None)

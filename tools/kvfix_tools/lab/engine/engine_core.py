@@ -40,7 +40,6 @@ class EngineDied(Exception):
 
 
 def side_class(options: Options) -> Any:
-    """Return the lab's class for the connector of these options."""
     side = "any_connector:AnyConnector" if options.any_connector else KNOWN[options.connector].side
     if options.real_server:
         side = "mp_real:RealMP"

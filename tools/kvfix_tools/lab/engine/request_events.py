@@ -72,7 +72,6 @@ class RequestEvents:
         self.findings += self._ledger.feed(event)
 
     def violated(self, rule: rules.LabRule, request: str, message: str) -> None:
-        """Add a violation of a rule of the lab."""
         self.findings.append(self.finding(rule, request, message))
 
     def finding(self, rule: rules.LabRule, request: str, message: str) -> Finding:

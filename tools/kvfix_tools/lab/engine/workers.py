@@ -54,7 +54,6 @@ class Worker:
         self.called.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def bind(self, metadata: Any) -> None:
-        """Give the connector the metadata of this step, before its loads."""
         if hasattr(self.called, "handle_preemptions"):  # 0.11 has none
             self.called.handle_preemptions(metadata)
         self.called.bind_connector_metadata(metadata)
@@ -105,7 +104,6 @@ class Executor:
         self._aggregator = KVOutputAggregator.from_connector(connector, ranks) if ranks > 1 else None
 
     def handed_out(self, metadata: Any) -> list[Any]:
-        """Return the connector's metadata for each rank."""
         if self._ranks == 1:
             return [metadata]
         message = io.BytesIO()

@@ -50,7 +50,6 @@ def drawn_length(rng: random.Random, room: int, size: int) -> int:
 
 
 def drawn_sizes(rng: random.Random, block: int, room: int) -> dict[str, Any]:
-    """Draw options of the scheduler."""
     return {
         "block_size": block,
         "max_model_len": max(64, room),

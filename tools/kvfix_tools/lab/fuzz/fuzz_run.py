@@ -247,7 +247,6 @@ def _in_processes(run: Run, batches: Iterable[range], until: float, jobs: int) -
 
 
 def _noted(now: Notes, notes: Path) -> Tally:
-    """Return the earlier progress of this run."""
     try:
         kept = msgspec.json.decode(notes.read_bytes(), type=Notes)
     except msgspec.DecodeError as error:

@@ -201,7 +201,6 @@ def move(pair: Pair, step: DrawnStep) -> None:
 
 
 def _open(pair: Pair) -> list[str]:
-    """Return requests whose clients wait for an answer."""
     waiting = pair.router.waiting
     for engine in pair.engines:
         waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}

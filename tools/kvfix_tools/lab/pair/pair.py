@@ -105,7 +105,6 @@ class Pair(TwoEngines):
         self._findings += [found for found in self._ledger.feed(event) if found.verdict == "violated"]
 
     def answered(self, engine: PairEngine, output: Any) -> None:
-        """A request of an engine has ended."""
         if engine.connector.keeps(output.request_id):
             self.add(Leased(output.request_id, None))
         self.router.answered(engine, output)

@@ -73,7 +73,6 @@ class PairNetwork:
         self.writers_take = 0
 
     def fails(self, what: str) -> bool:
-        """Return True if the next handshake or transfer fails."""
         if not self.failing[what]:
             return False
         self.failing[what] -= 1
@@ -127,7 +126,6 @@ class PairSide(Connector):
             worker.events = events
 
     def configured(self, options: Options) -> Any:
-        """Return vLLM's configuration of this engine."""
         config = vllm_objects.vllm_config(options)
         config.kv_transfer_config.engine_id = self.engine_id
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -183,7 +181,6 @@ class PairWorker(Worker):
         """Called when all connectors have begun a step."""
 
     def take_due(self, metadata: Any) -> None:
-        """Begin a step with these metadata of the connector."""
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
 
 

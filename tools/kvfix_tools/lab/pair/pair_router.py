@@ -94,11 +94,9 @@ class Router:
         self.malformed.append(what)
 
     def forget(self, name: str) -> None:
-        """Drop a request whose client has disconnected."""
         self._to_send = [each for each in self._to_send if each[1] != name]
 
     def answered(self, engine: PairEngine, output: Any) -> None:
-        """Handle the end of a request in an engine."""
         name = output.request_id.rpartition("-")[0]
         params = output.kv_transfer_params
         aborted = "abort" in str(output.finish_reason).lower()
