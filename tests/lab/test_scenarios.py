@@ -18,7 +18,7 @@ from kvfix_tools import ledger
 from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.engine.rules import RULES
 from kvfix_tools.lab.scenario import Scenario, find, scenarios
-from kvfix_tools.lab.scenarios import lookups, nixl
+from kvfix_tools.lab.scenarios import lookups, pairs
 from tests.conftest import RELEASES, ROOT, Fresh, Once, run_forked
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
@@ -205,7 +205,7 @@ def test_demo_on_a_release_without_the_bug_says_that_it_did_not_die(tmp_path: Pa
 
 def test_two_files_do_not_have_the_same_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
     name, scenario = next(iter(lookups.SCENARIOS.items()))
-    monkeypatch.setitem(nixl.SCENARIOS, name, scenario)
+    monkeypatch.setitem(pairs.SCENARIOS, name, scenario)
     scenarios.cache_clear()
     with pytest.raises(ValueError, match=f"two files have the scenario {name}"):
         scenarios()
