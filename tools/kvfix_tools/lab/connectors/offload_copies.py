@@ -88,7 +88,7 @@ class Event:
         self._copy = self._copies.last
 
     def query(self) -> bool:
-        return self._copies.is_done(self._copy)
+        return bool(self._copies.is_done(self._copy))
 
     def synchronize(self) -> None:
         if not self.query() and self._copy is not None:

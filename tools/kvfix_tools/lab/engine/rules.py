@@ -17,7 +17,8 @@ class LabRule(NamedTuple):
 
 def _rule(section: str) -> LabRule:
     heading, _, doc = section.partition("\n\n")
-    return LabRule(*heading.split(), doc.rstrip())
+    code, name = heading.split()
+    return LabRule(code, name, doc.rstrip())
 
 
 RULES = tuple(map(_rule, Path(__file__).with_suffix(".md").read_text(encoding="utf-8").split("\n## ")[1:]))

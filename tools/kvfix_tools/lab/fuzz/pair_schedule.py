@@ -42,7 +42,9 @@ def draw(seed: int, connector: str, plain: bool = False) -> Drawn:
     options, steps = _draw_nixl(seed, connector, plain)
     if connector.startswith("mooncake"):
         options, steps = _for_mooncake(options, steps, Dice(seed).own(f"{connector} own"), plain)
-    own, block, engines, others = Dice(seed).own(f"beside {connector}"), options.block_size, _ENGINES, ()
+    own, block = Dice(seed).own(f"beside {connector}"), options.block_size
+    engines: tuple[str, ...] = _ENGINES
+    others: tuple[DrawnStep, ...] = ()
     if connector.endswith("-multi"):
         engines = own.choice((("decode",), ("prefill",), _ENGINES, _ENGINES))
         first, chunk = own.random() < 0.5, block * own.choice((1, 2, 3))

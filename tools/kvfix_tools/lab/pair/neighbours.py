@@ -44,6 +44,8 @@ class Neighbour(LabEngine):
 class Neighbours(TwoEngines):
     """Two engines with these options."""
 
+    engines: tuple[Neighbour, Neighbour]
+
     def __init__(self, options: Options) -> None:
         first = Neighbour(options, "first")
         self.engines = first, Neighbour(options, "second", first.caches)
