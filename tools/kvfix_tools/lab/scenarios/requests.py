@@ -58,7 +58,6 @@ SCENARIOS = {
         options=Options(block_size=4, chunk_size=4, async_scheduling=True, lmcache={"save_decode_cache": True}),
     ),
     "decoder-named-in-part": scenario(
-        # LMCache expects all keys of `disagg_spec`, but any client can send one (0.5.6 vllm_v1_adapter.py:1560-1574).
         do.admit("r", prompt(300), max_tokens=2, sampling=PART_OF_DECODER),
         shows="KVR011 KeyError: 'receiver_init_port'",
     ),
@@ -145,7 +144,6 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "resume-is-not-known": scenario(
-        # LMCache promises its tokens and starts no load, so the request continues with missing KV.
         FEWER_IN_VLLM,
         shows="KVR006",
         wrong={"lmcache": ">=0.3.9,<0.3.10"},
