@@ -9,14 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from vllm.config import VllmConfig
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
 
 from kvfix_tools.lab.engine import byte_memory
 from kvfix_tools.lab.options import OF_VLLM, Options
@@ -108,17 +100,17 @@ def page_bytes(options: Options) -> int:
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 
-def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
+def kv_cache(options: Options, config: VllmConfig) -> kv_cache_interface.KVCacheConfig:
     """Return the KV groups. Only AnyConnector uses tensors: otherwise the lab's memory has the contents."""
     shape: dict[str, Any] = {"num_kv_heads": options.heads_of_rank, "head_size": 32, "dtype": torch.float32}
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
-    extra = accepted(SlidingWindowSpec, extra_retained_tokens=retained)
+    extra = accepted(kv_cache_interface.SlidingWindowSpec, extra_retained_tokens=retained)
     if options.connector in OF_VLLM:  # blocks of all KV groups have one size, as in a hybrid model
         shape["page_size_padded"] = page_bytes(options)
     lab_groups = kv_groups(options)
     groups = [
-        KVCacheGroupSpec(
+        kv_cache_interface.KVCacheGroupSpec(
             [LAYER.format(group.number + number * len(lab_groups)) for number in range(options.layers)],
             _spec(group, options, **shape, **(extra if group.window else {})),
         )
@@ -131,7 +123,9 @@ def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
         sizes = {"size": of_layer * options.layers, "layer_stride": of_layer, "block_stride": page}
         # all KV groups share the bytes: a block belongs to one of them at a time
         tensors = [kv_cache_interface.KVCacheTensor(layers=group.layer_names, **sizes) for group in groups]
-    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    return kv_cache_interface.KVCacheConfig(
+        num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups
+    )
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -139,10 +133,10 @@ def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 
-def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
+def _spec(group: KVGroup, options: Options, **shape: Any) -> kv_cache_interface.KVCacheSpec:
     if group.state:
         state = (group.block_size * byte_memory.FLOATS,)  # a page is as large as a page of full attention
-        return MambaSpec(
+        return kv_cache_interface.MambaSpec(
             block_size=group.block_size,
             shapes=(state,),
             dtypes=(torch.float32,),
@@ -150,5 +144,5 @@ def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
             num_speculative_blocks=options.drafts,
         )
     if group.window:
-        return SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
-    return FullAttentionSpec(block_size=options.block_of_rank, **shape)
+        return kv_cache_interface.SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
+    return kv_cache_interface.FullAttentionSpec(block_size=options.block_of_rank, **shape)
