@@ -100,9 +100,6 @@ def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
         noted(engine)["done"] = True
 
 
-# ---------------------------------------------------------------------- promises
-
-
 def promise(name: str, change: Callable[..., Any], *shows: str, **more: Any) -> None:
     """Register a fault of the hook: it promises otherwise. The lab's wrapper is put around the hook again.
 
@@ -142,9 +139,6 @@ promise(
     "no_question_is_ever_answered", lambda request, _, promised, __: None if request.num_preemptions else promised,
     "LAB003 is PREEMPTED for ever", on=V1,
 )  # fmt: skip
-
-
-# ---------------------------------------------------------------------- metadata and events
 
 
 def in_metadata(name: str, change: Callable[[Any, Any], None], *shows: str, **more: Any) -> None:
@@ -194,9 +188,6 @@ row("store_has_a_gap", "request_events.stored", _stored(32, 32), "KVR007", on=MP
 row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64), "KVR008 are computed")
 
 
-# ---------------------------------------------------------------------- what stays
-
-
 class _Kept(dict):  # type: ignore[type-arg]
     """A table from which nothing can be removed."""
 
@@ -225,9 +216,6 @@ row(
 def a_lookup_is_kept(engine: Any, settle: Any) -> None:
     engine.connector.scheduler_adapter._finished_lookup_results["a"] = 0
     settle()
-
-
-# ---------------------------------------------------------------------- SimpleCPUOffloadConnector
 
 
 @fault("LAB001", "KVR011", on=SIMPLE)
@@ -284,9 +272,6 @@ row("a_hit_is_never_released", f"{MANAGER}._free_pending_cpu_hit", lambda *_: No
 row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False, None), "KVR009", on=BOTH)
 
 
-# ---------------------------------------------------------------------- speculative decoding
-
-
 @fault("LAB001 store", at=BUILD, **DRAFTS)
 def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: Any) -> Any:
     """The connector takes the scheduled drafts for tokens of the request."""
@@ -317,9 +302,6 @@ def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> 
     return blocks, hit + 16 if hit else 0, more
 
 
-# ---------------------------------------------------------------------- the order of a step
-
-
 @fault("LAB001 the step reads", on=MP, at="model.groups.0.begin", mp={"model_runner_v2": True})
 def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any, update: Any, output: Any) -> None:
     update(output)
@@ -335,9 +317,6 @@ STORED = steps(do.serve("r", prompt(200), max_tokens=3), do.settle(), do.expect_
 def nothing_is_saved_after_the_report(engine: Any, report: Any, ended: set[str]) -> Any:
     engine.workers[0].called.wait_for_save = lambda: None
     return report(ended)
-
-
-# ---------------------------------------------------------------------- sessions, priorities, pauses, resets
 
 
 SESSION = steps(
@@ -394,9 +373,6 @@ row(
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------- LMCache's other ways to load, and its roles
-
-
 row(
     "the_last_layer_is_not_loaded", "slots.put",
     lambda _, put, slot, content: put(slot, content) if content == GARBAGE else None, "LAB001 the step reads", on=V1,
@@ -418,9 +394,6 @@ in_metadata(
     "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
     "LAB010 it asks for lmcache.skip_save", schedule=FOR_DECODER,
 )  # fmt: skip
-
-
-# ---------------------------------------------------------------------- a server that stops
 
 
 #: The server stops during a store and counts as dead. Then it continues, and ends the store.

@@ -95,8 +95,6 @@ row(
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------- several KV groups
-
 #: `mp` with KV groups of sliding windows, in separate objects.
 WINDOWS = ("mp-windows",)
 #: `mp` with a KV group of states.
