@@ -126,9 +126,6 @@ def is_found(fault: Fault, done: dict[str, Any]) -> bool:
     return any(code == rule and text in message for code, message in done["found"] for rule, text in wanted)
 
 
-# ---------------------------------------------------------------------- one engine
-
-
 def steps(*parts: Any) -> Plant:
     """Return a schedule with these parts: steps, functions of the engine, or sequences of parts."""
     whole = list(do.flat(parts))
@@ -198,9 +195,6 @@ def schedule_offloading(engine: Any) -> None:
     engine.free_blocks()
     engine.run()
     engine.expect_all_ended()
-
-
-# ---------------------------------------------------------------------- two engines
 
 
 def of_pair(at_once: str = "") -> Plant:

@@ -9,7 +9,7 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import counted, fault, noted, row, steps, until, wrap
+from tests.lab.planted import SETUPS, counted, fault, noted, row, steps, until, wrap
 
 V1, MP, OFFLOADING, SIMPLE, BOTH = ("v1",), ("mp",), ("offloading",), ("simple-offload",), ("v1-simple",)
 #: LMCache's connector in a MultiConnector with OffloadingConnector.
@@ -100,59 +100,45 @@ def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
         noted(engine)["done"] = True
 
 
-# ---------------------------------------------------------------------- promises
+def promise(name: str, change: Callable[..., Any], *shows: str, **more: Any) -> None:
+    """Register a fault of the hook: it promises otherwise. The lab's wrapper is put around the hook again.
+
+    change: called with the request, its computed tokens, the promise, and all earlier requests with their preemptions.
+    """
+
+    def plant(engine: Any) -> None:
+        connector, asked = engine.scheduler.connector, []
+        ask = type(connector).get_num_new_matched_tokens.__get__(connector)
+
+        def answer(request: Any, computed: int) -> tuple[Any, bool]:
+            promised, later = ask(request, computed)
+            asked.append(request.num_preemptions)
+            changed = promised if promised is None else change(request, computed, promised, asked)
+            return changed, later and changed != 0
+
+        connector.get_num_new_matched_tokens = answer
+        connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
+        engine.request_events.wrap_hooks(connector)
+
+    row(name, "", plant, *shows, **more)
 
 
-@fault("KVR001")
-def promises_one_too_many(engine: Any) -> None:
-    _answer(engine, lambda request, computed, promised: promised if promised is None else request.num_tokens - computed)
-
-
-@fault("KVR002 promised 0 where", on=V1)
-def changes_its_mind(engine: Any) -> None:
-    asked = []
-
-    def answer(request: Any, computed: int, promised: Any) -> Any:
-        asked.append(request.num_preemptions)
-        return 0 if asked.count(1) > 1 else promised
-
-    _answer(engine, answer)
-
-
-@fault("KVR002", on=MP)
-def changes_its_promise(engine: Any) -> None:
-    answers = []
-
-    def change(request: Any, computed: int, promised: Any) -> Any:
-        answers.append(promised)
-        return promised if promised is None or len(answers) % 2 else 0
-
-    _answer(engine, change)
-    steps(do.stored_elsewhere(prompt(64)), do.keep_blocks(0), do.admit("z", prompt(64)), do.step(5))(engine)
-    engine.free_blocks()
-
-
-@fault("LAB003 is PREEMPTED for ever", on=V1)
-def no_question_is_ever_answered(engine: Any) -> None:
-    _answer(engine, lambda request, computed, promised: None if request.num_preemptions else promised)
-
-
-def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
-    """Let the hook promise otherwise, and put the lab's wrapper around it again."""
-    connector = engine.scheduler.connector
-    ask = type(connector).get_num_new_matched_tokens.__get__(connector)
-
-    def answer(request: Any, computed: int) -> tuple[Any, bool]:
-        promised, later = ask(request, computed)
-        changed = change(request, computed, promised)
-        return changed, later and changed != 0
-
-    connector.get_num_new_matched_tokens = answer
-    connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
-    engine.request_events.wrap_hooks(connector)
-
-
-# ---------------------------------------------------------------------- metadata and events
+promise("promises_one_too_many", lambda request, computed, *_: request.num_tokens - computed, "KVR001")
+promise(
+    "changes_its_mind", lambda _, __, promised, asked: 0 if asked.count(1) > 1 else promised, "KVR002 promised 0 where",
+    on=V1,
+)  # fmt: skip
+promise(
+    "changes_its_promise", lambda _, __, promised, asked: promised if len(asked) % 2 else 0, "KVR002", on=MP,
+    schedule=steps(
+        [do.stored_elsewhere(prompt(64)), do.keep_blocks(0), do.admit("z", prompt(64)), do.step(5)],
+        [do.free_blocks(), lambda engine: SETUPS["mp"].schedule(engine)],
+    ),
+)  # fmt: skip
+promise(
+    "no_question_is_ever_answered", lambda request, _, promised, __: None if request.num_preemptions else promised,
+    "LAB003 is PREEMPTED for ever", on=V1,
+)  # fmt: skip
 
 
 def in_metadata(name: str, change: Callable[[Any, Any], None], *shows: str, **more: Any) -> None:
@@ -202,9 +188,6 @@ row("store_has_a_gap", "request_events.stored", _stored(32, 32), "KVR007", on=MP
 row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64), "KVR008 are computed")
 
 
-# ---------------------------------------------------------------------- what stays
-
-
 class _Kept(dict):  # type: ignore[type-arg]
     """A table from which nothing can be removed."""
 
@@ -233,9 +216,6 @@ row(
 def a_lookup_is_kept(engine: Any, settle: Any) -> None:
     engine.connector.scheduler_adapter._finished_lookup_results["a"] = 0
     settle()
-
-
-# ---------------------------------------------------------------------- SimpleCPUOffloadConnector
 
 
 @fault("LAB001", "KVR011", on=SIMPLE)
@@ -273,10 +253,11 @@ def a_load_is_lost(engine: Any, build: Any, output: Any) -> Any:
     return metadata
 
 
-@fault("LAB028", on=SIMPLE)
-def a_load_holds_its_memory_for_ever(engine: Any) -> None:
-    manager = engine.connector.in_scheduler.scheduler_manager
-    manager._cleanup_load_request = lambda name: manager._reqs_to_load.pop(name, None) and 0
+row(
+    "a_load_holds_its_memory_for_ever", f"{IN_SCHEDULER}._cleanup_load_request",
+    lambda engine, _, name: engine.connector.in_scheduler.scheduler_manager._reqs_to_load.pop(name, None) and 0,
+    "LAB028", on=SIMPLE,
+)  # fmt: skip
 
 
 def load_other_kv(connector: Any) -> None:
@@ -289,9 +270,6 @@ row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector)
 MANAGER = "connector.offloading._manager"
 row("a_hit_is_never_released", f"{MANAGER}._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH)
 row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False, None), "KVR009", on=BOTH)
-
-
-# ---------------------------------------------------------------------- speculative decoding
 
 
 @fault("LAB001 store", at=BUILD, **DRAFTS)
@@ -324,9 +302,6 @@ def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> 
     return blocks, hit + 16 if hit else 0, more
 
 
-# ---------------------------------------------------------------------- the order of a step
-
-
 @fault("LAB001 the step reads", on=MP, at="model.groups.0.begin", mp={"model_runner_v2": True})
 def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any, update: Any, output: Any) -> None:
     update(output)
@@ -342,9 +317,6 @@ STORED = steps(do.serve("r", prompt(200), max_tokens=3), do.settle(), do.expect_
 def nothing_is_saved_after_the_report(engine: Any, report: Any, ended: set[str]) -> Any:
     engine.workers[0].called.wait_for_save = lambda: None
     return report(ended)
-
-
-# ---------------------------------------------------------------------- sessions, priorities, pauses, resets
 
 
 SESSION = steps(
@@ -401,9 +373,6 @@ row(
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------- LMCache's other ways to load, and its roles
-
-
 row(
     "the_last_layer_is_not_loaded", "slots.put",
     lambda _, put, slot, content: put(slot, content) if content == GARBAGE else None, "LAB001 the step reads", on=V1,
@@ -411,12 +380,11 @@ row(
 )  # fmt: skip
 
 
-@fault("LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}})
-def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
-    (worker_engine,) = engine.connector.cache_engines
-    worker_engine.chunk = lambda name, key: next(reversed(worker_engine.fetched[name].values()))
-
-
+row(
+    "chunks_that_were_fetched_are_mixed_up", "connector.cache_engines.0.chunk",
+    lambda engine, _, name, key: next(reversed(engine.connector.cache_engines[0].fetched[name].values())),
+    "LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}},
+)  # fmt: skip
 #: A request whose KV is for a decoder, and a request that must not be stored.
 FOR_DECODER = steps(
     do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
@@ -428,9 +396,6 @@ in_metadata(
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------- a server that stops
-
-
 #: The server stops during a store and counts as dead. Then it continues, and ends the store.
 SILENT_SERVER = steps(
     do.admit("r", prompt(200), max_tokens=3),
@@ -440,6 +405,10 @@ SILENT_SERVER = steps(
 )
 
 
-@fault("LAB001 is stored under their key", on=MP, at="connector.server._store", schedule=SILENT_SERVER, mp={"delay": 3})
-def a_store_after_silence_takes_other_blocks(engine: Any, store: Any, key: Any, groups: list[list[int]]) -> Any:
-    return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)
+row(
+    "a_store_after_silence_takes_other_blocks", "connector.server._store",
+    lambda engine, store, key, groups: store(
+        key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups
+    ),
+    "LAB001 is stored under their key", on=MP, schedule=SILENT_SERVER, mp={"delay": 3},
+)  # fmt: skip

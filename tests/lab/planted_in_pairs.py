@@ -23,9 +23,6 @@ def _worker(engine: Any) -> Any:
     return getattr(engine.connector, "child", engine.connector.workers[0])
 
 
-# ---------------------------------------------------------------------- wrong KV
-
-
 def read_the_next_block(agent: Any, here_later: int = 0, there_later: int = 1) -> None:
     """Each of the agent's transfers takes blocks after the right ones: its own, the peer's."""
 
@@ -69,9 +66,6 @@ def other_kv_comes_from_the_cpu(pair: Any) -> None:
 # decode learns of a failed write at the end of its registration, 480 s later
 for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mooncake-multi"))):
     row("a_transfer_fails", "", lambda pair: pair.network.failing.update(transfer=1), rule, on=on)
-
-
-# ---------------------------------------------------------------------- leases, threads and messages
 
 
 row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
@@ -155,9 +149,6 @@ async def what_is_sent_is_free_at_once(pair: Any, build: Any, ready: Any, *more:
 def decode_forgets_what_it_waits_for(pair: Any, send: Any, request: str, registration: Any) -> None:
     send(request, registration)
     _worker(pair.decode).adapter._recving_metadata.pop(request, None)
-
-
-# ---------------------------------------------------------------------- several ranks
 
 
 def _reads_at(factor: int) -> Any:

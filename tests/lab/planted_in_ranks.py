@@ -45,11 +45,11 @@ def a_rank_reports_a_load_before_it_is_done(
     return engine.connector.server._answer(True) if key.worker_id else future
 
 
-@fault("LAB001 is stored under their key", on=MP, **SHARES)
-def a_block_is_taken_for_that_of_one_rank(engine: Any) -> None:
-    engine.scheduler.connector._group_tokens_per_block = [engine.options.block_of_rank]
-
-
+row(
+    "a_block_is_taken_for_that_of_one_rank", "",
+    lambda engine: vars(engine.scheduler.connector).update(_group_tokens_per_block=[engine.options.block_of_rank]),
+    "LAB001 is stored under their key", on=MP, **SHARES,
+)  # fmt: skip
 row(
     "a_rank_loads_the_tokens_of_another", "connector.server.chunks.load",
     lambda _, load, groups, keys, skip, rank: load(groups, keys, skip, 0), "LAB001 of rank 1", on=MP, **SHARES,
@@ -94,8 +94,6 @@ row(
     "LAB008", on=V1, schedule=FAILING_RANK, **RANKS,
 )  # fmt: skip
 
-
-# ---------------------------------------------------------------------- several KV groups
 
 #: `mp` with KV groups of sliding windows, in separate objects.
 WINDOWS = ("mp-windows",)
@@ -151,11 +149,11 @@ row(
 )  # fmt: skip
 
 
-@fault(f"LAB001 {STORED}", on=WINDOWS, mp_windows=LARGER_BLOCKS)
-def larger_blocks_are_taken_for_small_ones(engine: Any) -> None:
-    engine.scheduler.connector._group_tokens_per_block = [16, 16]
-
-
+row(
+    "larger_blocks_are_taken_for_small_ones", "",
+    lambda engine: vars(engine.scheduler.connector).update(_group_tokens_per_block=[16, 16]), f"LAB001 {STORED}",
+    on=WINDOWS, mp_windows=LARGER_BLOCKS,
+)  # fmt: skip
 row(
     "state_of_a_rejected_draft_is_read", "model.groups.1.write",
     lambda _, write, name, done, contents, drafts, accepted: write(

@@ -92,9 +92,11 @@ UNANSWERED = steps(
 )
 
 
-@fault("LAB003 is WAITING for ever", on=REAL, at=CHECK, schedule=UNANSWERED)
-def a_lookup_that_times_out_is_waited_for(engine: Any, check: Any, name: str) -> Any:
-    return None if name in engine.connector.server.unanswered_lookups else check(name)
+row(
+    "a_lookup_that_times_out_is_waited_for", CHECK,
+    lambda engine, check, name: None if name in engine.connector.server.unanswered_lookups else check(name),
+    "LAB003 is WAITING for ever", on=REAL, schedule=UNANSWERED,
+)  # fmt: skip
 
 
 #: Evicted chunks are read from the server's disk.

@@ -118,8 +118,6 @@ def test_a_lookup_that_times_out_holds_up_both() -> list[bool]:
     return [waited == LOOKUP_TIMEOUT, pair.decode.request_events.seconds == pair.seconds]
 
 
-# ---------------------------------------------------------------------- two ranks: saves of a step that loads
-
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "by layers": {"lmcache": {"use_layerwise": True}},

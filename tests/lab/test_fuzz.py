@@ -136,8 +136,6 @@ def test_an_engine_is_released_when_its_run_is_over(outcomes: dict[str, Any]) ->
     assert outcomes["engines"] < 10
 
 
-# ---------------------------------------------------------------------- with the fixes
-
 PAIR = ("restarts", "sent_again", "malformed")
 OF_RANKS = (
     "failed_on_one_rank",

@@ -91,8 +91,6 @@ def test_one_half(code: str, outcomes: dict[str, Any]) -> None:
     assert outcomes[code] == []
 
 
-# ---------------------------------------------------------------------- incomplete fixes
-
 OPTIONS = Options(block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
 
 

@@ -17,26 +17,6 @@ from tests.lab.planted import steps
 OPTIONS = Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64)
 
 
-@answers(list(range(40)))
-def test_who_waits_hears_of_tasks_in_their_order() -> list[int]:
-    """A set of them is in the order of their addresses: one schedule would be played in several ways."""
-    import asyncio
-
-    from kvfix_tools.lab.connectors import mooncake_network
-    from kvfix_tools.lab.connectors.mooncake_network import Network
-
-    stand_in = mooncake_network.Asyncio(Network(1, 480).host("a"))
-
-    async def number(value: int) -> int:
-        return value
-
-    async def asked() -> list[int]:
-        done, _ = await stand_in.wait([asyncio.create_task(number(each)) for each in range(40)])
-        return [task.result() for task in done]
-
-    return asyncio.run(asked())
-
-
 @pytest.mark.parametrize(("aborted_first", "answer"), [(True, [0, []]), (False, [1, []])])
 @answers(also="answer", fixes=["KVF364"])
 def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> list[Any]:
@@ -74,8 +54,6 @@ def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: floa
     assert scenario
     return sorted({each.code for each in scenario.played().findings})
 
-
-# ---------------------------------------------------------------------- two prefill ranks
 
 RANKS = replace(OPTIONS, prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail", delay=8)
 #: Address of the rank that fails.

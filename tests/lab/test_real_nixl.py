@@ -25,9 +25,6 @@ SEEDS = {
 REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or "it is installed")
 
 
-# ---------------------------------------------------------------------- the calls of an agent
-
-
 def outcomes(real: bool) -> dict[str, Any]:
     """Return an agent's answers to calls, or its exceptions."""
     import numpy
@@ -122,9 +119,6 @@ def test_the_model_answers_as_nixl_does(once: Once) -> None:
     assert real["whether it is known"]
 
 
-# ---------------------------------------------------------------------- planted faults
-
-
 def not_whole(agent: Any) -> None:
     """Move only half of each block."""
 
@@ -169,9 +163,6 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
         assert "LAB001" in [code for code, _ in done["found"]]
 
 
-# ---------------------------------------------------------------------- random schedules, both ways
-
-
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
     """fault: NIXL's transfers go wrong, those of its model do not."""
     from kvfix_tools.lab.connectors import nixl_real
@@ -209,9 +200,6 @@ def test_they_are_the_same_as_released(once: Once) -> None:
 def test_a_difference_is_found(once: Once) -> None:
     found = once(compared, RELEASES / "0.5.6", "nixl-pull", True, True)["violations"]
     assert any(each["message"].startswith("LAB027 differs-from-model") for each in found)
-
-
-# ---------------------------------------------------------------------- what cannot be played
 
 
 def test_without_nixl_nothing_is_checked(fresh: Fresh) -> None:

@@ -24,7 +24,7 @@ from kvfix_tools.lab.scenario import Scenario, scenarios
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.continue_state import Continued
-    from kvfix_tools.lab.fuzz.fuzz_run import Fuzzed
+    from kvfix_tools.lab.fuzz.fuzz_run import Tally
     from kvfix_tools.lab.replay_recording import Replayed
 
 app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
@@ -288,7 +288,7 @@ def _print_results(wanted: list[Scenario], results: list[runner.Result]) -> None
     screen.console().print(table)
 
 
-def _print_fuzzed(done: Fuzzed) -> None:
+def _print_fuzzed(done: Tally) -> None:
     console = screen.console()
     rate = done.steps / done.seconds if done.seconds else 0
     console.print(

@@ -1,9 +1,7 @@
 """`kvfix lab continue FILE`: rebuild the state of an engine from `kvfix look --save` or the watchdog, and continue it.
 
-A state has lengths, numbers of blocks and queues, but no prompts, and not the number of tokens to generate. So the
-lab's requests have other prompts. Waiting requests with blocks get them by a load, running requests compute their
-tokens, then the other requests arrive. Differences from the state are listed. The steps are a schedule that `lab play`
-can play.
+A state has no prompts, and not the number of tokens to generate. Waiting requests with blocks get them by a load,
+running requests compute their tokens, then the other requests arrive.
 """
 
 import json
@@ -77,18 +75,13 @@ def continued(path: Path) -> Continued:
             builder.differs.append(f"EngineCore died before the lab reached the state: {error}")
     schedule = Schedule(options, tuple(builder.steps))
     as_released, with_fixes = _outcome(schedule, False), _outcome(schedule, True)
-    frees = []
-    if as_released.stuck:
-        waiting = [row["id"] for row in liveness.waiting(engine) if row["id"] in builder.names][:TRIED]
-        for name in waiting:
-            freed = _outcome(schedule, False, name)
-            if not freed.stuck and freed.ended == freed.requests:
-                frees.append(name)
+    waiting = [row["id"] for row in liveness.waiting(engine) if row["id"] in builder.names] if as_released.stuck else []
+    freed = {name: _outcome(schedule, False, name) for name in waiting[:TRIED]}
+    frees = [name for name, each in freed.items() if not each.stuck and each.ended == each.requests]
     return Continued(schedule, as_released, with_fixes, frees, builder.differs)
 
 
 def shortest(done: Continued, seconds: float) -> Schedule:
-    """Shrink the schedule that is stuck as released."""
     with runner.applied(fixes=False):
         found = fuzz.play(done.schedule).findings
         wanted = next((each for each in found if each.code == rules.NO_REQUEST_CAN_MOVE.code), None)

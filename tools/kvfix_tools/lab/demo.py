@@ -46,7 +46,6 @@ def _play(scenario: Scenario, fixes: bool) -> Result:
 
 
 def died_as_reported(result: Result) -> bool:
-    """Return True if EngineCore died with the message of the report."""
     return result.outcome == "violated" and isinstance(result.log[-1][1], ev.Raised)
 
 

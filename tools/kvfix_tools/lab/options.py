@@ -171,43 +171,38 @@ class Options:
         object.__setattr__(self, "multi", tuple(self.multi))
         if self.connector == "nixl-offload":
             object.__setattr__(self, "offloading", self.offloading or "last")
-        if self.ranks > 1 and (self.beside or self.offloading):
-            raise ValueError("the lab plays a MultiConnector with one rank")
-        if self.connector in PAIRS and self.connector not in WITH_RANKS and (self.ranks > 1 or self.peer_ranks):
-            raise ValueError(f"the lab plays two engines with several ranks with {', '.join(WITH_RANKS)}")
-        if self.pipeline and (self.ranks == 1 or self.drafter):
-            raise ValueError("the lab plays pipeline parallelism with more than one rank and without a drafter")
-        if self.context and (
-            self.connector != "mp"
-            or self.ranks == 1
-            or self.pipeline
-            or self.several_groups
-            or self.block_size % self.ranks
-        ):
-            raise ValueError(
-                "the lab plays context parallelism with mp, the only one that knows it, with several ranks that share "
-                "each block's tokens, without pipeline parallelism and with one KV group"
-            )
-        if self.real_transfers and self.connector not in BY_NIXL:
-            raise ValueError(f"the lab plays real transfers with {', '.join(BY_NIXL)}")
-        if self.simple_offloading and (self.connector != "v1" or not self.offloading):
-            raise ValueError("the lab plays the SimpleCPUOffloadConnector alone and, by `offloading`, beside v1")
-        if (self.connector == "simple-offload" or self.simple_offloading) and not self.prefix_caching:
-            raise ValueError("the SimpleCPUOffloadConnector does nothing without prefix caching")
-        if self.states and (self.windows or not self.prefix_caching or self.drafts >= self.block_size):
-            raise ValueError(
-                "the lab plays states with prefix caching, without sliding windows and with fewer drafts than a block "
-                "has tokens: the blocks of models with states have hundreds"
-            )
-        if self.real_server and (
-            (self.connector, self.ranks, self.chunk_size) != ("mp", 1, SERVER_CHUNK)
-            or self.several_groups
-            or self.offloading
-        ):
-            raise ValueError(
-                "the lab plays a real server with mp, without a MultiConnector, with one rank, one KV group and chunks "
-                f"of {SERVER_CHUNK} tokens"
-            )
+        several, simple = self.ranks > 1, self.connector == "simple-offload" or self.simple_offloading
+        cannot_share = self.pipeline or self.several_groups or self.block_size % self.ranks
+        of_server = (self.connector, self.ranks, self.chunk_size) == ("mp", 1, SERVER_CHUNK)
+        refused: dict[str, Any] = {
+            "the lab plays a MultiConnector with one rank": several and (self.beside or self.offloading),
+            f"the lab plays two engines with several ranks with {', '.join(WITH_RANKS)}": (
+                self.connector in PAIRS and self.connector not in WITH_RANKS and (several or self.peer_ranks)
+            ),
+            "the lab plays pipeline parallelism with more than one rank and without a drafter": (
+                self.pipeline and (not several or self.drafter)
+            ),
+            "the lab plays context parallelism with mp, the only one that knows it, with several ranks that share each "
+            "block's tokens, without pipeline parallelism and with one KV group": (
+                self.context and (self.connector != "mp" or not several or cannot_share)
+            ),
+            f"the lab plays real transfers with {', '.join(BY_NIXL)}": (
+                self.real_transfers and self.connector not in BY_NIXL
+            ),
+            "the lab plays the SimpleCPUOffloadConnector alone and, by `offloading`, beside v1": (
+                self.simple_offloading and (self.connector != "v1" or not self.offloading)
+            ),
+            "the SimpleCPUOffloadConnector does nothing without prefix caching": simple and not self.prefix_caching,
+            "the lab plays states with prefix caching, without sliding windows and with fewer drafts than a block has "
+            "tokens: the blocks of models with states have hundreds": (
+                self.states and (self.windows or not self.prefix_caching or self.drafts >= self.block_size)
+            ),
+            "the lab plays a real server with mp, without a MultiConnector, with one rank, one KV group and chunks of "
+            f"{SERVER_CHUNK} tokens": self.real_server and (not of_server or self.several_groups or self.offloading),
+        }
+        for why, is_so in refused.items():
+            if is_so:
+                raise ValueError(why)
 
     @property
     def several_groups(self) -> bool:

@@ -1,12 +1,12 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-A record has lengths, arrivals, lookup results, grants, preemptions, failed loads and ends, but no prompts and no steps
-without an event. So the lab's requests have other prompts, and the lab makes steps until the next event of the record
-can happen. Requests that waited for blocks wait again, with the same number of tokens in the prefix cache.
+A record has no prompts, and no steps without an event. So the lab's requests have other prompts, and the lab makes
+steps until the next event of the record can happen.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +118,8 @@ class _Player:
         engine.keep_blocks(min(engine.free(), event.computed // block))
         if isinstance(follows, ev.Granted):
             engine.free_blocks()
-            if any(isinstance(each, ev.LoadFailed) for each in _until_asked(later)):
+            until_asked = takewhile(lambda each: not isinstance(each, ev.Asked), later)
+            if any(isinstance(each, ev.LoadFailed) for each in until_asked):
                 engine.fail_load(name, 0)
             first = next((each for each in later if isinstance(each, ev.Scheduled) and each.first), None)
             others = sum(each.num_tokens - each.num_computed_tokens for each in engine.scheduler.running)
@@ -180,10 +181,3 @@ class _Player:
                 if reached >= event.computed and name in self._seeds:
                     return self._seeds[name]
         return len(self._seeds)
-
-
-def _until_asked(later: list[Event]) -> Iterator[Event]:
-    for event in later:
-        if isinstance(event, ev.Asked):
-            return
-        yield event

@@ -1,7 +1,4 @@
-"""Play scenarios in this process, as released or with the fixes, and return the outcomes.
-
-Importing this module imports neither vLLM nor LMCache.
-"""
+"""Play scenarios in this process, as released or with the fixes. This module imports neither vLLM nor LMCache."""
 
 from __future__ import annotations
 
@@ -150,9 +147,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-# ---------------------------------------------------------------------- reports in mode `check`
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import functools
 import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,9 @@ class Scenario:
         """Play the schedule on a new engine, call `then`, and return the engine. If it died, a finding says so."""
         from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
-        engine: Any = LabEngine(self.options) if self.options.connector not in PAIRS else _pair(self.options)
+        pair = self.options.connector in PAIRS
+        kind = import_module("kvfix_tools.lab.pair.pair").Pair if pair else LabEngine
+        engine: Any = kind(self.options)
         with suppress(EngineDied):
             self.play(engine)
             then(engine)
@@ -113,28 +115,19 @@ def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
 
 
 def mp_scenarios(
-    *parts: Any, shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", **more: Any
+    *parts: Any, shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", options: Any = None, **more: Any
 ) -> tuple[Scenario, Scenario]:
     """Return scenarios with these steps for LMCache's multi-process connector and for vLLM's copy of it.
 
     wrong: releases of LMCache that have the bug. vLLM's copy has the bugs of LMCache 0.4.4 to 0.4.6.
-    vllm: releases of vLLM that show the bug.
-    more: fields of `Scenario` and of `Options`.
+    vllm: releases of vLLM that show the bug. options: fields of `Options`. more: fields of `Scenario`.
     """
-    names = {each.name for each in fields(Options)} & set(more)
-    sizes = {"num_blocks": 60, "max_num_batched_tokens": 256, **{name: more.pop(name) for name in names}}
+    sizes = {"num_blocks": 60, "max_num_batched_tokens": 256, **(options or {})}
     own, copied = (
-        scenario(*parts, shows=shows, wrong={"vllm": vllm, "lmcache": releases}, options=options, **more)
-        for releases, options in (
-            (wrong, Options(connector="mp", **sizes)),
-            (">=0.4.4,<0.4.7", Options(connector="mp-in-tree", **sizes)),
-        )
+        scenario(*parts, shows=shows, wrong={"vllm": vllm, "lmcache": lmcache}, options=Options(name, **sizes), **more)
+        for lmcache, name in ((wrong, "mp"), (">=0.4.4,<0.4.7", "mp-in-tree"))
     )
     return own, copied
-
-
-def _pair(options: Options) -> Any:
-    return import_module("kvfix_tools.lab.pair.pair").Pair(options)
 
 
 @functools.cache

@@ -111,10 +111,7 @@ class AnyWorker(Worker):
         return self._failed
 
     def _other_layers(self) -> dict[int, int]:
-        """Compute the layers after the first.
-
-        Return {block: first layer whose KV in it differs from that of layer 0}.
-        """
+        """Compute the layers after the first. Return {block: first layer whose KV in it differs from layer 0}."""
         wrong: dict[int, int] = {}
         for layer in list(self.memory.layers())[1:]:
             self._waits(layer)
@@ -123,17 +120,13 @@ class AnyWorker(Worker):
         return wrong
 
     def _waits(self, layer: int) -> None:
-        for name in self._of_place(layer):
-            self.called.wait_for_layer_load(name)
+        for group in self.owner.groups:
+            self.called.wait_for_layer_load(group.layer_names[layer])
 
     def _saves(self, layer: int) -> None:
         context = get_forward_context()
-        for name in self._of_place(layer):
+        for name in [group.layer_names[layer] for group in self.owner.groups]:
             self.called.save_kv_layer(name, self.memory.kv_caches[name], context.attn_metadata[name])
-
-    def _of_place(self, layer: int) -> list[str]:
-        """Return the layer of each group that has this place in the memory."""
-        return [group.layer_names[layer] for group in self.owner.groups]
 
     def _attention(self) -> dict[str, CPUAttentionMetadata]:
         """Return {layer: attention metadata of this step}, as vLLM's builder for the CPU makes it."""
@@ -327,7 +320,6 @@ class AnyConnector(Connector):
 
 
 def filled(config: Any, folder: str) -> Any:
-    """Return the configuration with the folder in place of FOLDER."""
     if isinstance(config, dict):
         return {key: filled(value, folder) for key, value in config.items()}
     if isinstance(config, list):

@@ -18,7 +18,7 @@ from kvfix_tools.lab.options import Options
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from kvfix_tools.lab.engine.memory import Cache, Slots
+    from kvfix_tools.lab.engine.memory import Cache
     from kvfix_tools.lab.engine.request_events import RequestEvents
     from kvfix_tools.lab.engine.workers import Worker
 
@@ -52,8 +52,6 @@ class Connector:
         if self.offloading is not None:
             self.offloading.events = events
 
-    # ------------------------------------------------------------------ alone, or one of a MultiConnector
-
     def _of_lmcache(self, options: Options, connector: Any) -> Any:
         """Return LMCache's connector, which may be a child of the MultiConnector that vLLM has made."""
         self._place = options.asked_before
@@ -65,7 +63,10 @@ class Connector:
         connector = self.scheduler.connector
         if connector is self.in_scheduler:
             return in_worker
-        children = [in_worker if each is self.in_scheduler else _in_worker(each) for each in connector._connectors]
+        children = [in_worker if each is self.in_scheduler else each for each in connector._connectors]
+        for place, each in enumerate(children):
+            if each is not in_worker and not isinstance(each, OtherConnector):
+                children[place] = type(each)(each._vllm_config, KVConnectorRole.WORKER, each._kv_cache_config)
         worker = copy.copy(connector)
         vars(worker).update(_connectors=children, _role=KVConnectorRole.WORKER, _extra_async_saves={})
         return worker
@@ -81,10 +82,7 @@ class Connector:
             self.offloading = self._offloads(options, [worker.slots], in_scheduler, [in_worker])
             worker.offloads = True
 
-    def _offloads(
-        self, options: Options, memories: Sequence[Slots], in_scheduler: Any, in_workers: Sequence[Any]
-    ) -> Any:
-        """Return the lab's side of the offloading connector."""
+    def _offloads(self, options: Options, memories: Any, in_scheduler: Any, in_workers: Sequence[Any]) -> Any:
         simple = options.simple_offloading or options.connector == "simple-offload"
         module: Any = import_module(f"kvfix_tools.lab.connectors.{'simple_offload' if simple else 'offloading'}")
         pairs = enumerate(zip(memories, in_workers, strict=True))
@@ -123,12 +121,13 @@ class Connector:
         if self.offloading is not None:
             self.offloading.never_given_back()
 
+    def fail_store(self, name: str, rank: int = 0) -> None:
+        """A step: let the next store of this request to CPU memory fail in this rank."""
+        self.offloading.ranks[rank].failing_stores.add(name)
+
     def close(self) -> None:
-        """Shut the engine down."""
         if self.offloading is not None:
             self.offloading.close()
-
-    # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
         if self.offloading is not None:
@@ -136,8 +135,6 @@ class Connector:
 
     def exchange(self) -> None:
         """Deliver the messages of this step: lookups to the workers, answers to the scheduler."""
-
-    # ------------------------------------------------------------------ transfers in flight
 
     def busy(self) -> bool:
         """Return True if a transfer or a lookup is in flight."""
@@ -167,13 +164,6 @@ class Connector:
 
 def nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
-
-
-def _in_worker(connector: Any) -> Any:
-    """Return another connector of the MultiConnector in the worker role."""
-    if isinstance(connector, OtherConnector):
-        return connector
-    return type(connector)(connector._vllm_config, KVConnectorRole.WORKER, connector._kv_cache_config)
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]

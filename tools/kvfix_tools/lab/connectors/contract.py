@@ -31,10 +31,7 @@ class Load(NamedTuple):
 
 
 class Contract:
-    """Checks each hook call of a connector against the docstrings of vLLM's base class (v1/base.py 0.32.0).
-
-    The hooks of the scheduler role are wrapped on the instance. A wrong call violates a rule of the lab (rules.py).
-    """
+    """Checks each hook call of a connector against the docstrings of vLLM's base class (v1/base.py 0.32.0)."""
 
     def __init__(self, owner: AnyConnector) -> None:
         self._owner = owner
@@ -134,9 +131,6 @@ def _of_output(output: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------- requests that the connector keeps
-
-
 def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
     """Return {place: ids found in it}. Search the connector and the objects of its package that it refers to."""
     found: dict[str, set[str]] = {}
@@ -178,11 +172,6 @@ def _is_its_own(value: Any, packages: set[str]) -> bool:
 
 def _among(many: Any, ids: set[str]) -> set[str]:
     """Return the ids that are keys or elements of this container, or elements of its elements."""
-    here = {one for one in many if isinstance(one, str) and one in ids}
     inner = many.values() if isinstance(many, dict) else many
-    for one in inner:
-        if isinstance(one, (set, frozenset, list, tuple, deque)) and len(one) < 4096:
-            here |= {name for name in one if isinstance(name, str) and name in ids}
-        elif isinstance(one, str) and one in ids:
-            here.add(one)
-    return here
+    parts = [one for one in inner if isinstance(one, (set, frozenset, list, tuple, deque)) and len(one) < 4096]
+    return {name for part in (many, inner, *parts) for name in part if isinstance(name, str) and name in ids}

@@ -62,7 +62,8 @@ class MooncakeWorker(PairWorker):
             self.lost.discard(name)
             if failed and self.events.model.requests[name].is_finished():
                 continue
-            self.events.loaded(name, start if failed else end, 0 if failed else end - start)
+            end = start if failed else end
+            self.events.loaded(name, end, end - start)
         return sent, received
 
 
@@ -128,16 +129,13 @@ class MooncakeSide(PairSide):
         for request in self.events.model.requests.values():
             if request.is_finished():
                 self._ended.setdefault(_transfer_of(request), clock.now())
-        if self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send:
-            return  # the worker does not know of all requests yet
-        if self.network.timeout < _LONG:
-            return  # decode may ask so late that the worker has already dropped the request
-        open_now, had = set(), {}
-        for name, request in self.events.model.requests.items():
-            transfer = _transfer_of(request)
-            had[transfer] = name
-            if not request.is_finished():
-                open_now.add(transfer)
+        # the worker does not know of all requests yet, or decode may ask so late that it has dropped the request
+        unknown = self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send
+        if unknown or self.network.timeout < _LONG:
+            return
+        requests = self.events.model.requests
+        had = {_transfer_of(request): name for name, request in requests.items()}
+        open_now = {_transfer_of(request) for request in requests.values() if not request.is_finished()}
         # An aborted prefill leaves the dictionary and sends decode no message: decode still waits. After the timeout
         # prefill does not know the request any more.
         known = {each: sent for each, sent in self._sends.items() if clock.now() < self._ended.get(each, inf) + _LONG}

@@ -1,8 +1,6 @@
 """The network between two engines with MooncakeConnector, and stand-ins for what its coroutines communicate with.
 
-Mooncake's transfer engine writes from one engine's memory to the other's. A write takes some steps (byte_memory.py).
-vLLM's own coroutines run in event loops that use the lab's steps and time. `replace` sets the stand-ins for asyncio's
-threads, zmq, httpx and the transfer engine in the module of the connector.
+vLLM's own coroutines run in event loops that use the lab's steps and time. A write takes some steps.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import dataclasses
 import itertools
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -204,14 +202,6 @@ class Network(PairNetwork):
             write.ended(-1 if failed else 0)
 
 
-def transfer_engine(host: Host) -> Any:
-    """Return a stand-in for mooncake.engine.TransferEngine. answer: the result of the write that has just ended."""
-    engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
-    engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
-    engine.batch_transfer_sync_write = lambda *_: engine.answer
-    return engine
-
-
 class Asyncio:
     """asyncio with loops that run in the lab's steps."""
 
@@ -289,11 +279,6 @@ class Dealer:
             raise zmq.Again from None
 
 
-@contextmanager
-def make_zmq_socket(context: Any, address: str, *_: Any, **__: Any) -> Iterator[Dealer]:
-    yield Dealer(context.host, address)
-
-
 def httpx_module(network: Network) -> Any:
     """Return a replacement for httpx: vLLM's own bootstrap server answers without a socket."""
 
@@ -310,15 +295,13 @@ def httpx_module(network: Network) -> Any:
             return _answer(await server.register_worker(server.payload(**json)))
 
         async def get(self, url: str) -> Any:
-            server = self._server(url, "/query")
-            if network.fails("handshake"):
-                raise httpx.ConnectError("refused")
+            server = self._server(url, "/query", "handshake")
             return _answer({number: dataclasses.asdict(each) for number, each in (await server.query()).items()})
 
         @staticmethod
-        def _server(url: str, path: str) -> Any:
+        def _server(url: str, path: str, what: str = "") -> Any:
             server = network.bootstrap.get(url.removesuffix(path))
-            if server is None:
+            if server is None or (what and network.fails(what)):
                 raise httpx.ConnectError("refused")
             return server
 
@@ -343,9 +326,13 @@ def replace(host: Host) -> None:
     context = SimpleNamespace(host=host, socket=lambda _: Router(host), term=nothing)
     module.zmq = SimpleNamespace(asyncio=SimpleNamespace(Context=lambda: context, Socket=Router))
     vars(module.zmq).update({name: getattr(zmq, name) for name in _OF_ZMQ})
-    module.make_zmq_socket = make_zmq_socket
+    module.make_zmq_socket = lambda context, address, *_, **__: nullcontext(Dealer(context.host, address))
     module.httpx = httpx_module(network)
-    module.TransferEngine = lambda: transfer_engine(host)
+    # answer: the result of the write that has just ended
+    engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
+    engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
+    engine.batch_transfer_sync_write = lambda *_: engine.answer
+    module.TransferEngine = lambda: engine
     module.get_ip = lambda: host.name
     module.envs = SimpleNamespace(
         VLLM_MOONCAKE_CONNECTOR_TIMEOUT=5, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=network.timeout

@@ -1,8 +1,6 @@
 """LMCache's multi-process connector and vLLM's copy of it in the lab, in both roles, without a real server.
 
-The connector classes, their trackers and metadata, and LMCache's adapters with their futures are real. The lab replaces
-the client of the server, and the transfer context, which copies between slots and chunks (mp_server.py). The server
-answers after `delay` steps.
+The lab replaces the client of the server, and the transfer context, which copies between slots and chunks.
 """
 
 import functools
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 
 from kvfix.engine_state import lmcache_readers
-from kvfix_tools.lab.connectors.connector import Connector
+from kvfix_tools.lab.connectors.connector import Connector, nothing
 from kvfix_tools.lab.connectors.mp_server import Heartbeat, Server
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.memory import Cache, Slots
@@ -24,20 +22,6 @@ from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 
 ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
-
-
-def _without_gpu() -> None:
-    """Replace the CUDA event of vLLM's copy.
-
-    No transfer has to wait for a step: a step has ended when its call returns.
-    """
-    if torch.cuda.is_available():
-        return
-    event = SimpleNamespace(record=lambda *_: None, ipc_handle=lambda: b"")
-    cuda: Any = torch.cuda
-    cuda.Event = lambda **_: event
-    cuda.current_stream = lambda: None
-    cuda.stream = lambda *_: nullcontext()
 
 
 @functools.cache
@@ -49,11 +33,7 @@ def released() -> Any:
 
 
 class MessageQueue:
-    """The server behind the message queue of releases before 0.5.6: requests by type, payloads in a list.
-
-    Before 0.4.6 it also gets transfers: (key, worker, blocks, event), and for a load the number of first tokens to
-    skip.
-    """
+    """The server behind the message queue of releases before 0.5.6: requests by type. Before 0.4.6 also transfers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -76,8 +56,6 @@ class MessageQueue:
 
 
 class MPWorker(Worker):
-    """One rank: the real connector and its client, with the lab's server."""
-
     clears = True
 
     def __init__(self, rank: int, server: Server, slots: Slots, called: Any, in_worker: Any, options: Options) -> None:
@@ -95,7 +73,11 @@ class MPWorker(Worker):
             several = options.several_groups
             self.adapter._block_ids_per_group = lambda op: op.block_ids if several else [op.flat_block_ids]
         if options.several_groups:
-            self._server.chunks.keep(_registered_windows(self.in_worker))
+            module: Any = import_module("lmcache.integration.vllm.kv_cache_groups")
+            groups = self.in_worker._kv_cache_config.kv_cache_groups
+            places = {name: at for at, name in enumerate(name for group in groups for name in group.layer_names)}
+            sizes = module._resolve_per_layer_sw_sizes(groups, places, len(places))
+            self._server.chunks.keep([size for size in sizes if size > 0])  # of each sliding window or state
 
     def get_finished(self, ended: set[str]) -> Any:
         if not self.unanswered:
@@ -123,15 +105,6 @@ class MPWorker(Worker):
         return loads.union(getattr(self.adapter, "_dropped_retrieves", ()))
 
 
-def _registered_windows(connector: Any) -> list[int]:
-    """Return how many tokens of each sliding window or state LMCache keeps, as registered with the server."""
-    module: Any = import_module("lmcache.integration.vllm.kv_cache_groups")
-    groups = connector._kv_cache_config.kv_cache_groups
-    names = [name for group in groups for name in group.layer_names]
-    sizes = module._resolve_per_layer_sw_sizes(groups, {name: at for at, name in enumerate(names)}, len(names))
-    return [size for size in sizes if size > 0]
-
-
 class MP(Connector):
     workers: list[MPWorker]
     _worker_class = MPWorker
@@ -143,7 +116,10 @@ class MP(Connector):
         released()
         self._replace(adapter)
         adapter.vllm_layout_hints = dict  # the real function needs the model
-        _without_gpu()
+        if not torch.cuda.is_available():  # for vLLM's copy: a step has ended when its call returns
+            event = SimpleNamespace(record=nothing, ipc_handle=lambda: b"")
+            fakes = {"Event": lambda **_: event, "current_stream": nothing, "stream": lambda *_: nullcontext()}
+            vars(torch.cuda).update(fakes)
         config = vllm_objects.vllm_config(options)
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
@@ -153,7 +129,6 @@ class MP(Connector):
         self.scheduler_adapter = self.in_scheduler.scheduler_adapter
 
     def _replace(self, adapter: Any) -> None:
-        """Replace LMCache's client and transfer context by the lab's server."""
         if hasattr(adapter, "RequestClientFactory"):
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:

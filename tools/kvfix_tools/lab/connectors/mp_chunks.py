@@ -30,8 +30,6 @@ class Chunks:
         self._several = len(self.objects) > 1 or len(self._slots) > 1
         self._all_null = _all_null(self._options, self.objects) if self._options.several_groups else None
 
-    # ------------------------------------------------------------------ keys and contents
-
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
         """Return the keys of the whole chunks up to `end`, and the right contents of the tokens.
 
@@ -65,8 +63,6 @@ class Chunks:
             for stored, rank, key in self._keys(chunk):
                 self.cache[key] = self.right(stored, contents, number, rank)
 
-    # ------------------------------------------------------------------ locks
-
     def lock(self, keys: list[Any], request_id: str) -> int:
         """Return how many of these chunks, from the first on, are hit. Lock the objects that the hit needs."""
         found = self.cache.pinned_prefix(keys, request_id)
@@ -97,7 +93,6 @@ class Chunks:
         self._keep_locked(request_id, [key for key in self.cache.pins.get(request_id, ()) if key not in keys])
 
     def unlock_all(self, request_id: str, rank: int) -> None:
-        """Release all locks of the request in this rank."""
         of_ranks = [(key, key[0] if isinstance(key[0], int) else 0) for key in self.cache.pins.get(request_id, ())]
         self._keep_locked(request_id, [key for key, of in of_ranks if of != rank])
 
@@ -106,8 +101,6 @@ class Chunks:
             self.cache.pins[request_id] = keys
         else:
             self.cache.unpin(request_id)
-
-    # ------------------------------------------------------------------ transfers
 
     def covered(self, groups: list[list[int]], chunks: int) -> bool:
         """Return True if each KV group has the blocks of so many chunks. Otherwise the server skips the transfer."""

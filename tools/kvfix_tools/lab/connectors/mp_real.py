@@ -1,12 +1,8 @@
 """LMCache's multi-process connector with a real `lmcache server`, over its sockets. The server copies real memory.
 
-More is real than in mp.py: the server, the client, and the code of the heartbeat. The transfer context of servers that
-copy (`lmcache_driven`, as on CUDA) is real too. The slots are in shared memory, eight bytes each, which the server maps
-like GPU memory.
-
-The lab only changes the time of requests. It sends lookups, loads and stores some steps after the adapter has made
-them, and waits for each answer, so that a schedule always plays the same way. CUDA events are LMCache's own stubs: when
-a step returns, its work is complete. Only evictions by the server itself depend on real time.
+The slots are in shared memory, eight bytes each, which the server maps like GPU memory. The lab sends lookups, loads
+and stores some steps after the adapter has made them, and waits for each answer, so that a schedule always plays the
+same way. Only evictions by the server itself depend on real time.
 """
 
 from __future__ import annotations
@@ -176,7 +172,6 @@ class RealServer(Server):
         self._on_disk -= hit
 
     def released(self, key: Any) -> None:
-        """Note that the request has released these chunks."""
         locked = self._locked.get(key.request_id, range(0))
         start, end = key.start // self.chunk_size, key.end // self.chunk_size
         self._locked[key.request_id] = range(end, locked.stop) if start <= locked.start else range(locked.start, start)
@@ -247,8 +242,6 @@ class RealServer(Server):
 
 
 class RealWorker(MPWorker):
-    """A worker with slots in memory that the server maps."""
-
     _server: RealServer
 
     def _register(self, options: Options) -> None:

@@ -22,11 +22,10 @@ from kvfix_tools.lab.options import Options
 class Heartbeat:
     """Replaces LMCache's HeartbeatThread: one heartbeat in each step."""
 
+    stop_requested = False
+
     def __init__(self, server: Server, health_event: Any, instance_id: int | None = None, **more: Any) -> None:
-        self._server = server
-        self._event = health_event
-        self.is_of_worker = instance_id is not None
-        self.stop_requested = False
+        self._server, self._event, self.is_of_worker = server, health_event, instance_id is not None
         self._recover: Callable[[], bool] = lambda: True
 
     def register_recover_callback(self, callback: Callable[[], bool]) -> None:
@@ -123,7 +122,6 @@ class Server:
         self._hits: dict[str, int | None] = {}
 
     def tick(self) -> None:
-        """Begin a step of the engine: do the actions that are due."""
         self._now += 1
         for heartbeat in self.heartbeats:
             heartbeat.beat()
@@ -164,8 +162,6 @@ class Server:
     def _answer_something(self, client: Any) -> None:
         client._message_queue_client.process_inbound()
 
-    # ------------------------------------------------------------------ lookups and their locks
-
     def _keys_from_start(self, key: Any) -> list[Any]:
         """Return the keys of the chunks in LMCache's key of a transfer."""
         return self.chunks.keys(key.token_ids, key.end, key.cache_salt)[0][key.start // self.chunk_size :]
@@ -200,8 +196,6 @@ class Server:
         self.chunks.unlock(key.request_id, self._keys_from_start(key))
         return self._answer(None)
 
-    # ------------------------------------------------------------------ other calls of the client
-
     def get_chunk_size(self) -> Any:
         return self._answer(self.chunk_size)
 
@@ -221,8 +215,6 @@ class Server:
         """Remove all chunks without a read lock (v1/distributed/storage_manager.py 0.5.6:1244)."""
         self.chunks.cache.evict(len(self.chunks.cache))
         return self._answer(None)
-
-    # ------------------------------------------------------------------ transfers
 
     def register(self, *args: Any, **more: Any) -> Any:
         self._registered = True
@@ -281,13 +273,11 @@ class Server:
             self.chunks.unlock(request_id, wanted, rank)
             return done
 
-        def in_time(done: bool) -> bool:
-            self.events.counts["loads_of_groups"] += done and len(groups) > 1
-            return done
+        return self._answer_load_later(key, load, bool, len(groups) > 1)
 
-        return self._answer_load_later(key, load, in_time)
-
-    def _answer_load_later(self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool]) -> Any:
+    def _answer_load_later(
+        self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool], several_groups: bool = False
+    ) -> Any:
         """Return a future of `load`. brought: tells from its answer if the load has brought all tokens."""
         request_id, rank = key.request_id, key.worker_id or 0
         self.loading[request_id] += 1
@@ -296,6 +286,7 @@ class Server:
             self._end_load(request_id)
             answer = load()
             tokens = key.end - key.start if brought(answer) else 0
+            self.events.counts["loads_of_groups"] += several_groups and tokens > 0
             self.events.loaded(request_id, key.end if tokens else 0, tokens, rank)
             return answer
 

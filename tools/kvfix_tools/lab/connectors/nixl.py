@@ -47,7 +47,6 @@ def module(name: str) -> Any:
 
 
 def replace(network: Network) -> None:
-    """Replace NIXL, its sockets and the clock by the lab's network and clock."""
     time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now(), time=lambda: clock.now())
     for name in _MODULES:
         module(name).time = time
@@ -116,10 +115,8 @@ class NixlWorker(PairWorker):
                 self.has_loaded(name, peers[name])
         for name in received:
             start, end = self.due.pop(name, (0, 0))
-            if name in self._failed_requests:
-                self.events.loaded(name, start, 0, self.rank)
-            else:
-                self.events.loaded(name, end, end - start, self.rank)
+            end = start if name in self._failed_requests else end
+            self.events.loaded(name, end, end - start, self.rank)
         return sent, received
 
     def has_loaded(self, name: str, of: str) -> None:

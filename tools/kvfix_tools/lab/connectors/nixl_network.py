@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy
@@ -31,22 +31,12 @@ class AgentError(Exception):
     """The exception of NIXL."""
 
 
-class _List(NamedTuple):
-    """A prepared list of descriptors. agent: the owner of the memory. places: (address, bytes, device)."""
-
-    agent: str
-    places: Any
-
-
 def _each(places: Any) -> Any:
     if places.shape[1] == 3:
         return places
+    rows = places.tolist()
     return numpy.array(
-        [
-            (start + n * stride, size, device)
-            for start, size, device, stride, count in places.tolist()
-            for n in range(count)
-        ]
+        [(start + n * by, size, device) for start, size, device, by, count in rows for n in range(count)]
     )
 
 
@@ -73,7 +63,8 @@ class Agent:
         self.late = 0
         #: Notices that have arrived but are not read yet: (sender, notice)
         self.notices: list[tuple[str, bytes]] = []
-        self._lists: dict[int, _List] = {}
+        #: Prepared lists of descriptors: (owner of the memory, [(address, bytes, device)]).
+        self._lists: dict[int, tuple[str, Any]] = {}
         self._transfers: dict[int, Transfer] = {}
         self._peers: set[str] = set()
 
@@ -81,8 +72,6 @@ class Agent:
         self.closed = True
         self.notices.clear()
         self._transfers.clear()
-
-    # ------------------------------------------------------------------ memory and peers
 
     def get_reg_descs(self, ranges: Any, kind: str) -> Any:
         return ranges
@@ -101,7 +90,7 @@ class Agent:
         if name != self.name and name not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
         handle = self._network.handle()
-        self._lists[handle] = _List(name, _each(places))
+        self._lists[handle] = name, _each(places)
         return handle
 
     def release_dlist_handle(self, handle: int) -> None:
@@ -122,13 +111,11 @@ class Agent:
         """Return True also for a peer whose process has ended, as nixl 1.5.1 does."""
         return name in self._peers
 
-    # ------------------------------------------------------------------ transfers
-
     def make_prepped_xfer(
         self, operation: str, local: int, here: Sequence[int], remote: int, there: Sequence[int], notif_msg: bytes = b""
     ) -> int:
-        mine, theirs = self._lists[local], self._lists[remote]
-        if theirs.agent not in self._peers:
+        (_, mine), (peer, theirs) = self._lists[local], self._lists[remote]
+        if peer not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
         if self._network.fails("setup"):
             raise AgentError("NIXL_ERR_BACKEND")
@@ -136,17 +123,17 @@ class Agent:
         self.prepare(handle, operation, local, here, remote, there, notif_msg)
         pairs = []
         for one, other in zip(here, there, strict=True):
-            address, size, _ = (int(each) for each in mine.places[one])
-            far, _, _ = (int(each) for each in theirs.places[other])
+            address, size, _ = (int(each) for each in mine[one])
+            far, _, _ = (int(each) for each in theirs[other])
             pairs.append((far, address, size) if operation == "READ" else (address, far, size))
-        self._transfers[handle] = Transfer(theirs.agent, operation == "READ", pairs, notif_msg)
+        self._transfers[handle] = Transfer(peer, operation == "READ", pairs, notif_msg)
         return handle
 
     def prepare(
         self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
     ) -> None:
         """Raises AgentError for unknown or missing places, and for lists with different numbers of places or bytes."""
-        mine, theirs = self._lists[local].places, self._lists[remote].places
+        mine, theirs = self._lists[local][1], self._lists[remote][1]
         if len(here) == len(there) > 0:
             pairs = zip(here, there, strict=True)
             if all(0 <= a < len(mine) and 0 <= b < len(theirs) and mine[a][1] == theirs[b][1] for a, b in pairs):
@@ -206,8 +193,6 @@ class Agent:
     def _reaches(self, peer: str) -> bool:
         return not self._network.agents[peer].closed
 
-    # ------------------------------------------------------------------ notices
-
     def send_notif(self, agent: str, notif_msg: bytes = b"") -> None:
         if agent in self._peers and self._reaches(agent) and self._network.fails("notice"):
             raise AgentError("NIXL_ERR_BACKEND")
@@ -230,10 +215,7 @@ class Agent:
 
 
 class Network(PairNetwork):
-    """The agents by name, the listeners for handshakes, and the messages and transfers in flight.
-
-    counts: counters of real NIXL (nixl_real.py).
-    """
+    """The agents by name, the listeners for handshakes, and the messages and transfers in flight."""
 
     agent_class: type[Agent] = Agent
 
@@ -274,12 +256,11 @@ class Network(PairNetwork):
         self.write()
 
     def time_passes(self) -> None:
-        latest = self.now + self.delay + max(agent.late for agent in self.agents.values())
-        for agent in list(self.agents.values()):
-            agent.arrive(latest)
+        agents = list(self.agents.values())
+        for agent in agents:
+            agent.arrive(self.now + self.delay + max(each.late for each in agents))
 
     def write(self) -> None:
-        """Run the writer threads that were woken."""
         for writer in self._writers:
             writer.go_on(self.now)
 
@@ -305,17 +286,16 @@ class Network(PairNetwork):
         """Replaces `zmq_ctx`: the socket of the worker that begins a handshake, or of the thread that answers one."""
         messages = [self._asked] if kind == zmq.ROUTER else []
 
-        def next_message() -> tuple[bytes, bytes, bytes]:
+        def receive() -> Any:
+            if kind != zmq.ROUTER:
+                return self.ask(path.removeprefix("tcp://"), messages[-1])
             if not messages:
                 raise zmq.Again
             return b"worker", b"", messages.pop()
 
-        if kind == zmq.ROUTER:
-            answer = lambda parts: self._said.extend(parts[2:])  # noqa: E731
-            yield SimpleNamespace(setsockopt=nothing, recv_multipart=next_message, send_multipart=answer)
-        else:
-            ask = lambda: self.ask(path.removeprefix("tcp://"), messages[-1])  # noqa: E731
-            yield SimpleNamespace(setsockopt=nothing, send=messages.append, recv_multipart=ask)
+        made = SimpleNamespace(setsockopt=nothing, send=messages.append, recv_multipart=receive)
+        made.send_multipart = lambda parts: self._said.extend(parts[2:])
+        yield made
 
     def listen(self, **thread: Any) -> Any:
         """Replaces the thread that answers handshakes.

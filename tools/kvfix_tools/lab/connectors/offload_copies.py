@@ -1,9 +1,7 @@
 """Replacements for the GPU driver's copies, streams and events between GPU and CPU memory, and for threads.
 
 A seed must always play the same way, so threads must not change the order of events. A copy (byte_memory.py) ends some
-steps after it was submitted, or when vLLM waits for its event. SimpleCPUOffloadConnector's worker, the loop of its
-thread, and its computation of addresses are real. OffloadingConnector's secondary tiers are vLLM's own, with files in a
-temporary folder.
+steps after it was submitted, or when vLLM waits for its event.
 """
 
 import ctypes
@@ -78,17 +76,19 @@ class Copies:
 
 
 class Event:
-    """Replaces the GPU's event: the last copy before it was recorded."""
+    """Replaces the GPU's event: the last copy before it was recorded. A stream has the copies of its rank."""
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
-        self._copy: byte_memory.Copy | None = None
+    _copy: byte_memory.Copy | None = None
+
+    def __init__(self, copies: Copies | None = None) -> None:
+        self._copies: Any = copies
 
     def record(self, stream: Any = None) -> None:
+        self._copies = getattr(stream, "copies", self._copies)
         self._copy = self._copies.last
 
     def query(self) -> bool:
-        return self._copies.is_done(self._copy)
+        return bool(self._copies.is_done(self._copy))
 
     def synchronize(self) -> None:
         if not self.query() and self._copy is not None:
@@ -119,16 +119,8 @@ class AtOnce:
         return self._items.pop(0)
 
 
-class _EventOfStream(Event):
-    def __init__(self) -> None: ...
-
-    def record(self, stream: Any = None) -> None:
-        """Record an event. stream: has the copies of its rank."""
-        self._copies, self._copy = stream.copies, stream.copies.last
-
-
 class _Torch(cuda_stand_in.Torch):
-    Event = _EventOfStream  # type: ignore[assignment]
+    Event = Event  # type: ignore[assignment]
 
 
 class CopyQueue(AtOnce):
@@ -149,22 +141,21 @@ class CopyQueue(AtOnce):
             self.died = True
 
 
-def _thread(target: Any, args: tuple[Any, ...], **_: Any) -> Any:
-    """Replaces the copy thread: after its start, the queue runs its loop."""
-    return SimpleNamespace(start=lambda: setattr(args[0], "run", functools.partial(target, *args)))
-
-
 @functools.cache
 def stand_in() -> None:
     """Replace the GPU for all workers of this process."""
     from vllm.v1.simple_kv_offload import copy_backend, cuda_mem_ops, worker
+
+    def thread(target: Any, args: tuple[Any, ...], **_: Any) -> Any:
+        """Replaces the copy thread: after its start, the queue runs its loop."""
+        return SimpleNamespace(start=lambda: setattr(args[0], "run", functools.partial(target, *args)))
 
     vars(worker).update(torch=cuda_stand_in.Torch(), PIN_MEMORY=False)
     vars(copy_backend).update(
         torch=_Torch(),
         current_platform=SimpleNamespace(set_device=lambda device: None),
         queue=SimpleNamespace(SimpleQueue=CopyQueue),
-        threading=SimpleNamespace(Thread=_thread),
+        threading=SimpleNamespace(Thread=thread),
     )
     cuda_mem_ops._batch_memcpy = None, 0
 

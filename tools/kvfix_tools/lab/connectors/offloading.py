@@ -1,8 +1,7 @@
 """vLLM's OffloadingConnector in the lab, alone or with LMCache's connector in a MultiConnector.
 
-simple_offload.py has SimpleCPUOffloadConnector, with the same base classes. The roles of OffloadingConnector, its jobs,
-memory managers, tiers and the worker that copies are real. The lab only replaces the driver's batched copy and its
-streams (offload_copies.py).
+simple_offload.py has SimpleCPUOffloadConnector, with the same base classes. The lab only replaces the driver's batched
+copy and its streams (offload_copies.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -107,7 +106,8 @@ class Rank(Copying):
                 return submit_load(job, source, to)
 
         def store(job: int, source: Any, to: Any) -> Any:
-            name = self.owner.stored_by(job)
+            jobs = self.owner.scheduler._jobs
+            name = str(jobs[job].req_id) if job in jobs else ""
             fails = name in self.failing_stores
             self.failing_stores.discard(name)
             self._failed.update([job] if fails else [])
@@ -148,10 +148,6 @@ class Offloading(BothRoles):
             return build(output)
 
         self.scheduler.build_connector_meta = build_connector_meta
-
-    def stored_by(self, job: int) -> str:
-        jobs = self.scheduler._jobs
-        return str(jobs[job].req_id) if job in jobs else ""
 
     def loaded(self, rank: int, name: str, to: Any, fails: bool) -> None:
         """Record the end of a load. to: the targets of its copies."""
@@ -214,12 +210,10 @@ class Offloading(BothRoles):
 
     @property
     def busy(self) -> bool:
-        """Return True if a job is not reported as done."""
         copying = any(rank.copies.pending for rank in self.ranks)
         return bool(self.scheduler._jobs or copying or self.manager.has_pending_work() or self.tiers.looking)
 
     def requests(self, loads: bool) -> set[str]:
-        """Return the requests with a load in flight, or with a store in flight."""
         return {job.req_id for job in self.scheduler._jobs.values() if job.is_store != loads}
 
     def kept(self) -> dict[str, set[str]]:
@@ -244,20 +238,7 @@ class OffloadingWorker(Worker):
         super().__init__(rank.rank, slots, called, called, None, rank.failing)
 
 
-class OffloadingSteps:
-    """The steps of a schedule for the CPU memory of a side with an offloading connector."""
-
-    offloading: Any
-
-    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
-        return int(self.offloading.evict(chunks, forced))
-
-    def fail_store(self, name: str, rank: int = 0) -> None:
-        """A step: let the next store of this request to CPU memory fail in this rank."""
-        self.offloading.ranks[rank].failing_stores.add(name)
-
-
-class Alone(OffloadingSteps, Connector):
+class Alone(Connector):
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self._folder = Tiers.folder(options)
         config = vllm_objects.vllm_config(options, self._folder.name if self._folder else "")
@@ -268,6 +249,9 @@ class Alone(OffloadingSteps, Connector):
         self.offloading.alone = True
         self.reader = self.offloading.reader
         self.workers = [OffloadingWorker(*each) for each in zip(self.offloading.ranks, memories, called, strict=True)]
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return int(self.offloading.evict(chunks, forced))
 
     def metadata(self, metadata: Any) -> Any:
         self.offloading.take_due(metadata)

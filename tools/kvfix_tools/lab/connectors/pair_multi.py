@@ -1,8 +1,7 @@
-"""A connector between two engines and another connector, in vLLM's MultiConnector.
+"""A connector between two engines and LMCache's in-process connector or OffloadingConnector, in a MultiConnector.
 
-The other one is LMCache's in-process connector or OffloadingConnector. The modules of the connectors describe the parts
-that the lab replaces. vLLM asks the children in order and loads with the first one that promises tokens. All children
-store. Each engine has its own cache or CPU memory.
+vLLM asks the children in order and loads with the first one that promises tokens. All children store. Each engine has
+its own cache or CPU memory.
 """
 
 import dataclasses
@@ -16,7 +15,6 @@ from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
 from kvfix_tools.lab.connectors.mooncake import MooncakeSide
 from kvfix_tools.lab.connectors.nixl import NixlSide, PushSide
-from kvfix_tools.lab.connectors.offloading import OffloadingSteps
 from kvfix_tools.lab.connectors.v1 import V1, V1Worker
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.memory import Cache, Slots
@@ -71,8 +69,7 @@ class InMulti(Worker):
         self.child.begun()
 
 
-class MultiWorker(InMulti, V1Worker):
-    """A MultiConnector with LMCache's connector as the other child."""
+class MultiWorker(InMulti, V1Worker): ...
 
 
 class MultiSide(V1, PairSide):
@@ -143,9 +140,12 @@ class OffloadWorker(InMulti):
         super().__init__(0, slots, called, in_worker, self.child.adapter, {})
 
 
-class NixlAndOffloading(OffloadingSteps, NixlSide):
+class NixlAndOffloading(NixlSide):
     worker_class: Any = OffloadWorker
     workers: Sequence[OffloadWorker]
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return int(self.offloading.evict(chunks, forced))
 
     @property
     def between(self) -> Sequence[Any]:

@@ -1,7 +1,4 @@
-"""A real `lmcache server` in a separate process, for the lab: small, on a CPU, with an L2 on disk.
-
-The server starts once and ends with this process. The lab reads its state over its HTTP interface.
-"""
+"""A real `lmcache server` in a separate process, for the lab: small, on a CPU, with an L2 on disk."""
 
 from __future__ import annotations
 
@@ -37,6 +34,11 @@ LINGERING = 5.0
 _SET_PARENT_DEATH_SIGNAL = 1
 #: The thread of the server that completes transfers after their answer.
 _ENDS_TRANSFERS = "/periodic-threads/DeviceHostFuncDispatcher"
+#: Counts of objects that the server moves between L1 and L2.
+_MOVES = {
+    "store_controller": ("pending_keys_count", "in_flight_task_count"),
+    "prefetch_controller": ("submission_queue_size", "pending_queue_size", "in_flight_request_count"),
+}
 _LIBC = ctypes.CDLL(None)
 
 
@@ -75,8 +77,9 @@ class ServerProcess:
         log = Path(self._folder.name, "log")
         with open(log, "w") as file:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=file, stderr=file, preexec_fn=_end_with_parent
-            )
+                self._command, env=self._environment, stdout=file, stderr=file,
+                preexec_fn=lambda: _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL),
+            )  # fmt: skip
         end = time.monotonic() + real_engine.SERVER_LIMIT
         while self.get("/healthcheck") is None:
             if self._process.poll() is not None or time.monotonic() > end:
@@ -86,7 +89,6 @@ class ServerProcess:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """Kill the server, as in a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -147,10 +149,11 @@ class ServerProcess:
             """Return True if the locks do not change: the server counts a store to L2 after it begins."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
-            if _busy(state["storage_manager"]):
+            storage = state["storage_manager"]
+            if any(storage[controller][count] for controller, counts in _MOVES.items() for count in counts):
                 busy_at = time.monotonic()
                 return False
-            locked = state["storage_manager"]["l1_manager"]["read_locked_count"]
+            locked = storage["l1_manager"]["read_locked_count"]
             return not locked or time.monotonic() > busy_at + LINGERING
 
         self.transfers_end()
@@ -175,22 +178,6 @@ class ServerProcess:
     def delete(self, keys: list[dict[str, Any]], tier: str, force: bool) -> int:
         """Remove objects from a tier (l1, l2 or all) and return their number. force: also locked objects of L1."""
         return int(self.request("DELETE", "/cache/objects", {"keys": keys, "tier": tier, "force": force})["deleted"])
-
-
-def _busy(storage: dict[str, Any]) -> bool:
-    """Return True if the server moves objects between L1 and L2."""
-    stores, loads = storage["store_controller"], storage["prefetch_controller"]
-    return bool(
-        stores["pending_keys_count"]
-        or stores["in_flight_task_count"]
-        or loads["submission_queue_size"]
-        or loads["pending_queue_size"]
-        or loads["in_flight_request_count"]
-    )
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def of_this_process() -> ServerProcess:

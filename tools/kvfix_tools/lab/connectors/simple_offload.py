@@ -1,7 +1,4 @@
-"""vLLM's SimpleCPUOffloadConnector in the lab, in both roles, alone or with LMCache's connector in a MultiConnector.
-
-The lab replaces the GPU and the copy thread (offload_copies.py).
-"""
+"""vLLM's SimpleCPUOffloadConnector in the lab. The lab replaces the GPU and the copy thread (offload_copies.py)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -25,8 +22,8 @@ class Rank(Copying):
         stand_in()
         self._handler = handler = in_worker.worker_handler
         in_worker.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
-        self._thread: CopyQueue = handler._backend._queue
-        self._thread.copies = handler.load_stream.copies = handler.store_stream.copies = self.copies
+        self.thread: CopyQueue = handler._backend._queue
+        self.thread.copies = handler.load_stream.copies = handler.store_stream.copies = self.copies
         self._launch_copy, handler._backend.launch_copy = handler._backend.launch_copy, self._launch
         #: The CPU memory of this rank, with a row for each block.
         (memory,) = handler.cpu_kv_caches.values()
@@ -35,7 +32,7 @@ class Rank(Copying):
     def _launch(
         self, source: list[int], to: list[int], is_store: bool, event_idx: int, events_list: Any, wait_event: Any = None
     ) -> None:
-        if self._thread.died:
+        if self.thread.died:
             return
         names = self.owner.requests_of(event_idx, is_store)
         failing = self.failing_stores.intersection(names) if is_store else self.failing.keys() & set(names)
@@ -43,7 +40,7 @@ class Rank(Copying):
             self.failing_stores.discard(name) if is_store else self.failing.pop(name)
 
         def done() -> None:
-            for name in () if is_store or self._thread.died else names:
+            for name in () if is_store or self.thread.died else names:
                 self.owner.loaded(self.rank, name, bool(failing))
 
         if is_store:
@@ -55,10 +52,6 @@ class Rank(Copying):
     def loading(self) -> set[str]:
         """Return requests whose load will be reported. Reports are in order: an ended load waits for earlier ones."""
         return {name for event, _ in self._handler._load_events for name in self.owner.requests_of(event, False)}
-
-    @property
-    def died(self) -> bool:
-        return self._thread.died
 
     def contents(self, block: int, size: int) -> list[int]:
         return contents_of(self.blocks[block], size)
@@ -147,7 +140,7 @@ class Offloading(BothRoles):
     def busy(self) -> bool:
         """Return True if a copy is in flight or not reported. As released, a copy that fails is never reported."""
         under_way = any(rank.copies.pending for rank in self.ranks)
-        return under_way or (self._manager.has_pending_stores() and not any(rank.died for rank in self.ranks))
+        return under_way or (self._manager.has_pending_stores() and not any(rank.thread.died for rank in self.ranks))
 
     def requests(self, loads: bool) -> set[str]:
         if loads:

@@ -1,8 +1,7 @@
-"""LMCache's in-process connector in the lab: the real adapter in both roles, with replacements for what needs a GPU.
+"""LMCache's in-process connector in the lab: the real adapter in both roles.
 
-`LMCacheConnectorV1Impl` in both roles, its trackers and metadata, the lookup client and LMCache's keys are real. The
-lab replaces the socket between lookup client and worker, and the cache engine. The replacement copies between the lab's
-slots and chunks.
+The lab replaces the socket between lookup client and worker, and the cache engine, which copies between slots and
+chunks.
 """
 
 import json
@@ -174,9 +173,41 @@ class V1Worker(Worker):
         return set(self.adapter._invalid_block_ids)
 
 
+def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), **shared: Any) -> Any:
+    """Return the adapter in the worker role, without `__init__`, which starts servers and needs a GPU connector.
+
+    layers: names, if they are loaded and stored one by one. shared: attributes of the scheduler's adapter.
+    """
+    module = sys.modules[kind.__module__]
+    if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings to the GPU without a check
+        torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    if hasattr(module, "get_pp_group"):
+        vars(module)["get_pp_group"] = lambda: SimpleNamespace(is_last_rank=True)
+    adapter = kind.__new__(kind)
+    vars(adapter).update(
+        _invalid_block_ids=set(),
+        device=torch.device("cpu"),
+        use_layerwise=bool(layers),
+        enable_blending=False,
+        current_layer=0,
+        num_layers=len(layers) or 1,
+        layerwise_retrievers=[],
+        _layerwise_save_storers={},
+        kv_caches={name: torch.zeros(1) for name in layers or ("layer",)},
+        **shared,
+    )
+    if isinstance(getattr(kind, "lmcache_engine", None), property):
+        adapter._manager = SimpleNamespace(lmcache_engine=cache_engine, lookup_client=None)
+    else:
+        adapter.lmcache_engine = cache_engine
+    return adapter
+
+
 class V1(Connector):
     engine: type[CacheEngine] = CacheEngine
     worker: type[V1Worker] = V1Worker
+    #: Names of layers that are loaded and stored one by one.
+    layers: Sequence[str] = ()
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         config = self.configured(options)
@@ -205,39 +236,13 @@ class V1(Connector):
         owner._recreate_socket = owner._recreate_all_sockets = lambda *_: None
 
     def _make_worker(self, cache_engine: CacheEngine, config: Any) -> V1Worker:
-        adapter = self._make_adapter(cache_engine)
+        shared = {name: getattr(self.scheduler_adapter, name) for name in _SHARED}
+        adapter = adapter_in_worker(type(self.scheduler_adapter), cache_engine, self.layers, **shared)
         kind: Any = type(self.in_scheduler)
         in_worker = kind.__new__(kind)
         vars(in_worker).update(_lmcache_engine=adapter, _connector_metadata=None, _role=KVConnectorRole.WORKER)
         vars(adapter).update(_parent=in_worker, _vllm_config=config)
         return self.worker(cache_engine, self._called(in_worker), in_worker, adapter)
-
-    def _make_adapter(self, cache_engine: CacheEngine) -> Any:
-        """Return the adapter in the worker role, without `__init__`, which starts servers and needs a GPU connector."""
-        kind: Any = type(self.scheduler_adapter)
-        module = sys.modules[kind.__module__]
-        if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings to the GPU without a check
-            torch.Tensor.cuda = lambda tensor, *_, **__: tensor
-        if hasattr(module, "get_pp_group"):
-            module.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
-        adapter = kind.__new__(kind)
-        vars(adapter).update({name: getattr(self.scheduler_adapter, name) for name in _SHARED})
-        vars(adapter).update(
-            _invalid_block_ids=set(),
-            device=torch.device("cpu"),
-            use_layerwise=False,
-            enable_blending=False,
-            current_layer=0,
-            num_layers=1,
-            layerwise_retrievers=[],
-            _layerwise_save_storers={},
-            kv_caches={"layer": torch.zeros(1)},
-        )
-        if isinstance(getattr(kind, "lmcache_engine", None), property):
-            adapter._manager = SimpleNamespace(lmcache_engine=cache_engine, lookup_client=None)
-        else:
-            adapter.lmcache_engine = cache_engine
-        return adapter
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)

@@ -1,9 +1,7 @@
 """LMCache's asynchronous loading in the lab: the real lookup client and server, with queues instead of sockets.
 
 With `enable_async_loading` a lookup is answered later. Until then the connector answers "not known yet", and the worker
-fetches the chunks before the load. Message handling, states, timeouts and clean-up are real. The lab replaces the
-sockets, the threads, and the storage of fetched chunks. Both ends run only when the lab calls them, so that a schedule
-always plays the same way.
+fetches the chunks before the load. Both ends run only when the lab calls them: a schedule always plays the same way.
 """
 
 import importlib
@@ -120,8 +118,7 @@ class PrefetchingEngine(CacheEngine):
 class AsyncV1(V1):
     """The v1 connector with `enable_async_loading`: a client in the scheduler, and a server for each rank's cache.
 
-    now: the time of the client and the servers, in seconds. It passes while the client sleeps between polls, and with
-    `wait`.
+    now: the time of the client and the servers, in seconds. It also passes while the client sleeps between polls.
     """
 
     engine = PrefetchingEngine
@@ -147,7 +144,6 @@ class AsyncV1(V1):
         self.now += seconds
 
     def tick(self) -> None:
-        """Let 0.1 s pass for lookups: an unanswered lookup times out after 30 steps."""
         super().tick()
         self.wait(0.1)
 

@@ -1,9 +1,8 @@
 """LMCache's layerwise loads and stores in the lab (`use_layerwise`), with its own `retrieve_layer` and `store_layer`.
 
-The two generators, their keys, and the adapter that advances them are real. The lab replaces the engine's storage and
-the GPU connector, which copies between the lab's slots and chunks. The lab stores a chunk when its last layer is saved.
-A slot without all layers holds garbage. A step of the lab loads all layers, computes, and saves all layers. A real
-engine does these three things for each layer.
+The lab replaces the engine's storage and the GPU connector. It stores a chunk when its last layer is saved. A slot
+without all layers holds garbage. A step of the lab loads all layers, computes, and saves all layers. A real engine does
+these three things for each layer.
 """
 
 import importlib
@@ -113,9 +112,7 @@ class LayerwiseEngine(CacheEngine):
         self._to_load = [each for each, spec in loads if spec is not None and spec.can_load]
 
     def _as_real(self, storage: _Storage) -> Any:
-        """Return an object with the attributes that `retrieve_layer` and `store_layer` read. The lab has no pins of
-        single chunks.
-        """
+        """Return an object with the attributes that `retrieve_layer` and `store_layer` read."""
         return SimpleNamespace(
             storage_manager=storage,
             gpu_connector=_GPUConnector(self.slots),
@@ -172,9 +169,4 @@ class LayerwiseWorker(V1Worker):
 class LayerwiseV1(V1):
     engine = LayerwiseEngine
     worker = LayerwiseWorker
-
-    def _make_adapter(self, cache_engine: CacheEngine) -> Any:
-        adapter = super()._make_adapter(cache_engine)
-        caches = {name: torch.zeros(1) for name in LAYERS}
-        vars(adapter).update(use_layerwise=True, num_layers=len(LAYERS), kv_caches=caches)
-        return adapter
+    layers = LAYERS

@@ -11,13 +11,12 @@ from kvfix_tools.lab.engine.memory import GARBAGE, Slots, first_difference
 class Group:
     """A KV group of full attention or with a sliding window: its block table, and the reads and writes of a step.
 
-    The block table has the block lists that vLLM's model runner keeps for each request. With one worker the executor
-    runs in the process of the scheduler and serialises nothing. The runner keeps list objects that the connector has
-    too. It appends to them (v1/worker/gpu_model_runner.py 0.32.0:1284 for a new request, 1419-1428 for a running or
-    resumed one; 0.11.2.post2:745 and 830-839). With several workers it has copies.
+    vLLM's model runner keeps a block list for each request, and appends to it (v1/worker/gpu_model_runner.py
+    0.32.0:1284 for a new request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). With one
+    worker the connector has the same list objects. With several workers it has copies.
 
-    A request in the batch also has a row in the block table, and each step appends its blocks to this row (1450). When
-    a request joins the batch, its row is filled from the list (gpu_input_batch.py 0.32.0:393).
+    A request in the batch also has a row in the block table, to which each step appends (1450). When a request joins
+    the batch, its row is filled from the list (gpu_input_batch.py 0.32.0:393).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
@@ -29,7 +28,6 @@ class Group:
         self._blocks: dict[str, list[int]] = {}
 
     def begin(self, output: Any) -> None:
-        """Begin a step with this scheduler output, as `_update_states` does."""
         for name in output.finished_req_ids:
             self._blocks.pop(name, None)
             self.rows.pop(name, None)

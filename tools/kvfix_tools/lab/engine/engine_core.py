@@ -1,12 +1,8 @@
-"""The core of the lab's engine: real scheduler and connector, with memory that knows the right content of each slot.
-
-`iterate` is one iteration of EngineCore. All changes of a request's tokens are events of the ledger. `findings` has
-the violations of rules and the wrong contents. An exception that leaves the scheduler ends the engine, as it ends
-EngineCore.
-"""
+"""The core of the lab's engine: real scheduler and connector, with memory that knows the right content of each slot."""
 
 import sys
 from collections import deque
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -44,7 +40,6 @@ class EngineDied(Exception):
 
 
 def side_class(options: Options) -> Any:
-    """Return the lab's class for the connector of these options."""
     side = "any_connector:AnyConnector" if options.any_connector else KNOWN[options.connector].side
     if options.real_server:
         side = "mp_real:RealMP"
@@ -56,18 +51,8 @@ def side_class(options: Options) -> Any:
     return getattr(import_module(f"kvfix_tools.lab.connectors.{module}"), name)
 
 
-def _forget_configuration() -> None:
-    """Reset LMCache's configuration, which is one per process, so that the next connector reads its own."""
-    for name in ("lmcache.integration.vllm.utils", ADAPTER):
-        if name in sys.modules and hasattr(sys.modules[name], "_config_instance"):
-            sys.modules[name]._config_instance = None  # type: ignore[attr-defined]
-
-
 class Liveness:
-    """Makes a state for `liveness.can_move` from the scheduler, after a step without any tokens.
-
-    It records the request that the scheduler found no blocks for, and how many blocks it needs.
-    """
+    """Makes a state for `liveness.can_move` from the scheduler, after a step without any tokens."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -77,6 +62,7 @@ class Liveness:
         #: vLLM's last count of needed blocks, and True if it is for the whole request (kv_cache_manager.py 0.32.0:499,
         #: 540).
         self._counted = (0, False)
+        #: The request that the scheduler found no blocks for, and how many blocks it needs.
         self._refused: tuple[Any, int] = (None, 0)
 
         def get_num_blocks_to_allocate(*args: Any, **more: Any) -> Any:
@@ -118,11 +104,11 @@ class Liveness:
 
     def _waiting(self, request: Any, undecided: set[str]) -> liveness.Waiting:
         name, status = request.request_id, request.status
-        waits_for = liveness.PLACE
+        waits_for, sessions = liveness.PLACE, getattr(self._scheduler, "num_waiting_for_streaming_input", 0)
         if status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self._scheduler.finished_recving_kv_req_ids:
             waits_for = liveness.LOAD
-        elif status.name in OUTSIDE_STATUSES or self._clients_hold_all_places():
-            waits_for = liveness.OUTSIDE
+        elif status.name in OUTSIDE_STATUSES or 0 < sessions >= self._scheduler.max_num_active_reqs:
+            waits_for = liveness.OUTSIDE  # vLLM admits no request if sessions that wait for input use all places
         elif name in undecided:
             waits_for = liveness.LOOKUP
         refused, needs = self._refused
@@ -130,27 +116,26 @@ class Liveness:
         held = sum(block != 0 for blocks in groups for block in blocks)  # block 0 replaces a freed block
         return liveness.Waiting(name, waits_for, needs if request is refused else None, held)
 
-    def _clients_hold_all_places(self) -> bool:
-        """Return True if sessions that wait for input use all places of a step: vLLM then admits no other request."""
-        sessions = getattr(self._scheduler, "num_waiting_for_streaming_input", 0)
-        return bool(sessions) and sessions >= self._scheduler.max_num_active_reqs
-
 
 class EngineCore:
-    """log: the events. requests: all requests that arrived. counts: see counts.py."""
+    """log: the events. requests: all requests that arrived. counts: see counts.py.
+
+    An exception that leaves the scheduler ends the engine, as it ends EngineCore.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
+        kind = partial(SlotsOfShard, options.ranks) if options.context else Slots
         room = options.num_blocks, options.block_size, self.groups[-1].block_size
-        memories = [Slots(*room, rank) for rank in range(options.ranks)]
-        if options.context:
-            memories = [SlotsOfShard(rank, options.ranks, *room) for rank in range(options.ranks)]
+        memories = [kind(*room, rank) for rank in range(options.ranks)]
         #: By rank. The server of a multi-process connector has one cache for all ranks.
         self.caches = [Cache() for _ in memories]
         self.slots, self.cache = memories[0], self.caches[0]
-        _forget_configuration()
+        for name in ("lmcache.integration.vllm.utils", ADAPTER):
+            if hasattr(sys.modules.get(name), "_config_instance"):  # LMCache's configuration, one per process
+                vars(sys.modules[name])["_config_instance"] = None
         self.connector: Any = self._connected(options, memories)
         self.workers = self.connector.workers
         self.scheduler = self.connector.scheduler
@@ -194,8 +179,6 @@ class EngineCore:
         """Return the number of free blocks, including blocks with a cached prefix."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    # ------------------------------------------------------------------ EngineCore
-
     def iterate(self) -> None:
         """One iteration: schedule, load, compute, store, sample, update."""
         connector, events = self.connector, self.request_events
@@ -213,11 +196,16 @@ class EngineCore:
         self.counts["full_steps"] += not self.free()
         self.counts["busy_steps"] += bool(connector.busy())
         self.idle = 0 if forward or connector.busy() else self.idle + 1
-        self.model.step_begins(output)
+        for group in self.model.groups:
+            group.begin(output)
         connector.exchange()
         for worker, of_rank in zip(self.workers, self.executor.handed_out(metadata), strict=True):
             self._guard("start_load_kv", "", worker.start_step, of_rank, forward)
-        self._load_from_other_connector()
+        if connector.other is not None:  # its loads
+            for name, span in connector.other.loads.items():
+                self.model.fill(name, *span)
+            self.counts["loaded_beside"] += len(connector.other.loads)
+            connector.other.loads.clear()
         self._failed.append(set().union(*(worker.failed_blocks() for worker in self.workers)))
         for name, message in self.model.compute(output, set().union(*self._failed)):
             connector.reads_wrong(name, message)
@@ -227,8 +215,12 @@ class EngineCore:
             for worker in self.workers
         ]
         self._answers.append((output, self.executor.answer(self.model.output(scheduled), reports)))
-        if self._may_schedule_another(forward):
-            return
+        in_flight = len(self._answers)
+        self.counts["steps_ahead"] += in_flight > 1
+        self.counts["steps_in_flight"] += in_flight > 2
+        goes_on = forward or (self.options.pipeline and self.scheduler.has_requests())
+        if goes_on and in_flight < self.options.steps_in_flight:
+            return  # EngineCore schedules again before an answer (step_with_batch_queue, core.py 0.32.0:754)
         self._take_answer()
         while self._answers and not self.scheduler.has_requests():
             self._take_answer()
@@ -240,18 +232,9 @@ class EngineCore:
         events.stuck()
         self._check_liveness(forward)
 
-    def _may_schedule_another(self, forward: bool) -> bool:
-        """Return True if EngineCore schedules again before an answer (step_with_batch_queue, core.py 0.32.0:754)."""
-        in_flight = len(self._answers)
-        self.counts["steps_ahead"] += in_flight > 1
-        self.counts["steps_in_flight"] += in_flight > 2
-        more = forward or (self.options.pipeline and self.scheduler.has_requests())
-        return more and in_flight < self.options.steps_in_flight
-
     def _take_answer(self) -> None:
-        self.answered(
-            self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
-        )
+        answer = self._answers.popleft()
+        self.answered(self._guard("update_from_output", "", self.scheduler.update_from_output, *answer))
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
@@ -273,14 +256,6 @@ class EngineCore:
             self.abort(locking_out)
         else:
             self.request_events.stands_still(answer)
-
-    def _load_from_other_connector(self) -> None:
-        """Write the granted tokens of the other connector into their slots before the step reads them."""
-        if self.connector.other is not None:
-            for name, (start, end) in self.connector.other.loads.items():
-                self.model.fill(name, start, end)
-                self.counts["loaded_beside"] += 1
-            self.connector.other.loads.clear()
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
         """Call the function for this request. Raises EngineDied if it raises."""

@@ -1,8 +1,6 @@
 """The KV groups of the lab's model, the objects in which the server stores a chunk, and the memory of the layers.
 
-The model has one KV group of full attention. It also has one with a sliding window for each number in
-`Options.windows`, or one with states. Each KV group has its own block list for each request, and its own contents. All
-KV groups take blocks from one pool (vLLM's hybrid KV cache manager).
+Each KV group has its own block list for each request, and its own contents. All take blocks from one pool.
 """
 
 from collections.abc import Sequence
@@ -11,14 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from vllm.config import VllmConfig
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
 
 from kvfix_tools.lab.engine import byte_memory
 from kvfix_tools.lab.options import OF_VLLM, Options
@@ -80,10 +70,9 @@ class StoredObject(NamedTuple):
 
 
 def kv_groups(options: Options) -> list[KVGroup]:
-    size = options.block_size
-    windows = [
-        KVGroup(number, size * options.window_blocks, window) for number, window in enumerate(options.windows, start=1)
-    ]
+    """Return the group of full attention, those with a sliding window, and the one with states."""
+    size, larger = options.block_size, options.block_size * options.window_blocks
+    windows = [KVGroup(number, larger, window) for number, window in enumerate(options.windows, start=1)]
     return [KVGroup(0, size), *windows, *[KVGroup(1, size, state=True)] * options.states]
 
 
@@ -111,41 +100,32 @@ def page_bytes(options: Options) -> int:
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 
-def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
+def kv_cache(options: Options, config: VllmConfig) -> kv_cache_interface.KVCacheConfig:
     """Return the KV groups. Only AnyConnector uses tensors: otherwise the lab's memory has the contents."""
     shape: dict[str, Any] = {"num_kv_heads": options.heads_of_rank, "head_size": 32, "dtype": torch.float32}
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
-    extra = accepted(SlidingWindowSpec, extra_retained_tokens=retained)
+    extra = accepted(kv_cache_interface.SlidingWindowSpec, extra_retained_tokens=retained)
     if options.connector in OF_VLLM:  # blocks of all KV groups have one size, as in a hybrid model
         shape["page_size_padded"] = page_bytes(options)
     lab_groups = kv_groups(options)
     groups = [
-        KVCacheGroupSpec(
+        kv_cache_interface.KVCacheGroupSpec(
             [LAYER.format(group.number + number * len(lab_groups)) for number in range(options.layers)],
             _spec(group, options, **shape, **(extra if group.window else {})),
         )
         for group in lab_groups
     ]
-    tensors = _tensors(options, groups)
-    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
-
-
-def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
-    """Return the tensors of the layers; none for LMCache's connectors, which do not read them.
-
-    All KV groups share the bytes: a block belongs to one of them at a time.
-    """
-    if not (options.any_connector or options.connector in OF_VLLM or options.simple_offloading):
-        return []
-    page = groups[0].kv_cache_spec.page_size_bytes
-    of_layer = page * options.num_blocks
-    return [
-        kv_cache_interface.KVCacheTensor(
-            size=of_layer * options.layers, layers=group.layer_names, layer_stride=of_layer, block_stride=page
-        )
-        for group in groups
-    ]
+    tensors = []
+    if options.any_connector or options.connector in OF_VLLM or options.simple_offloading:  # LMCache does not read them
+        page = groups[0].kv_cache_spec.page_size_bytes
+        of_layer = page * options.num_blocks
+        sizes = {"size": of_layer * options.layers, "layer_stride": of_layer, "block_stride": page}
+        # all KV groups share the bytes: a block belongs to one of them at a time
+        tensors = [kv_cache_interface.KVCacheTensor(layers=group.layer_names, **sizes) for group in groups]
+    return kv_cache_interface.KVCacheConfig(
+        num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups
+    )
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -153,10 +133,10 @@ def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 
-def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
+def _spec(group: KVGroup, options: Options, **shape: Any) -> kv_cache_interface.KVCacheSpec:
     if group.state:
         state = (group.block_size * byte_memory.FLOATS,)  # a page is as large as a page of full attention
-        return MambaSpec(
+        return kv_cache_interface.MambaSpec(
             block_size=group.block_size,
             shapes=(state,),
             dtypes=(torch.float32,),
@@ -164,5 +144,5 @@ def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
             num_speculative_blocks=options.drafts,
         )
     if group.window:
-        return SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
-    return FullAttentionSpec(block_size=options.block_of_rank, **shape)
+        return kv_cache_interface.SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
+    return kv_cache_interface.FullAttentionSpec(block_size=options.block_of_rank, **shape)

@@ -1,7 +1,4 @@
-"""The lab's engine with the steps of a schedule: actions of clients and other engines, faults, and expectations.
-
-Each step is a method. Steps for the server or for lookups are methods of the connector.
-"""
+"""The lab's engine. Each step of a schedule is a method: actions of clients and other engines, faults, expectations."""
 
 import time
 from contextlib import suppress
@@ -69,16 +66,10 @@ class LabEngine(EngineCore):
         self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
-        """Return True if a request with this id may arrive.
-
-        This is so if no request has this id. It is also so if its request has ended, scheduler and worker know that,
-        and none of its steps is in flight.
-        """
+        """Return True if no request has this id, or it has ended, and scheduler and worker know that."""
         known = self.requests.get(name)
-        if known is None:
-            return True
-        if any(name in output.num_scheduled_tokens for output, _ in self._answers):
-            return False
+        if known is None or any(name in output.num_scheduled_tokens for output, _ in self._answers):
+            return known is None
         return known.is_finished() and name not in self.scheduler.requests and not self.scheduler.finished_req_ids
 
     def preempt(self, name: str) -> None:
@@ -114,29 +105,24 @@ class LabEngine(EngineCore):
         self._held, self.model.written_by_others = [], []
 
     def reset_prefix_cache(self, running: bool = False) -> None:
-        """Reset vLLM's prefix cache, if no blocks are in use. running: preempt the running requests first.
-
-        With `running` vLLM raises if a waiting request has blocks (scheduler.py 0.32.0:2870). The caller gets the
-        exception.
-        """
+        """Reset vLLM's prefix cache, if no blocks are in use. running: preempt the running requests first."""
         self.counts["resets"] += 1
-        if not running:
-            self.scheduler.reset_prefix_cache()
-            return
-        self.counts["resets_while_running"] += bool(self.scheduler.running)
-        with suppress(RuntimeError):
-            self.scheduler.reset_prefix_cache(True)
-        self.request_events.preempted()
+        self.counts["resets_while_running"] += bool(running and self.scheduler.running)
+        _ = self._reset(True) if running else self._reset()
 
     def new_weights(self) -> None:
         """Change the weights and reset all KV, also the connector's. If the reset answers False, keep the weights."""
         self.counts["connector_resets"] += 1
+        if self._reset(True, True):
+            self.model.change_weights()
+
+    def _reset(self, *running_and_connector: bool) -> bool:
+        """Return the answer of vLLM, which raises if a waiting request has blocks (scheduler.py 0.32.0:2870)."""
         done = False
         with suppress(RuntimeError):
-            done = self.scheduler.reset_prefix_cache(True, True)
+            done = self.scheduler.reset_prefix_cache(*running_and_connector)
         self.request_events.preempted()
-        if done:
-            self.model.change_weights()
+        return done
 
     def has_in_other_connector(self, name: str) -> None:
         """Give the other connector of a MultiConnector the KV of this request."""

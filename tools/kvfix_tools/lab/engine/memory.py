@@ -1,13 +1,10 @@
-"""Memory with checkable contents: a slot holds the hash of all tokens up to its own token.
-
-Like KV, this hash depends on all tokens before. So the lab finds a stale block, a slot of another request, a wrong
-offset and a chunk under a wrong key.
-"""
+"""Memory with checkable contents: like KV, a slot depends on all tokens up to its own token. It holds their hash."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 #: The content of a slot. NOTHING: it was never written. GARBAGE: a step wrote it after it had read wrong KV.
@@ -25,12 +22,7 @@ def next_token(content: int) -> int:
 
 def first_difference(one: Iterable[int], other: Iterable[int]) -> int:
     """Return the first place at which two sequences differ: at the latest the end of the shorter one."""
-    same = 0
-    for has, needs in zip(one, other, strict=False):
-        if has != needs:
-            break
-        same += 1
-    return same
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 class Prefix:
@@ -157,7 +149,7 @@ class SlotsOfShard(Slots):
     The slot of a token has the same number in all ranks. The slots of tokens in other ranks stay empty.
     """
 
-    def __init__(self, rank: int, ranks: int, num_blocks: int, block_size: int, room: int = 0) -> None:
+    def __init__(self, ranks: int, num_blocks: int, block_size: int, room: int, rank: int) -> None:
         super().__init__(num_blocks, block_size, room, rank)
         self._ranks = ranks
 
@@ -197,12 +189,10 @@ class Cache(dict[object, list[int]]):
 
     def pinned_prefix(self, keys: Sequence[object], lookup_id: str) -> int:
         """Pin the longest prefix of these keys that the cache has, for this lookup. Return its length."""
-        found = 0
-        while found < len(keys) and keys[found] in self:
-            found += 1
+        found = list(takewhile(self.__contains__, keys))
         if found:
-            self.pins[lookup_id] = list(keys[:found])
-        return found
+            self.pins[lookup_id] = found
+        return len(found)
 
     def unpin(self, lookup_id: str) -> None:
         self.pins.pop(lookup_id, None)

@@ -1,7 +1,4 @@
-"""The lab's model: it reads and writes slots in the same blocks as a model runner, and compares contents.
-
-A sampled token is a function of all tokens before it.
-"""
+"""The lab's model: it reads and writes slots in the same blocks as a model runner, and compares contents."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -84,15 +81,13 @@ class Drafter:
         options = self._options
         if not options.drafter:
             return
-        contents = right(name, at + options.drafts)
-        drafts = options.drafts
+        drafts, contents = options.drafts, right(name, at + options.drafts)
         if options.drafter == "ngram" and not options.async_scheduling:
             drafts = contents[at] % (options.drafts + 1)  # an n-gram drafter does not always find all drafts
-        self._proposed[name] = proposed = []
-        wrong = 0
+        self._proposed[name], wrong = [], 0
         for content in contents[at : at + drafts]:
             wrong = wrong or hash((content, 1)) % 100 >= options.acceptance
-            proposed.append((next_token(content) + wrong) % VOCABULARY)
+            self._proposed[name].append((next_token(content) + wrong) % VOCABULARY)
 
     def take(self) -> DraftTokenIds:
         """Return the drafts of the last step, as vLLM's runner does without asynchronous scheduling."""
@@ -127,8 +122,7 @@ class Model:
 
     def admit(self, name: str, request: Request) -> None:
         """Begin the contents of a request. They depend on the LoRA adapter, the embeddings and the cache_salt."""
-        self.requests[name] = request
-        self.prefixes[name] = Prefix(self._seed(request))
+        self.requests[name], self.prefixes[name] = request, Prefix(self._seed(request))
         self._given[name] = request.num_prompt_tokens
         self._sessions.pop(name, None)
         if getattr(request, "resumable", False):
@@ -188,10 +182,7 @@ class Model:
         for slots in self.memories:
             for block in self.written_by_others:
                 slots.spoil(block)
-        self.written_by_others = []
-        self._misled.clear()
-        self._ends.clear()
-        found = []
+        self.written_by_others, self._misled, self._ends, found = [], set(), {}, []
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.start(name, tokens)
             blocks, right = self.groups[0].rows[name], self.right(name, done + tokens)
@@ -226,10 +217,6 @@ class Model:
                     of_group = f" in KV group {group.group.number}" if group.group.number else ""
                     return wrong, of_group + (f" of rank {rank}" if rank else "")
         return None, ""
-
-    def step_begins(self, output: Any) -> None:
-        for group in self.groups:
-            group.begin(output)
 
     def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
         """Sample a token for each request whose last token was computed."""

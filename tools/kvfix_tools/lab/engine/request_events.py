@@ -1,8 +1,4 @@
-"""The events, findings and counters of a run in the lab.
-
-kvfix.connector_events records what a connector of an engine says. The lab records every call, every request in every
-step, and every copy in its own memory, with the time of the lab.
-"""
+"""The events, findings and counters of a run: every call, every request in every step, every copy in memory."""
 
 from __future__ import annotations
 
@@ -76,7 +72,6 @@ class RequestEvents:
         self.findings += self._ledger.feed(event)
 
     def violated(self, rule: rules.LabRule, request: str, message: str) -> None:
-        """Add a violation of a rule of the lab."""
         self.findings.append(self.finding(rule, request, message))
 
     def finding(self, rule: rules.LabRule, request: str, message: str) -> Finding:
@@ -113,10 +108,7 @@ class RequestEvents:
         pool = self._scheduler.kv_cache_manager.block_pool
         return bool(pool.get_cached_block(request.block_hashes[computed // self._dropped], [0]))
 
-    # ------------------------------------------------------------------ events of the scheduler
-
     def admitted(self, name: str) -> None:
-        """Forget an earlier request with this id."""
         self._ended.discard(name)
         self._open[name] = self.model.requests[name]
         self._preemptions[name] = 0
@@ -130,25 +122,19 @@ class RequestEvents:
 
     def scheduled(self, output: Any, metadata: Any) -> None:
         first = {new.req_id for new in output.scheduled_new_reqs}.union(scheduling.resumed(output))
-        for load in self._connector.reader.loads(metadata) or []:
-            self._arrived.pop(load[0], None)
-            name, start, end = load
-            reader = self._connector.reader
+        reader = self._connector.reader
+        for name, start, end in reader.loads(metadata) or []:
+            self._arrived.pop(name, None)
             self.add(ev.LoadDue(name, start, end, reader.whole_blocks, reader.relative))
-        if self._by_priority:
-            self._count_priority(first)
+        if self._by_priority and (waiting := [request.arrival_time for request in self._scheduler.waiting]):
+            times = [self.model.requests[name].arrival_time for name in first]
+            self.counts["came_first_by_priority"] += sum(time > min(waiting) for time in times)
         drafts = output.scheduled_spec_decode_tokens
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.model.start(name, tokens)
             tokens -= len(drafts.get(name, ()))
             capacity = len(self.model.blocks(name)) * self.model.memories[0].block_size
             self.add(ev.Scheduled(name, done, tokens, capacity, name in first))
-
-    def _count_priority(self, admitted: set[str]) -> None:
-        """Count requests that were admitted before an earlier one."""
-        waiting = [request.arrival_time for request in self._scheduler.waiting]
-        requests = (self.model.requests[name] for name in admitted if waiting)
-        self.counts["came_first_by_priority"] += sum(each.arrival_time > min(waiting) for each in requests)
 
     def ended(self) -> None:
         for name, request in [item for item in self._open.items() if item[1].is_finished()]:
@@ -211,8 +197,6 @@ class RequestEvents:
         for where, names in self._connector.kept().items():
             for name in sorted(names & self._ended):
                 self.add(ev.Left(name, where))
-
-    # ------------------------------------------------------------------ events of the connector
 
     def found(self, name: str, tokens: int, rank: int) -> None:
         if not rank:

@@ -14,16 +14,7 @@ from typing import Any
 
 import numpy
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm import config as configs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -70,23 +61,23 @@ def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
 
 
 @functools.cache
-def _model(kv_heads: int) -> ModelConfig:
+def _model(kv_heads: int) -> configs.ModelConfig:
     """Return the configuration of a model without weights: the scheduler only needs its shape."""
     with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
         heads = {"num_key_value_heads": kv_heads, "num_attention_heads": max(kv_heads, _MODEL["num_attention_heads"])}
         Path(folder, "config.json").write_text(json.dumps({**_MODEL, **heads}))
-        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", seed=0)
+        return configs.ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", seed=0)
 
 
-def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | None:
+def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
     """Return the configuration of speculative decoding. It is made for ngram, which has no draft model, and changed."""
     if not options.drafter:
         return None
-    config = SpeculativeConfig(
+    config = configs.SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=options.drafts,
         target_model_config=model,
-        target_parallel_config=ParallelConfig(),
+        target_parallel_config=configs.ParallelConfig(),
     )
     config.method = options.drafter
     if options.drafter == "mtp":
@@ -94,6 +85,10 @@ def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | No
         config.draft_model_config.hf_config = copy.copy(model.hf_config)
         config.draft_model_config.hf_config.num_nextn_predict_layers = options.drafts
     return config
+
+
+def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
@@ -109,22 +104,21 @@ def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     if options.tier:
         files = {"root_dir": folder, "n_read_threads": 1, "n_write_threads": 1} if options.tier == "fs" else {}
         extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": options.tier, **files}]}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return _connector("OffloadingConnector", extra)
 
 
 def _simple_offloading(options: Options) -> dict[str, Any]:
     """Return the settings of SimpleCPUOffloadConnector, with CPU memory for about as many blocks as the GPU has."""
     memory = max(2, options.cpu_blocks or options.num_blocks) * page_bytes(options) * options.ranks
-    extra = {"cpu_bytes_to_use": memory, **options.extra}
-    return {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return _connector("SimpleCPUOffloadConnector", {"cpu_bytes_to_use": memory, **options.extra})
 
 
-def vllm_config(options: Options, folder: str = "") -> VllmConfig:
+def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     """Return the configuration that `vllm serve` makes from these options.
 
     folder: for files of the connector.
     """
-    cache = CacheConfig(block_size=options.block_of_rank, enable_prefix_caching=options.prefix_caching)
+    cache = configs.CacheConfig(block_size=options.block_of_rank, enable_prefix_caching=options.prefix_caching)
     cache.num_gpu_blocks = options.num_blocks
     extra: dict[str, Any] = {"lmcache.chunk_size": options.chunk_size}
     extra |= {f"lmcache.{name}": value for name, value in options.lmcache.items()}
@@ -142,7 +136,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
         "kv_role": options.kv_role,
         "kv_connector_extra_config": options.extra if options.connector in PAIRS else extra,
         # before 0.13 vLLM has no such option, and recomputes
-        **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
+        **accepted(configs.KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
     if options.connector == "offloading":
         transfer |= _offloading(options, folder)
@@ -150,28 +144,23 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
         transfer |= {**_simple_offloading(options), "kv_role": options.kv_role}
     children = [transfer]
     if options.beside:
-        name, module = OtherConnector.__name__, OtherConnector.__module__
-        children.insert(0, {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"})
+        other = _connector(OtherConnector.__name__, {})
+        children.insert(0, {**other, "kv_connector_module_path": OtherConnector.__module__})
     if options.offloading:
         offloading = _simple_offloading(options) if options.simple_offloading else _offloading(options)
         children.insert(0 if options.offloading == "first" else len(children), offloading)
     if options.multi:
-        lmcache = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        children.insert(0 if options.lmcache_first else 1, lmcache)
+        children.insert(0 if options.lmcache_first else 1, _connector("LMCacheConnectorV1", extra))
     if len(children) > 1:
-        transfer = {
-            **transfer,
-            "kv_connector": "MultiConnector",
-            "kv_connector_module_path": None,
-            "kv_connector_extra_config": {"connectors": children},
-        }
+        multi = _connector("MultiConnector", {"connectors": children})
+        transfer = {**transfer, **multi, "kv_connector_module_path": None, "kv_role": transfer["kv_role"]}
     # One model name for all engines: LMCache keeps the metrics of each name, and objects in them, for ever.
     model = copy.copy(_model(options.kv_heads))
     model.max_model_len = options.max_model_len
-    config = VllmConfig(
+    config = configs.VllmConfig(
         model_config=model,
         cache_config=cache,
-        scheduler_config=SchedulerConfig(
+        scheduler_config=configs.SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=options.max_model_len,
@@ -181,10 +170,10 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
             policy=options.policy,
             disable_hybrid_kv_cache_manager=True,
             # early releases have no such option, and work as if it were false
-            **accepted(SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
+            **accepted(configs.SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
         ),
-        device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(**transfer),
+        device_config=configs.DeviceConfig("cpu"),
+        kv_transfer_config=configs.KVTransferConfig(**transfer),
     )
     # vLLM's CPU platform turns asynchronous scheduling off, and refuses the hybrid KV cache manager
     config.scheduler_config.async_scheduling = options.async_scheduling
@@ -200,18 +189,18 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     return config
 
 
-def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
+def of_rank(config: configs.VllmConfig, rank: int) -> configs.VllmConfig:
     own = copy.copy(config)
     own.parallel_config = copy.copy(config.parallel_config)
     own.parallel_config.rank = rank
     return own
 
 
-def worker(options: Options, config: VllmConfig) -> Any:
+def worker(options: Options, config: configs.VllmConfig) -> Any:
     return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache(options, config))
 
 
-def scheduler(options: Options, config: VllmConfig) -> Scheduler:
+def scheduler(options: Options, config: configs.VllmConfig) -> Scheduler:
     """Return the real scheduler. Its attribute `connector` has the scheduler role."""
     kind = AsyncScheduler if options.async_scheduling else Scheduler
     with no_sockets():

@@ -1,8 +1,7 @@
 """The ranks of an engine. Each has the connector in the worker role, its own memory and its own part of the cache.
 
-A single worker shares the process and the objects of the scheduler. Several workers get copies, as ranks of tensor
-parallelism in other processes do, and vLLM's own aggregator joins their reports. A step that reads wrong KV in one rank
-writes wrong KV in all ranks, because each rank has some heads of all tokens.
+A single worker shares the objects of the scheduler. Several workers get copies, as in other processes, and vLLM's own
+aggregator joins their reports.
 """
 
 import copy
@@ -55,7 +54,6 @@ class Worker:
         self.called.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def bind(self, metadata: Any) -> None:
-        """Give the connector the metadata of this step, before its loads."""
         if hasattr(self.called, "handle_preemptions"):  # 0.11 has none
             self.called.handle_preemptions(metadata)
         self.called.bind_connector_metadata(metadata)
@@ -106,7 +104,6 @@ class Executor:
         self._aggregator = KVOutputAggregator.from_connector(connector, ranks) if ranks > 1 else None
 
     def handed_out(self, metadata: Any) -> list[Any]:
-        """Return the connector's metadata for each rank."""
         if self._ranks == 1:
             return [metadata]
         message = io.BytesIO()
@@ -124,12 +121,9 @@ class Executor:
         for each, report in zip(outputs, reports, strict=True):
             each.kv_connector_output = report
         self._aggregator.aggregate(outputs)
-        self._count(reports, output.kv_connector_output)
-        return output
-
-    def _count(self, reports: list[KVConnectorOutput], together: KVConnectorOutput) -> None:
         for kind in ("finished_sending", "finished_recving"):
             reported = set().union(*(getattr(report, kind) or () for report in reports))
-            self._counts["ranks_apart"] += len(reported - (getattr(together, kind) or set()))
+            self._counts["ranks_apart"] += len(reported - (getattr(output.kv_connector_output, kind) or set()))
         failed = [(report.invalid_block_ids, getattr(report, "failed_recving", None)) for report in reports]
         self._counts["failed_on_one_rank"] += any(each != failed[0] for each in failed)
+        return output

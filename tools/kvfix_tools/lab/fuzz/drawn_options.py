@@ -1,26 +1,72 @@
-"""Options of a schedule for one engine, drawn from a seed (schedule.py)."""
+"""Options of a schedule for one engine, drawn from a seed (schedule.py), and the generators of a seed."""
 
-import dataclasses
 import random
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from kvfix_tools.lab.options import OF_VLLM, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import FEATURES
 
+#: Not drawn in a plain schedule, and with a real server.
+_NOT_WITH_SERVER = ("ranks", "windows", "states", "offloading", "roles", "stops")
+_FAULTS = (*_NOT_WITH_SERVER, "sessions", "policy", "use_layerwise")
+
+
+class Dice(NamedTuple):
+    """The random generators of a seed. lacks: settings, options and steps that are not drawn.
+
+    Each option has its own generator. So the other options and the steps of a seed stay the same if an option is not
+    drawn.
+    """
+
+    seed: object
+    lacks: Collection[str] = ()
+
+    def own(self, name: str) -> random.Random:
+        return random.Random(f"{name} {self.seed}")
+
+    def lucky(self, name: str, chance: float) -> random.Random | None:
+        """Return the generator of this option in this part of the seeds; None: the option is not drawn."""
+        rng = self.own(name)
+        return rng if name not in self.lacks and rng.random() < chance else None
+
+
+def drawn_arguments(rng: random.Random, kind: str, arguments: dict[str, tuple[Sequence[Any], ...]]) -> tuple[Any, ...]:
+    """Draw each argument of a step of this kind. arguments: {kind: values of each argument}."""
+    return tuple(rng.choice(values) for values in arguments.get(kind, ()))
+
+
+def drawn_kinds(rng: random.Random, weights: dict[str, int], first: str) -> Iterator[tuple[int, str]]:
+    """Yield the number and the kind of each step of a schedule. weights: of each kind."""
+    for number in range(rng.randrange(30, 160)):
+        yield number, rng.choices(list(weights), list(weights.values()))[0] if number else first
+
+
+def drawn_length(rng: random.Random, room: int, size: int) -> int:
+    """Draw the length of a prompt around a multiple of `size`: prompts share prefixes up to there."""
+    whole = rng.randrange(1, max(2, room // size)) * size
+    return max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(size)))))
+
+
+def drawn_sizes(rng: random.Random, block: int, room: int) -> dict[str, Any]:
+    return {
+        "block_size": block,
+        "max_model_len": max(64, room),
+        "max_num_batched_tokens": rng.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
+        "max_num_seqs": rng.choice((2, 4, 8)),
+        "prefix_caching": rng.random() < 0.85,
+        "reserve_full_isl": rng.random() < 0.5,
+    }
+
 
 def draw(
-    rng: random.Random, seed: int, connector: str, plain: bool, lacks: Collection[str], real_server: bool
+    rng: random.Random, dice: Dice, connector: str, plain: bool, real_server: bool
 ) -> tuple[Options, set[str], int]:
-    """Return the options, a part of FEATURES, and the maximum tokens of a request. Arguments: of `schedule.draw`.
-
-    Each option has its own random generator. So the other options and the steps of a seed stay the same if an option is
-    not drawn.
-    """
-    if real_server:
-        lacks = {*lacks, "ranks", "windows", "states", "offloading", "roles", "stops"}
-    if connector in OF_VLLM:
-        lacks = {*lacks, "roles", "stops", "use_layerwise"}
+    """Return the options, a part of FEATURES, and the maximum tokens of a request. Arguments: of `schedule.draw`."""
+    lacks = {*dice.lacks, *(_FAULTS if plain else ()), *(_NOT_WITH_SERVER if real_server else ())}
+    lacks |= {"roles", "stops"} if connector in OF_VLLM else {"stops"} if connector == "v1" else set()
+    dice = Dice(dice.seed, lacks)
     block = rng.choice((4, 8, 16))
     chunk = block * rng.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
     if real_server:
@@ -29,102 +75,74 @@ def draw(
     room = block * (blocks - 2)
     settings = {} if plain else _settings(connector, chunk)
     chosen = {name: rng.choice(values) for name, values in settings.items() if rng.random() < 0.3}
+    sizes = drawn_sizes(rng, block, room)
+    sizes["prefix_caching"] |= connector == "simple-offload"
     options = Options(
         connector=connector,
-        block_size=block,
         num_blocks=blocks,
         chunk_size=chunk,
-        max_num_batched_tokens=rng.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
-        max_num_seqs=rng.choice((2, 4, 8)),
-        max_model_len=max(64, room),
-        prefix_caching=rng.random() < 0.85 or connector == "simple-offload",
-        reserve_full_isl=rng.random() < 0.5,
         lmcache={name: value for name, value in chosen.items() if name not in lacks},
         beside=connector == "v1" and not plain and rng.random() < 0.2,
         delay=1 if plain else rng.choice((1, 1, 2, 5)),
         real_server=real_server,
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
+        **sizes,
     )
-    features = {name for name in FEATURES if name not in lacks and random.Random(f"{name} {seed}").random() < 0.3}
-    if plain:
-        features -= {"sessions", "roles", "stops"}
-    if connector == "v1":
-        features -= {"stops"}
-    options = _with_features(options, features, seed, plain, lacks)
+    features = {name for name in FEATURES if dice.lucky(name, 0.3)}
+    options = replace(options, **_of_features(options, features, dice))
     if connector in OF_VLLM:
-        if not plain and "windows" not in lacks:
-            options = _with_windows(options, random.Random(f"windows {seed}"))
-        options = _memory_of_vllm(options, random.Random(f"memory {seed}"), plain)
-    elif not plain:
-        options = _offloading_beside(_with_groups(options, seed, lacks), seed, lacks)
+        options = replace(options, **_windows(options, dice))
+        options = replace(options, separate_object_groups=False, **_memory_of_vllm(options, dice.own("memory"), plain))
+    elif connector == "mp":
+        options = replace(options, **_windows(options, dice))
+        options = replace(options, **_states(options, dice))
+        may_share = options.ranks > 1 and not (options.pipeline or options.several_groups)
+        options = replace(options, context=bool(may_share and dice.lucky("context", 0.5)))
+    if connector in ("v1", "mp") and not options.several_groups and options.ranks == 1:
+        options = replace(options, **_offloading_beside(options, dice))
     return options, features, room
 
 
-def _with_features(options: Options, features: set[str], seed: int, plain: bool, lacks: Collection[str]) -> Options:
-    """Add these features. Draw layerwise loads of LMCache, priorities and ranks."""
+def _of_features(options: Options, features: set[str], dice: Dice) -> dict[str, Any]:
+    """Return the options of these features. Draw layerwise loads of LMCache, priorities and ranks."""
     switches: dict[str, Any] = {name: name in features for name in ("async_scheduling", "model_runner_v2")}
-    if not plain and "policy" not in lacks and random.Random(f"policy {seed}").random() < 0.2:
+    if dice.lucky("policy", 0.2):
         switches["policy"] = "priority"
-    may_load_by_layers = options.connector == "v1" and not plain and "enable_async_loading" not in options.lmcache
-    if may_load_by_layers and "use_layerwise" not in lacks and random.Random(f"use_layerwise {seed}").random() < 0.2:
+    may_load_by_layers = options.connector == "v1" and "enable_async_loading" not in options.lmcache
+    if may_load_by_layers and dice.lucky("use_layerwise", 0.2):
         switches["lmcache"] = {**options.lmcache, "use_layerwise": True}
     if "roles" in features:
-        switches["kv_role"] = random.Random(f"role {seed}").choice(("kv_producer", "kv_consumer", "kv_both"))
+        switches["kv_role"] = dice.own("role").choice(("kv_producer", "kv_consumer", "kv_both"))
     if "drafter" in features:
-        switches |= _drafts(random.Random(f"drafts {seed}"), options.block_size)
-    may_have_ranks = not plain and not options.beside and "ranks" not in lacks
-    if may_have_ranks and random.Random(f"ranks {seed}").random() < 0.25:
-        switches |= {"ranks": 2, "rank_delay": random.Random(f"rank_delay {seed}").choice((0, 1, 3))}
-        own = random.Random(f"pipeline {seed}")
-        if "drafter" not in switches and own.random() < 0.4:
+        switches |= _drafts(dice.own("drafts"), options.block_size)
+    if not options.beside and dice.lucky("ranks", 0.25):
+        switches |= {"ranks": 2, "rank_delay": dice.own("rank_delay").choice((0, 1, 3))}
+        if "drafter" not in switches and (own := dice.lucky("pipeline", 0.4)):
             switches |= {"pipeline": True, "ranks": own.choice((2, 3))}
-    return dataclasses.replace(options, **switches)
+    return switches
 
 
-def _with_groups(options: Options, seed: int, lacks: Collection[str]) -> Options:
-    """Draw several KV groups, or context parallelism, for the multi-process connector."""
-    if options.connector != "mp":
-        return options
-    if "windows" not in lacks:
-        options = _with_windows(options, random.Random(f"windows {seed}"))
-    own = random.Random(f"states {seed}")
-    if not options.windows and "states" not in lacks and own.random() < 0.3:
-        # a request has two states at a time, and one for each draft (MambaSpec.max_memory_usage_bytes)
-        drafts = min(options.drafts, options.block_size - 1)
-        more = options.num_blocks + own.choice((2, 4, 8)) + 2 * drafts
-        options = dataclasses.replace(
-            options,
-            states=True,
-            prefix_caching=True,
-            drafts=drafts,
-            num_blocks=more,
-            separate_object_groups=own.random() < 0.5,
-        )
-    own = random.Random(f"context {seed}")
-    may_share = options.ranks > 1 and not (options.pipeline or options.several_groups)
-    if may_share and "context" not in lacks and own.random() < 0.5:
-        options = dataclasses.replace(options, context=True)
-    return options
+def _states(options: Options, dice: Dice) -> dict[str, Any]:
+    own = None if options.windows else dice.lucky("states", 0.3)
+    if own is None:
+        return {}
+    # a request has two states at a time, and one for each draft (MambaSpec.max_memory_usage_bytes)
+    drafts = min(options.drafts, options.block_size - 1)
+    more = {"num_blocks": options.num_blocks + own.choice((2, 4, 8)) + 2 * drafts, "drafts": drafts}
+    return {**more, "states": True, "prefix_caching": True, "separate_object_groups": own.random() < 0.5}
 
 
-def _offloading_beside(options: Options, seed: int, lacks: Collection[str]) -> Options:
-    """Draw a MultiConnector with one of vLLM's offloading connectors, for v1 and mp."""
-    if options.connector not in ("v1", "mp") or options.several_groups or options.ranks > 1 or "offloading" in lacks:
-        return options
-    own = random.Random(f"offloading {seed}")
-    if own.random() < 0.2:
-        return dataclasses.replace(options, offloading=own.choice(("first", "last")))
-    own = random.Random(f"simple offloading {seed}")
-    if options.connector == "v1" and own.random() < 0.15:
-        return dataclasses.replace(
-            options,
-            offloading=own.choice(("first", "last")),
-            simple_offloading=True,
-            prefix_caching=True,
-            extra={"lazy_offload": own.random() < 0.3},
-            cpu_blocks=own.choice(_cpu_sizes(options)),
-        )
-    return options
+def _offloading_beside(options: Options, dice: Dice) -> dict[str, Any]:
+    """Draw a MultiConnector with one of vLLM's offloading connectors."""
+    if "offloading" in dice.lacks:
+        return {}
+    if own := dice.lucky("offloading", 0.2):
+        return {"offloading": own.choice(("first", "last"))}
+    own = dice.lucky("simple offloading", 0.15) if options.connector == "v1" else None
+    if own is None:
+        return {}
+    drawn = {"offloading": own.choice(("first", "last")), "extra": {"lazy_offload": own.random() < 0.3}}
+    return {**drawn, "simple_offloading": True, "prefix_caching": True, "cpu_blocks": own.choice(_cpu_sizes(options))}
 
 
 def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
@@ -145,29 +163,28 @@ def _cpu_sizes(options: Options) -> tuple[int, ...]:
     return options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks
 
 
-def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Options:
+def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> dict[str, Any]:
     """Draw settings of a connector in OF_VLLM, and its CPU memory: from one chunk to more than the GPU's."""
-    options = dataclasses.replace(options, separate_object_groups=False)
     sizes = _cpu_sizes(options)
     if options.connector == "simple-offload":
         lazy = not plain and rng.random() < 0.3
-        return dataclasses.replace(options, extra={"lazy_offload": lazy}, cpu_blocks=0 if plain else rng.choice(sizes))
+        return {"extra": {"lazy_offload": lazy}, "cpu_blocks": 0 if plain else rng.choice(sizes)}
     extra: dict[str, Any] = {"blocks_per_chunk": rng.choice((1, 1, 2, 3)), "offload_prompt_only": rng.random() < 0.4}
     if plain:
-        return dataclasses.replace(options, extra=extra)
+        return {"extra": extra}
     if rng.random() < 0.3:
         extra["eviction_policy"] = "arc"
     tier = rng.choice(("", "fs"))
     if not tier and rng.random() < 0.3:
         extra |= {"store_threshold": 2, "max_tracker_size": rng.choice((4, 64))}
-    return dataclasses.replace(options, extra=extra, cpu_blocks=rng.choice(sizes), tier=tier)
+    return {"extra": extra, "cpu_blocks": rng.choice(sizes), "tier": tier}
 
 
-def _with_windows(options: Options, rng: random.Random) -> Options:
-    """Add one or two KV groups of sliding windows, and blocks for them, to a third of the schedules."""
-    if rng.random() < 0.67:
-        return options
-    chunk = options.chunk_size
+def _windows(options: Options, dice: Dice) -> dict[str, Any]:
+    """Draw one or two KV groups of sliding windows, and blocks for them, in a third of the schedules."""
+    rng, chunk = dice.own("windows"), options.chunk_size
+    if "windows" in dice.lacks or rng.random() < 0.67:
+        return {}
     window_blocks = rng.choice((1, 1, 2)) if chunk > options.block_size else 1
     block = options.block_size * window_blocks
     # LMCache takes a window shorter than a chunk only in whole blocks (v1/kv_layer_groups.py 0.5.6:727)
@@ -176,13 +193,8 @@ def _with_windows(options: Options, rng: random.Random) -> Options:
     # keeps and allocates more blocks for drafts
     in_flight = options.max_num_batched_tokens * options.steps_in_flight + 2 * options.drafts
     most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
-    return dataclasses.replace(
-        options,
-        windows=windows,
-        window_blocks=window_blocks,
-        separate_object_groups=rng.random() < 0.5,
-        num_blocks=options.num_blocks + sum(most),
-    )
+    drawn = {"windows": windows, "window_blocks": window_blocks, "num_blocks": options.num_blocks + sum(most)}
+    return {**drawn, "separate_object_groups": rng.random() < 0.5}
 
 
 def _drafts(rng: random.Random, block: int) -> dict[str, Any]:

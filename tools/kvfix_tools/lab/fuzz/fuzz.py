@@ -191,10 +191,7 @@ def signature(finding: Finding) -> str:
 
 
 def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Callable[[Any], Played] = play) -> Schedule:
-    """Return the shortest schedule found in this time that still has a finding with this signature.
-
-    Remove steps and reduce numbers.
-    """
+    """Return the shortest schedule found in this time that still has a finding with this signature."""
     until = time.monotonic() + seconds
 
     def shows(candidate: Schedule) -> bool:

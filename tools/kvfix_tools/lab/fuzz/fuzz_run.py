@@ -1,8 +1,4 @@
-"""`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes.
-
-Schedules that violate a rule are shrunk. A run without loads, preemptions or full blocks reports that it tested
-nothing.
-"""
+"""`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes."""
 
 from __future__ import annotations
 
@@ -46,26 +42,33 @@ class Violation(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         steps = [list(step) for step in self.schedule.steps]
         schedule = {"options": vars(self.schedule.options), "steps": steps}
-        return {
-            "rule": self.rule,
-            "count": self.times,
-            "seed": self.seed,
-            "message": self.message,
-            "schedule": schedule,
-        }
+        own = {"rule": self.rule, "count": self.times, "seed": self.seed, "message": self.message}
+        return {**own, "schedule": schedule}
 
 
-class Fuzzed(NamedTuple):
-    """The results of a run. steps: of the scheduler. violations: the most frequent first."""
+class Tally(msgspec.Struct):
+    """The results of a run: sums over all played seeds. steps: of the scheduler. seconds: of the whole run."""
 
-    steps: int
-    seeds: int
-    seconds: float
+    steps: int = 0
+    seeds: int = 0
+    seconds: float = 0.0
     #: {option: number of seeds that were played with it}
-    options: dict[str, int]
+    options: dict[str, int] = {}
     #: See counts.py.
-    counts: dict[str, int]
-    violations: list[Violation]
+    counts: dict[str, int] = {}
+    #: {signature: (times, first seed, rule, message)}
+    found: dict[str, tuple[int, int, str, str]] = {}
+    #: At the end of the run, the most frequent first.
+    violations: list[Any] = []
+
+    def add(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.steps += other.steps
+        self.counts = dict(Counter(self.counts) + Counter(other.counts))
+        self.options = dict(Counter(self.options) + Counter(other.options))
+        for wanted, new in other.found.items():
+            first = self.found.get(wanted, (0, *new[1:]))
+            self.found[wanted] = (first[0] + new[0], *first[1:])
 
     @property
     def tested_nothing(self) -> str:
@@ -79,31 +82,11 @@ class Fuzzed(NamedTuple):
         return ", ".join(missing for count, missing in needed.items() if not self.counts[count])
 
     def as_json(self) -> dict[str, Any]:
+        own = {name: value for name, value in msgspec.structs.asdict(self).items() if name != "found"}
         names = {"preemptions": "preemptions", "retrieved_tokens": "loaded_tokens", "stored_tokens": "stored_tokens"}
-        counts = {name: self.counts[count] for name, count in names.items()}
+        own |= {name: self.counts[count] for name, count in names.items()}
         violations = [violation.as_json() for violation in self.violations]
-        return {**self._asdict(), **counts, "violations": violations, "tested_nothing": self.tested_nothing}
-
-
-class Tally(msgspec.Struct):
-    """The sums over all played seeds. Times in seconds."""
-
-    seeds: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    counts: dict[str, int] = {}
-    options: dict[str, int] = {}
-    #: {signature: (times, first seed, rule, message)}
-    found: dict[str, tuple[int, int, str, str]] = {}
-
-    def add(self, other: Tally) -> None:
-        self.seeds += other.seeds
-        self.steps += other.steps
-        self.counts = dict(Counter(self.counts) + Counter(other.counts))
-        self.options = dict(Counter(self.options) + Counter(other.options))
-        for wanted, new in other.found.items():
-            first = self.found.get(wanted, (0, *new[1:]))
-            self.found[wanted] = (first[0] + new[0], *first[1:])
+        return {**own, "violations": violations, "tested_nothing": self.tested_nothing}
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -198,7 +181,7 @@ def fuzz(
     most: float = math.inf,
     jobs: int = 1,
     notes: Path | None = None,
-) -> Fuzzed:
+) -> Tally:
     """Play the seeds in order for at most `seconds`.
 
     - shrinking: seconds for each kind of violation; 0: show the schedule as drawn
@@ -218,11 +201,12 @@ def fuzz(
         tally.add(done)
         tally.seconds = before + time.monotonic() - start
         if notes is not None:
-            _note(kept, notes)
+            part = notes.with_name(notes.name + ".part")
+            part.write_bytes(msgspec.json.encode(kept))
+            part.replace(notes)
         progress(tally.seeds, tally.steps, len(tally.found), tally.seconds)
         if tally.steps >= most:
             break
-    violations = []
     if run.fixes_in != "both":
         shrinking = 0  # the release may violate rules in a shorter one
     with run.applied():
@@ -231,9 +215,10 @@ def fuzz(
             if shrinking:
                 schedule = shrink(schedule, wanted, shrinking)
                 message = str(next(each for each in play(schedule).findings if signature(each) == wanted))
-            violations.append(Violation(rule, times, seed, message, schedule))
-    counts = {**dict.fromkeys(COUNTED, 0), **tally.counts}
-    return Fuzzed(tally.steps, tally.seeds, round(tally.seconds, 3), tally.options, counts, violations)
+            tally.violations.append(Violation(rule, times, seed, message, schedule))
+    tally.seconds = round(tally.seconds, 3)
+    tally.counts = {**dict.fromkeys(COUNTED, 0), **tally.counts}
+    return tally
 
 
 def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
@@ -262,7 +247,6 @@ def _in_processes(run: Run, batches: Iterable[range], until: float, jobs: int) -
 
 
 def _noted(now: Notes, notes: Path) -> Tally:
-    """Return the earlier progress of this run."""
     try:
         kept = msgspec.json.decode(notes.read_bytes(), type=Notes)
     except msgspec.DecodeError as error:
@@ -272,9 +256,3 @@ def _noted(now: Notes, notes: Path) -> Tally:
     if changed:
         raise ValueError(f"{notes} is of a run with another {' and '.join(changed)}: remove it, or name another file")
     return kept.tally
-
-
-def _note(kept: Notes, notes: Path) -> None:
-    part = notes.with_name(notes.name + ".part")
-    part.write_bytes(msgspec.json.encode(kept))
-    part.replace(notes)

@@ -1,8 +1,7 @@
 """Play a schedule with real NIXL (nixl_real.py) and with the lab's model: each difference in a step is a finding.
 
-These are compared: the status and the tokens of each request, the contents of all blocks, the findings, the number of
-steps, and all events. If the model has garbage in a slot, because the source of a transfer changed or the peer has
-ended, NIXL may have any content there.
+If the model has garbage in a slot, because the source of a transfer changed or the peer has ended, NIXL may have any
+content there.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvfix_tools.lab.fuzz import parameters
+from kvfix_tools.lab.fuzz import drawn_options, parameters
+from kvfix_tools.lab.fuzz.drawn_options import Dice
 from kvfix_tools.lab.options import WITH_RANKS, Options
 from kvfix_tools.lab.steps import prompt
 
@@ -31,12 +32,8 @@ KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
 #: {step: attribute of the router that has the requests for this step}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
-#: Seconds of a lease. A waiting peer renews it after each sixth of this time, by two thirds of this time.
-_LEASES = (3, 6, 30)
 #: Ranks of both engines, if one has several.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
-#: Timeout of a Mooncake producer in seconds. A consumer has 60 s more.
-_TIMEOUTS = (3, 6, 480)
 
 Drawn = tuple[Options, tuple[DrawnStep, ...]]
 
@@ -44,21 +41,30 @@ Drawn = tuple[Options, tuple[DrawnStep, ...]]
 def draw(seed: int, connector: str, plain: bool = False) -> Drawn:
     options, steps = _draw_nixl(seed, connector, plain)
     if connector.startswith("mooncake"):
-        options, steps = _for_mooncake(options, steps, random.Random(f"{connector} own {seed}"), plain)
-    own = random.Random(f"beside {connector} {seed}")
+        options, steps = _for_mooncake(options, steps, Dice(seed).own(f"{connector} own"), plain)
+    own, block = Dice(seed).own(f"beside {connector}"), options.block_size
+    engines: tuple[str, ...] = _ENGINES
+    others: tuple[DrawnStep, ...] = ()
     if connector.endswith("-multi"):
-        options, steps = _with_lmcache(options, steps, own, plain)
+        engines = own.choice((("decode",), ("prefill",), _ENGINES, _ENGINES))
+        first, chunk = own.random() < 0.5, block * own.choice((1, 2, 3))
+        options = replace(options, multi=engines, lmcache_first=first, chunk_size=chunk)
+        others = (("lookups_fail", 1),)
     elif connector == "nixl-offload":
-        options, steps = _with_offloading(options, steps, own, plain)
-    return options, steps
+        first_or_last, chunk = own.choice(("first", "last")), block * own.choice((1, 2))
+        options = replace(options, offloading=first_or_last, chunk_size=chunk, cpu_blocks=own.choice((0, 4, 8, 100)))
+    else:
+        return options, steps
+    return options, steps if plain else _with_evictions(steps, own, engines, *others)
 
 
 def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
-    rng = random.Random(f"{connector} {seed}")
+    rng, dice = Dice(seed).own(connector), Dice(f"{connector} {seed}")
     block = rng.choice((4, 8, 16))
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
     room = block * (min(blocks, decode_blocks) - 2)
-    extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice(_LEASES)}
+    # a waiting peer renews a lease after each sixth of its time, by two thirds of its time
+    extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice((3, 6, 30))}
     push = connector in ("nixl-push", "nixl-push-multi")
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
@@ -68,36 +74,27 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
         extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(
         connector=connector,
-        block_size=block,
         num_blocks=blocks,
         decode_blocks=decode_blocks,
-        max_num_batched_tokens=rng.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
-        max_num_seqs=rng.choice((2, 4, 8)),
-        max_model_len=max(64, room),
-        prefix_caching=rng.random() < 0.85,
-        reserve_full_isl=rng.random() < 0.5,
-        async_scheduling=rng.random() < 0.3,
         extra=extra,
+        **drawn_options.drawn_sizes(rng, block, room),
+        async_scheduling=rng.random() < 0.3,
         delay=rng.choice((1, 1, 2, 5)),
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
         policy="fcfs" if plain or rng.random() < 0.8 else "priority",
     )
-    # separate generators for ranks and windows, so that they do not change the rest of a seed
-    own = random.Random(f"ranks {connector} {seed}")
-    if connector in WITH_RANKS and not plain and own.random() < 0.3:
-        options = _with_ranks(options, own)
-    own = random.Random(f"windows {connector} {seed}")
-    if connector in WITH_RANKS and not plain and own.random() < 0.2:
-        options = _with_windows(options, own)
+    if connector in WITH_RANKS and not plain:
+        if own := dice.lucky("ranks", 0.3):
+            options = _with_ranks(options, own)
+        if own := dice.lucky("windows", 0.2):  # and blocks for the KV groups
+            windows = tuple(own.sample((block, 2 * block, 2 * block + 1, 4 * block), own.choice((1, 1, 2))))
+            more = -(-options.max_model_len // block) * len(windows)
+            options = replace(options, windows=windows, num_blocks=blocks + more, decode_blocks=decode_blocks + more)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS, **(_PUSH_FAULTS if push else {})}
     if "bidirectional_kv_xfer" in extra:
         weights = {kind: weight for kind, weight in weights.items() if kind not in ("time_passes", "step_alone")}
-    names = list(weights)
-    steps: list[DrawnStep] = []
-    for number in range(rng.randrange(30, 160)):
-        kind = rng.choices(names, [weights[name] for name in names])[0] if number else "ask"
-        steps.append(_step(rng, kind, number, options, room, plain))
-    return options, tuple(steps)
+    kinds = drawn_options.drawn_kinds(rng, weights, "ask")
+    return options, tuple(_step(rng, kind, number, options, room, plain) for number, kind in kinds)
 
 
 def _with_ranks(options: Options, rng: random.Random) -> Options:
@@ -111,7 +108,7 @@ def _with_ranks(options: Options, rng: random.Random) -> Options:
     if "bidirectional_kv_xfer" in options.extra:
         reads.append((prefill, decode))
     least = max((other for own, other in reads if other > own), default=1)
-    return dataclasses.replace(
+    return replace(
         options,
         ranks=prefill,
         peer_ranks=decode,
@@ -120,23 +117,11 @@ def _with_ranks(options: Options, rng: random.Random) -> Options:
     )
 
 
-def _with_windows(options: Options, rng: random.Random) -> Options:
-    """Add one or two KV groups of sliding windows, and blocks for them."""
-    block = options.block_size
-    windows = tuple(rng.sample((block, 2 * block, 2 * block + 1, 4 * block), rng.choice((1, 1, 2))))
-    more = -(-options.max_model_len // block) * len(windows)
-    return dataclasses.replace(
-        options, windows=windows, num_blocks=options.num_blocks + more, decode_blocks=options.decode_blocks + more
-    )
-
-
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int, plain: bool) -> DrawnStep:
     block = options.block_size
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
-        # few prompts, so that they share prefixes; lengths around the edges of blocks
-        whole = rng.randrange(1, max(2, room // block)) * block
-        tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(block)))))
+        tokens = drawn_options.drawn_length(rng, room, block)
         # with KVF353 prefill leaves out the last token: impossible for a prompt of one token
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
@@ -155,61 +140,28 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         "take_blocks": (range(1, 40),),
         "budget": ((1, block, options.max_num_batched_tokens),),
     }
-    drawn = drawn_arguments(rng, kind, arguments)
+    drawn = drawn_options.drawn_arguments(rng, kind, arguments)
     return (kind, engine, *drawn) if kind in _OF_ENGINE else (kind, *drawn)
-
-
-def drawn_arguments(rng: random.Random, kind: str, arguments: dict[str, tuple[Sequence[Any], ...]]) -> tuple[Any, ...]:
-    """Draw each argument of a step of this kind. arguments: {kind: values of each argument}."""
-    return tuple(rng.choice(values) for values in arguments.get(kind, ()))
-
-
-# ---------------------------------------------------------------------- other connectors
 
 
 def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: random.Random, plain: bool) -> Drawn:
     """Change a schedule for Mooncake. Most routers ask both engines at once."""
-    timeout = 480 if plain else rng.choice(_TIMEOUTS)
-    options = dataclasses.replace(options, extra={"kv_lease_duration": timeout})
+    timeout = 480 if plain else rng.choice((3, 6, 480))  # seconds of the producer; a consumer has 60 more
+    options = replace(options, extra={"kv_lease_duration": timeout})
     drawn: list[DrawnStep] = []
-    for step in steps:
-        if step[0] == "ask" and not plain and rng.random() < 0.1:
-            drawn.append(("ends_at_once", *step[1:4]))
-        drawn.append(_mooncake_step(rng, step, timeout))
+    for kind, *rest in steps:
+        if kind == "ask":
+            if not plain and rng.random() < 0.1:
+                drawn.append(("ends_at_once", *rest[:3]))
+            kind = rng.choice(("ask", "ask_at_once"))
+        elif kind == "malform":
+            rest = [rng.choice(tuple(parameters.OF_MOONCAKE))]
+        elif kind == "fail":
+            rest[0] = rng.choice(("transfer", "handshake"))
+        elif kind == "time_passes":
+            rest = [rng.choice((1.0, timeout / 2, timeout + 1.0))]
+        drawn.append((kind, *rest))
     return options, tuple(drawn)
-
-
-def _mooncake_step(rng: random.Random, step: DrawnStep, timeout: float) -> DrawnStep:
-    kind = step[0]
-    if kind == "ask":
-        return (rng.choice(("ask", "ask_at_once")), *step[1:])
-    if kind == "malform":
-        return (kind, rng.choice(tuple(parameters.OF_MOONCAKE)))
-    if kind == "fail":
-        return (kind, rng.choice(("transfer", "handshake")), step[2])
-    if kind == "time_passes":
-        return (kind, rng.choice((1.0, timeout / 2, timeout + 1.0)))
-    return step
-
-
-def _with_lmcache(options: Options, steps: tuple[DrawnStep, ...], rng: random.Random, plain: bool) -> Drawn:
-    """Add LMCache to one engine or both, and steps for LMCache."""
-    multi = rng.choice((("decode",), ("prefill",), ("prefill", "decode"), ("prefill", "decode")))
-    options = dataclasses.replace(
-        options, multi=multi, lmcache_first=rng.random() < 0.5, chunk_size=options.block_size * rng.choice((1, 2, 3))
-    )
-    return options, steps if plain else _with_evictions(steps, rng, multi, ("lookups_fail", 1))
-
-
-def _with_offloading(options: Options, steps: tuple[DrawnStep, ...], rng: random.Random, plain: bool) -> Drawn:
-    """Add OffloadingConnector to both engines, and steps for its CPU memory."""
-    options = dataclasses.replace(
-        options,
-        offloading=rng.choice(("first", "last")),
-        chunk_size=options.block_size * rng.choice((1, 2)),
-        cpu_blocks=rng.choice((0, 4, 8, 100)),
-    )
-    return options, steps if plain else _with_evictions(steps, rng, _ENGINES)
 
 
 def _with_evictions(
@@ -223,9 +175,6 @@ def _with_evictions(
             what = rng.choice((("evict", rng.choice((1, 3, 100))), *others))
             drawn.append(("on", rng.choice(engines), *what))
     return tuple(drawn)
-
-
-# ---------------------------------------------------------------------- the steps
 
 
 def move(pair: Pair, step: DrawnStep) -> None:
@@ -254,7 +203,6 @@ def move(pair: Pair, step: DrawnStep) -> None:
 
 
 def _open(pair: Pair) -> list[str]:
-    """Return requests whose clients wait for an answer."""
     waiting = pair.router.waiting
     for engine in pair.engines:
         waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.fuzz import drawn_options, pair_schedule, parameters
+from kvfix_tools.lab.fuzz.drawn_options import Dice
 from kvfix_tools.lab.fuzz.pair_schedule import DrawnStep as DrawnStep
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, Options
 
@@ -83,8 +84,8 @@ def draw(
     """
     if connector in PAIRS:
         return Schedule(*pair_schedule.draw(seed, connector, plain))
-    rng = random.Random(seed)
-    options, features, room = drawn_options.draw(rng, seed, connector, plain, lacks, real_server)
+    rng, dice = random.Random(seed), Dice(seed, lacks)
+    options, features, room = drawn_options.draw(rng, dice, connector, plain, real_server)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector.startswith("mp") and not plain:
         weights["lose_loads"] = 1
@@ -101,20 +102,19 @@ def draw(
     if connector in OF_VLLM:
         weights.pop("timeout", None)
         weights |= {} if plain else _OFFLOADING if connector == "offloading" else _SIMPLE_OFFLOAD
-    names = list(weights)
-    steps: list[DrawnStep] = []
-    for number in range(rng.randrange(30, 160)):
-        kind = rng.choices(names, [weights[name] for name in names])[0] if number else "admit"
-        steps.append((*_step(rng, kind, number, options, room), *_rank(rng, kind, options)))
-    own = random.Random(f"reset {seed}")
-    if not plain and "new_weights" not in lacks:
+    steps: list[DrawnStep] = [
+        (*_step(rng, kind, number, options, room), *_rank(rng, kind, options))
+        for number, kind in drawn_options.drawn_kinds(rng, weights, "admit")
+    ]
+    if plain:
+        return Schedule(options, tuple(steps))
+    own = dice.own("reset")
+    if "new_weights" not in lacks:
         steps = [(*step, True) if step[0] == "reset_prefix_cache" and own.random() < 0.5 else step for step in steps]
-    own = random.Random(f"restart {seed}")
-    if real_server and not plain and own.random() < 0.1:
-        steps.insert(own.randrange(len(steps)), ("server_restarts", own.randrange(1, 5)))
-    own = random.Random(f"new_weights {seed}")
-    if not plain and "new_weights" not in lacks and own.random() < 0.2:
-        steps.insert(own.randrange(len(steps)), ("new_weights",))
+    if real_server and (chosen := dice.lucky("restart", 0.1)):
+        steps.insert(chosen.randrange(len(steps)), ("server_restarts", chosen.randrange(1, 5)))
+    if chosen := dice.lucky("new_weights", 0.2):
+        steps.insert(chosen.randrange(len(steps)), ("new_weights",))
     return Schedule(options, tuple(steps))
 
 
@@ -128,9 +128,7 @@ def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
 
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
     if kind in ("admit", "admit_again", "configured"):
-        # few prompts, so that they share prefixes; lengths around the edges of blocks and chunks
-        whole = rng.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
-        tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(options.chunk_size)))))
+        tokens = drawn_options.drawn_length(rng, room, options.chunk_size)
         # vLLM makes every id unique (input_processor.py 0.32.0:371). Some connectors rely on that: the worker of the
         # multi-process connector never reports an id twice (vllm_multi_process_adapter.py 0.5.6:2034), and stores of
         # OffloadingConnector can outlive their request.
@@ -154,4 +152,4 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         "take_blocks": (range(1, options.num_blocks),),
         "budget": ((1, options.block_size, options.max_num_batched_tokens),),
     }
-    return (kind, *pair_schedule.drawn_arguments(rng, kind, arguments))
+    return (kind, *drawn_options.drawn_arguments(rng, kind, arguments))

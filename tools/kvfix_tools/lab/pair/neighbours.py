@@ -1,22 +1,17 @@
-"""Two engines that share LMCache's cache: each loads chunks that the other one has stored.
+"""Two engines that share LMCache's cache: each loads chunks that the other one has stored."""
 
-Each engine has its own connector and its own client of the cache. They share the chunks and their pins.
-"""
-
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 from kvfix import clock
-from kvfix.ledger import Finding
-from kvfix.ledger.events import Event
 from kvfix_tools.lab.connectors.mp import ADAPTER, MP
 from kvfix_tools.lab.engine.lab_engine import LabEngine
 from kvfix_tools.lab.engine.memory import Cache, Slots
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair import one_side
+from kvfix_tools.lab.pair.pair_engine import TwoEngines
 
 #: Steps that are not played with two engines: the weights of both would have to change.
 _NOT_PLAYED = ("new_weights",)
@@ -46,8 +41,10 @@ class Neighbour(LabEngine):
             yield
 
 
-class Neighbours:
+class Neighbours(TwoEngines):
     """Two engines with these options."""
+
+    engines: tuple[Neighbour, Neighbour]
 
     def __init__(self, options: Options) -> None:
         first = Neighbour(options, "first")
@@ -64,23 +61,3 @@ class Neighbours:
             for engine in self.engines:  # loads of both engines may come short
                 engine.request_events.may_fail.add("")
         return (self.engines[number % 2],)
-
-    def close(self) -> None:
-        for engine in self.engines:
-            engine.connector.close()
-
-    @property
-    def steps(self) -> int:
-        return sum(engine.steps for engine in self.engines)
-
-    @property
-    def findings(self) -> list[Finding]:
-        return [found for engine in self.engines for found in engine.findings]
-
-    @property
-    def counts(self) -> Counter[str]:
-        return sum((Counter(engine.counts) for engine in self.engines), Counter[str]())
-
-    @property
-    def log(self) -> list[tuple[int, Event]]:
-        return [entry for engine in self.engines for entry in engine.log]

@@ -15,7 +15,7 @@ from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.engine_core import STEP, side_class
 from kvfix_tools.lab.fuzz import pair_schedule
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair.pair_engine import PairEngine
+from kvfix_tools.lab.pair.pair_engine import PairEngine, TwoEngines
 from kvfix_tools.lab.pair.pair_router import Router
 
 _ROLES = {"prefill": "producer", "decode": "consumer"}
@@ -25,7 +25,7 @@ _IDLE = 64
 _SOON = 30
 
 
-class Pair:
+class Pair(TwoEngines):
     """Two engines, with the interface of one LabEngine for `fuzz.play` and scenarios."""
 
     def __init__(self, options: Options) -> None:
@@ -37,7 +37,7 @@ class Pair:
         self.seconds = 0.0
         self._counts: Counter[str] = Counter()
         self._starts = itertools.count(1)
-        self._gone: list[PairEngine] = []
+        self.gone: list[PairEngine] = []
         self._findings: list[Finding] = []
         self._ledger = Ledger()
         self._log: list[tuple[int, Event]] = []
@@ -58,25 +58,19 @@ class Pair:
         return engine
 
     @property
-    def engines(self) -> tuple[PairEngine, PairEngine]:
+    def engines(self) -> tuple[PairEngine, PairEngine]:  # type: ignore[override]
         return self.prefill, self.decode
 
     def engine(self, name: str) -> PairEngine:
         return self.prefill if name == "prefill" else self.decode
 
-    # ------------------------------------------------------------------ results of a run
-
-    @property
-    def steps(self) -> int:
-        return sum(engine.steps for engine in (*self._gone, *self.engines))
-
     @property
     def findings(self) -> list[Finding]:
-        return [found for engine in (*self._gone, *self.engines) for found in engine.findings] + self._findings
+        return super().findings + self._findings
 
     @property
     def log(self) -> list[tuple[int, Event]]:
-        return [entry for engine in (*self._gone, *self.engines) for entry in engine.log] + self._log
+        return super().log + self._log
 
     @property
     def requests(self) -> dict[str, Any]:
@@ -84,15 +78,10 @@ class Pair:
 
     @property
     def counts(self) -> Counter[str]:
-        """The counters of both engines, including engines before a restart."""
         counts: Counter[str] = self._counts + self.router.counts + self.network.counts
-        for engine in (*self._gone, *self.engines):
+        for engine in (*self.gone, *self.engines):
             counts.update(engine.counts)
         return counts
-
-    def close(self) -> None:
-        for engine in self.engines:
-            engine.connector.close()
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         """Make the step of this name: a method of this class or of the router."""
@@ -101,8 +90,6 @@ class Pair:
     def move(self, step: tuple[Any, ...]) -> None:
         """Make a drawn step. A step that is not possible does nothing."""
         pair_schedule.move(self, step)
-
-    # ------------------------------------------------------------------ requests
 
     def abort(self, name: str) -> None:
         """The client of this request is gone, and the router tells both engines."""
@@ -118,26 +105,22 @@ class Pair:
         self._findings += [found for found in self._ledger.feed(event) if found.verdict == "violated"]
 
     def answered(self, engine: PairEngine, output: Any) -> None:
-        """A request of an engine has ended."""
         if engine.connector.keeps(output.request_id):
             self.add(Leased(output.request_id, None))
         self.router.answered(engine, output)
 
-    # ------------------------------------------------------------------ steps
-
-    def step(self, times: int = 1) -> None:
-        """So many steps of both engines."""
+    def step(self, times: int = 1, name: str = "") -> None:
+        """So many steps of both engines, or of this one."""
         for _ in range(times):
             self.tick()
             for engine in self.engines:
-                self._iterate(engine)
+                if engine.scheduler.has_requests() and name in ("", engine.name):
+                    engine.iterate()
 
     def step_alone(self, name: str, times: int = 1) -> None:
         """So many steps of one engine, while the other one hangs: a lease may end."""
         self.may_fail()
-        for _ in range(times):
-            self.tick()
-            self._iterate(self.engine(name))
+        self.step(times, name)
 
     def tick(self) -> None:
         self.seconds += STEP
@@ -149,10 +132,6 @@ class Pair:
             )
         self.network.dead_listeners.clear()
         self.router.tick()
-
-    def _iterate(self, engine: PairEngine) -> None:
-        if engine.scheduler.has_requests():
-            engine.iterate()
 
     def may_fail(self) -> None:
         """Loads may come short from now on."""
@@ -192,7 +171,7 @@ class Pair:
         self._counts["restarts"] += 1
         old = self.engine(name)
         old.connector.close()
-        self._gone.append(old)
+        self.gone.append(old)
         self.may_fail()
         if name == "prefill":
             self.prefill = self._start(name, blocks)
@@ -232,15 +211,12 @@ class Pair:
 
     def _leases_end_soon(self) -> bool:
         """Return True if blocks are kept by a lease that expires within the steps of a run."""
-        own = getattr(self.network, "timeout", 30)
-        return self.options.extra.get("kv_lease_duration", own) <= _SOON and any(
-            each.connector.leases for each in self.engines
-        )
+        seconds = self.options.extra.get("kv_lease_duration", getattr(self.network, "timeout", 30))
+        return seconds <= _SOON and any(each.connector.leases for each in self.engines)
 
     def _busy(self) -> bool:
-        work = any(
-            engine.scheduler.has_unfinished_requests() or engine.scheduler.has_requests() for engine in self.engines
-        )
+        schedulers = [engine.scheduler for engine in self.engines]
+        work = any(each.has_unfinished_requests() or each.has_requests() for each in schedulers)
         return work or bool(self.router.waiting or self.network.busy)
 
     def longest(self) -> float:

@@ -1,4 +1,4 @@
-"""One of two engines (pair.py), and the base classes of its connector and of the network between the engines."""
+"""One of two engines, and the base classes of both engines, of their connector and of the network between them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfix import clock
 from kvfix.connector_events import readers
+from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.engine import vllm_objects
@@ -23,6 +24,33 @@ from kvfix_tools.lab.pair import one_side
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.pair.pair import Pair
+
+
+class TwoEngines:
+    """The results of two engines, with the interface of one LabEngine. gone: engines before a restart."""
+
+    engines: Sequence[LabEngine]
+    gone: Sequence[LabEngine] = ()
+
+    @property
+    def steps(self) -> int:
+        return sum(engine.steps for engine in (*self.gone, *self.engines))
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [found for engine in (*self.gone, *self.engines) for found in engine.findings]
+
+    @property
+    def log(self) -> list[tuple[int, Event]]:
+        return [entry for engine in (*self.gone, *self.engines) for entry in engine.log]
+
+    @property
+    def counts(self) -> Counter[str]:
+        return sum((Counter(engine.counts) for engine in (*self.gone, *self.engines)), Counter[str]())
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.connector.close()
 
 
 class PairNetwork:
@@ -45,7 +73,6 @@ class PairNetwork:
         self.writers_take = 0
 
     def fails(self, what: str) -> bool:
-        """Return True if the next handshake or transfer fails."""
         if not self.failing[what]:
             return False
         self.failing[what] -= 1
@@ -99,7 +126,6 @@ class PairSide(Connector):
             worker.events = events
 
     def configured(self, options: Options) -> Any:
-        """Return vLLM's configuration of this engine."""
         config = vllm_objects.vllm_config(options)
         config.kv_transfer_config.engine_id = self.engine_id
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -155,7 +181,6 @@ class PairWorker(Worker):
         """Called when all connectors have begun a step."""
 
     def take_due(self, metadata: Any) -> None:
-        """Begin a step with these metadata of the connector."""
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
 
 

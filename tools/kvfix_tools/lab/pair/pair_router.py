@@ -7,6 +7,7 @@ decode. In push mode it may send the request to both engines at once.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.lab.fuzz.parameters import MALFORMED, Params
@@ -43,6 +44,7 @@ class Router:
         self._stops: dict[str, int] = {}
         #: {request: number of its ids}. vLLM adds a suffix to the router's id.
         self._ids: Counter[str] = Counter()
+        self.ask_at_once = partial(self.ask, at_once=True)
 
     @property
     def waiting(self) -> set[str]:
@@ -59,10 +61,6 @@ class Router:
         if at_once:
             self.counts["at_once"] += 1
             self._to_send.append((self._pair.network.now, name, prefill.connector.for_decode(name, None)))
-
-    def ask_at_once(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
-        """A client's request arrives, and the router sends it to both engines at once."""
-        self.ask(name, prompt, max_tokens, prefill_tokens, at_once=True)
 
     def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
         """Send a request only to decode."""
@@ -96,11 +94,9 @@ class Router:
         self.malformed.append(what)
 
     def forget(self, name: str) -> None:
-        """Drop a request whose client has disconnected."""
         self._to_send = [each for each in self._to_send if each[1] != name]
 
     def answered(self, engine: PairEngine, output: Any) -> None:
-        """Handle the end of a request in an engine."""
         name = output.request_id.rpartition("-")[0]
         params = output.kv_transfer_params
         aborted = "abort" in str(output.finish_reason).lower()

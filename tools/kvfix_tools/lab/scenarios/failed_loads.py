@@ -124,13 +124,11 @@ SCENARIOS = {
     ),
     "layerwise-load-finds-a-part": _layerwise(
         doc="A layerwise load finds only some of the chunks that were hit, and reports no failed block.",
-        # `wait_for_layer_load` only logs the number of loaded tokens (vllm_v1_adapter.py 0.5.6:990-992).
         after_chunks=2,
         shows="LAB001 the step reads token 128 of",
     ),
     "layerwise-load-finds-nothing": _layerwise(
         doc="A layerwise load finds none of the chunks that were hit, and the worker dies.",
-        # `retrieve_layer` (cache_engine.py 0.5.6:1133) uses a variable that is set only if a chunk was found.
         after_chunks=0,
         shows="KVR011 mem_obj_consumer",
         not_in_hooks=LAYERS,
@@ -156,6 +154,5 @@ _ONE_RANK = SCENARIOS["failed-load-of-one-rank"]
 SCENARIOS["failed-load-of-one-rank-in-producer"] = replace(
     _ONE_RANK,
     doc="A load fails in one rank of a kv_producer, and the other rank stores the KV computed on top of it.",
-    # A kv_producer stores a request even if its metadata forbid it (vllm_v1_adapter.py 0.5.6:1152).
     options=replace(_ONE_RANK.options, kv_role="kv_producer"),
 )

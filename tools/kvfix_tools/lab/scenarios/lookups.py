@@ -17,7 +17,6 @@ asynchronous = partial(
 
 SCENARIOS = {
     "abort-while-waiting": scenario(
-        # The pins prevent eviction of the chunks until they time out (300 s).
         [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2)],
         [do.step(), do.abort("r"), do.free_blocks()],
         doc="A request is aborted before its admission: LMCache keeps its LoadSpec, hit, priority and pins.",

@@ -10,7 +10,8 @@ from kvfix_tools.lab.scenarios.requests import NEW_WEIGHTS
 from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
-mp = partial(scenario, options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256))
+MP = partial(Options, connector="mp")
+mp = partial(scenario, options=MP(num_blocks=60, max_num_batched_tokens=256))
 windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
 
 
@@ -23,7 +24,7 @@ def _window_freed(max_tokens: int, doc: str) -> Scenario:
         doc=doc,
         shows="LAB001 is stored under their key",
         hooks_rule="KVR014",
-        options=Options(connector="mp", num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
+        options=MP(num_blocks=60, windows=(64,), max_num_batched_tokens=1024, delay=4),
     )
 
 
@@ -33,7 +34,7 @@ def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
         [do.store("first", prompt(110)), do.admit("short", prompt(tokens))],
         shows="LAB001 in KV group 1",
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        options=Options(connector="mp", max_num_batched_tokens=48, states=True, **options),
+        options=MP(max_num_batched_tokens=48, states=True, **options),
         **more,
     )
 
@@ -44,7 +45,7 @@ SCENARIOS: dict[str, Any] = {
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=4), do.step(5), do.abort("r")],
         do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
         shows="KVR011 update_from_output: AssertionError",
-        delay=4,
+        options={"delay": 4},
     ),
     "mp-abort-before-alloc": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.keep_blocks(0), do.admit("r", prompt(140)), do.step(3)],
@@ -61,7 +62,7 @@ SCENARIOS: dict[str, Any] = {
         doc="A request is aborted while the server prefetches for it: the server never unlocks the chunks.",
         # only in this release the scheduler's connector knows of the locks
         hooks_releases=("0.5.4",),
-        delay=5,
+        options={"delay": 5},
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
         [do.serve("before", prompt(140)), do.settle()],
@@ -85,7 +86,7 @@ SCENARIOS: dict[str, Any] = {
         do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
         [do.step(2), do.lose_loads(), do.expect_unharmed("other")],
         shows="LAB005",
-        kv_load_failure_policy="fail",
+        options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
         # The worker loses the server for a moment. These releases report this failure, but not others
@@ -96,7 +97,7 @@ SCENARIOS: dict[str, Any] = {
         shows="KVR010",
         doc="A load fails, and LMCache promises the same tokens again without a load: the request waits for ever.",
         wrong=">=0.4.5,<0.5.5",
-        delay=4,
+        options={"delay": 4},
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
         # vLLM has 64 tokens, the cache 128. The load fails, and vLLM continues at token 64. The tracker still counts
@@ -105,7 +106,7 @@ SCENARIOS: dict[str, Any] = {
         [do.admit("r", prompt(300), max_tokens=2), do.step(2)],
         do.lose_loads(),  # the load was in flight
         shows="KVR008",
-        max_num_batched_tokens=40,
+        options={"max_num_batched_tokens": 40},
     ),
     "mp-free-locks-salt": mp_scenarios(
         do.serve("before", prompt(140), cache_salt="tenant"),
@@ -122,8 +123,7 @@ SCENARIOS: dict[str, Any] = {
         [do.step(4), do.free_blocks()],
         shows="LAB001 is stored under their key",
         hooks_rule="KVR009",
-        max_num_batched_tokens=16,
-        delay=3,
+        options={"max_num_batched_tokens": 16, "delay": 3},
     ),
     "mp-lookup-double-count": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.keep_blocks(4), do.admit("r", prompt(800), max_tokens=2)],
@@ -152,9 +152,7 @@ SCENARIOS: dict[str, Any] = {
         [do.step(3), do.free_blocks()],
         shows="LAB001 is stored under their key",
         wrong=">=0.4.5,<0.5.6",
-        num_blocks=50,
-        max_num_batched_tokens=1024,
-        delay=3,
+        options={"num_blocks": 50, "max_num_batched_tokens": 1024, "delay": 3},
     ),
     "mp-prompt-embeds": mp_scenarios(
         do.store("before", None, embeddings=(140, 0.0)),
@@ -166,7 +164,7 @@ SCENARIOS: dict[str, Any] = {
         shows="LAB001 the step reads token 0 of",
         doc="A weight update does not reset the LMCache server, vLLM answers True, and old KV is hit.",
         wrong=">=0.4.5,<0.5.6",
-        max_num_batched_tokens=128,
+        options={"max_num_batched_tokens": 128},
     ),
     "mp-retrieve-false": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2), do.fail_load("r")],
@@ -180,10 +178,12 @@ SCENARIOS: dict[str, Any] = {
         [do.step(3), do.run(), do.end_input("r")],
         shows="LAB001 other KV than that of tokens 64 on is stored under their key",
         hooks_rule="KVR008",
-        max_num_batched_tokens=64,
-        drafter="eagle",
-        drafts=7,
-        lmcache={"mp.save_decode_cache": True},
+        options={
+            "max_num_batched_tokens": 64,
+            "drafter": "eagle",
+            "drafts": 7,
+            "lmcache": {"mp.save_decode_cache": True},
+        },
     ),
     "mp-stats-assert": mp_scenarios(
         [do.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}), do.abort("r")],
@@ -215,7 +215,7 @@ SCENARIOS: dict[str, Any] = {
         doc="The worker drops the load of a slow server, and the server writes into blocks of other requests.",
         shows="LAB001 computed ones, its slot holds other KV",
         needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
-        options=Options(connector="mp", num_blocks=28, max_num_batched_tokens=1024, delay=3),
+        options=MP(num_blocks=28, max_num_batched_tokens=1024, delay=3),
     ),
     "mp-load-not-granted": mp(
         # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
@@ -224,7 +224,7 @@ SCENARIOS: dict[str, Any] = {
         shows="KVR004",
         # before vLLM 0.31 this request takes the promise of the connector
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
-        options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=0),
+        options=MP(num_blocks=60, max_num_batched_tokens=256, delay=0),
     ),
     "mp-preempted-while-silent": mp(
         # Other requests write to the blocks, and the server stores their KV under the keys of the request.
@@ -238,7 +238,7 @@ SCENARIOS: dict[str, Any] = {
         doc="A slow server misses a heartbeat: the worker does not wait for the store of a preempted request.",
         shows="LAB001 is stored under their key",
         needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
-        options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=9),
+        options=MP(num_blocks=50, max_num_batched_tokens=1024, delay=9),
     ),
     "mp-reset-keeps-what-is-in-flight": mp(
         do.admit("r", prompt(200), max_tokens=4),
@@ -246,7 +246,7 @@ SCENARIOS: dict[str, Any] = {
         do.new_weights(),
         shows="LAB001 other KV than that of tokens 0 on is stored under their key",
         needs={"lmcache": ">=0.5.6", "vllm": ">=0.22.0"},
-        options=Options(connector="mp", num_blocks=60, max_num_batched_tokens=256, delay=2),
+        options=MP(num_blocks=60, max_num_batched_tokens=256, delay=2),
     ),
     "mp-resume-load-circle": mp(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
@@ -268,7 +268,7 @@ SCENARIOS: dict[str, Any] = {
         doc="A slow server misses a heartbeat: the worker drops its store, and the server stores KV of other requests.",
         shows="LAB001 is stored under their key",
         needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
-        options=Options(connector="mp", num_blocks=50, max_num_batched_tokens=1024, delay=5),
+        options=MP(num_blocks=50, max_num_batched_tokens=1024, delay=5),
     ),
     # ------------------------------------------------------------------ models with several KV groups
     "mp-failed-load-of-groups": windows(
@@ -277,7 +277,7 @@ SCENARIOS: dict[str, Any] = {
         [do.run(), do.expect_unharmed("r")],
         shows="KVR011 RuntimeError",
         wrong={"lmcache": ">=0.4.7,<0.5.6", "vllm": ">=0.32"},
-        options=Options(connector="mp", num_blocks=60, windows=(64,)),
+        options=MP(num_blocks=60, windows=(64,)),
     ),
     "mp-state-freed-while-stored": scenario(
         do.admit("r", prompt(256), max_tokens=2),
@@ -285,14 +285,8 @@ SCENARIOS: dict[str, Any] = {
         shows="LAB001 is stored under their key",
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         not_in_hooks="the block is used again after the next step, when the store may have ended",
-        options=Options(
-            connector="mp",
-            num_blocks=24,
-            chunk_size=16,
-            max_num_batched_tokens=16,
-            states=True,
-            separate_object_groups=True,
-            delay=20,
+        options=MP(
+            num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
     # The step computes three blocks, and only the last one has a state. Without --separate-object-groups, the chunks of
@@ -314,7 +308,7 @@ SCENARIOS: dict[str, Any] = {
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
         shows="LAB001 in KV group 1",
-        options=Options(connector="mp", num_blocks=60, windows=(32,), drafter="mtp", drafts=3, acceptance=50),
+        options=MP(num_blocks=60, windows=(32,), drafter="mtp", drafts=3, acceptance=50),
     ),
     "mp-window-reserves-too-little": scenario(
         # LMCache loads 256 of 320 tokens: 16 blocks of full attention, and one block of the window after 15 null
@@ -324,7 +318,7 @@ SCENARIOS: dict[str, Any] = {
         [do.admit("r", prompt(320), max_tokens=2), do.admit("other", prompt(320, seed=1), max_tokens=2)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 5 are free",
         needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.7"},
-        options=Options(connector="mp", num_blocks=40, windows=(16,), max_num_batched_tokens=64),
+        options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
         # vLLM has 64 tokens, the cache 128. After the failure the tracker counts from 0, so each chunk is stored 64
@@ -336,7 +330,7 @@ SCENARIOS: dict[str, Any] = {
         shows="LAB001 is stored under their key",
         needs={"lmcache": ">=0.5.6", "vllm": ">=0.32"},
         hooks_rule="KVR014",
-        options=Options(connector="mp", num_blocks=32, windows=(64,), max_num_batched_tokens=16),
+        options=MP(num_blocks=32, windows=(64,), max_num_batched_tokens=16),
     ),
     "mp-window-stored-null": windows(
         # After its prefix hit, the block list of `r` in the window's KV group begins with null block 0. A later,
@@ -345,7 +339,7 @@ SCENARIOS: dict[str, Any] = {
         doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
         shows="LAB001 the step reads token",
         hooks_rule="KVR014",
-        options=Options(connector="mp", num_blocks=60, windows=(64,)),
+        options=MP(num_blocks=60, windows=(64,)),
     ),
 }
 SCENARIOS["mp-silent-server-given-up"] = replace(

@@ -7,6 +7,8 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, Scenario, scenario
 from kvfix_tools.lab.steps import Step, prompt
 
+SIMPLE = partial(Options, connector="simple-offload")
+OFFLOADING = partial(Options, connector="offloading")
 #: Scenarios of LMCache's connectors in a MultiConnector with an offloading connector.
 beside = partial(scenario, needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"})
 
@@ -46,22 +48,20 @@ SCENARIOS = {
     "offload-copy-fails": scenario(
         [do.store("before", prompt(128)), do.fail_load("r"), do.admit("r", prompt(128), max_tokens=3)],
         shows="KVR011 wait_for_save: AssertionError",
-        options=Options(connector="offloading", max_num_batched_tokens=512),
+        options=OFFLOADING(max_num_batched_tokens=512),
     ),
     "offload-promotions-go-round": scenario(
         # Each lookup needs room for the next chunk and evicts a chunk that the previous lookup has requested.
         do.budget(4),  # each chunk is in the tier before the next one is computed
         [do.store("before", prompt(193)), do.admit("r", prompt(193), max_tokens=2)],
         shows="LAB003 is WAITING for ever",
-        options=Options(
-            connector="offloading", tier="fs", cpu_blocks=4, max_num_batched_tokens=32, extra={"blocks_per_chunk": 2}
-        ),
+        options=OFFLOADING(tier="fs", cpu_blocks=4, max_num_batched_tokens=32, extra={"blocks_per_chunk": 2}),
     ),
     "offload-reset-keeps-files": scenario(
         # OffloadingConnector empties its CPU memory, but not the files of its tier, and reports success.
         [do.serve("before", prompt(128)), do.new_weights(), do.admit("r", prompt(128), max_tokens=3)],
         shows="LAB001 its slot holds other KV",
-        options=Options(connector="offloading", tier="fs", max_num_batched_tokens=512),
+        options=OFFLOADING(tier="fs", max_num_batched_tokens=512),
     ),
     "offload-window-chunk-stored-in-part": scenario(
         [do.serve("before", prompt(129)), do.evict(100)],
@@ -70,13 +70,7 @@ SCENARIOS = {
         do.serve("shorter", prompt(97)),  # its window has blocks 3 to 5: blocks 4 and 5 count as stored
         [do.reset_prefix_cache(), do.admit("r", prompt(120), max_tokens=2)],
         shows="LAB001 in KV group 1",
-        options=Options(
-            connector="offloading",
-            windows=(40,),
-            num_blocks=128,
-            max_num_batched_tokens=512,
-            extra={"blocks_per_chunk": 2},
-        ),
+        options=OFFLOADING(windows=(40,), num_blocks=128, max_num_batched_tokens=512, extra={"blocks_per_chunk": 2}),
     ),
     "session-offloads-other-blocks": beside(
         [do.admit("r", prompt(40), resumable=True), do.run(5), do.add_input("r", prompt(100, seed=1))],
@@ -89,20 +83,14 @@ SCENARIOS = {
         [do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()],
         [do.fail_load("r"), do.admit("r", prompt(128), max_tokens=3)],
         shows="LAB003",
-        options=Options(connector="simple-offload", max_num_batched_tokens=512),
+        options=SIMPLE(max_num_batched_tokens=512),
         not_in_hooks="the load was started, and the hooks do not show how long it takes",
     ),
     "simple-offload-never-rests": scenario(
         # The prompt is larger than the CPU memory.
         do.admit("r", prompt(480)),
         shows="LAB029",
-        options=Options(
-            connector="simple-offload",
-            extra={"lazy_offload": True},
-            cpu_blocks=16,
-            max_num_batched_tokens=32,
-            num_blocks=34,
-        ),
+        options=SIMPLE(extra={"lazy_offload": True}, cpu_blocks=16, max_num_batched_tokens=32, num_blocks=34),
         not_in_hooks="no hook call is wrong: repeated stores of the same blocks violate no rule of the hooks",
     ),
     "simple-offload-store-asserts": _failed_load(
@@ -121,14 +109,8 @@ SCENARIOS = {
         [do.serve("before", prompt(145)), do.settle(), do.reset_prefix_cache()],
         [do.serve("loads", prompt(145)), do.admit("r", [*prompt(120), 5, 5, 5], max_tokens=2)],
         shows="LAB001 in KV group 1",
-        options=Options(
-            connector="simple-offload",
-            windows=(64,),
-            drafter="mtp",
-            drafts=5,
-            acceptance=100,
-            num_blocks=128,
-            max_num_batched_tokens=512,
+        options=SIMPLE(
+            windows=(64,), drafter="mtp", drafts=5, acceptance=100, num_blocks=128, max_num_batched_tokens=512
         ),
     ),
 }

@@ -1,9 +1,12 @@
 """Streaming sessions, and requests that wait for each other's blocks."""
 
+from functools import partial
+
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, scenario
 from kvfix_tools.lab.steps import prompt
 
+MP = partial(Options, connector="mp")
 SCENARIOS = {
     "failed-load-reserves-itself": scenario(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
@@ -11,7 +14,7 @@ SCENARIOS = {
         [do.step(), do.free_blocks(), do.fail_load("r")],
         shows="LAB003",
         wrong={"vllm": ">=0.26.0", "lmcache": ">=0.5.6"},
-        options=Options(connector="mp", num_blocks=16, max_num_batched_tokens=256),
+        options=MP(num_blocks=16, max_num_batched_tokens=256),
     ),
     "loaded-requests-lock-out": scenario(
         # "low" has 8 of 20 blocks, is loaded and needs one more block, but no step has tokens left for it. "r" has a
@@ -27,14 +30,7 @@ SCENARIOS = {
         [do.step(5), do.budget(256)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
         needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
-        options=Options(
-            connector="mp",
-            delay=5,
-            num_blocks=21,
-            max_num_batched_tokens=256,
-            reserve_full_isl=False,
-            policy="priority",
-        ),
+        options=MP(delay=5, num_blocks=21, max_num_batched_tokens=256, reserve_full_isl=False, policy="priority"),
     ),
     "loads-preempted-in-turn": scenario(
         # A kv_producer whose router lets it generate two tokens, with asynchronous scheduling. The prompts end with a
@@ -61,15 +57,7 @@ SCENARIOS = {
         [do.admit("r", prompt(50)), do.budget(16), do.step(4), do.budget(64)],
         shows="LAB003 is RUNNING for ever",
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        options=Options(
-            connector="mp",
-            chunk_size=16,
-            max_num_batched_tokens=64,
-            states=True,
-            drafter="mtp",
-            drafts=4,
-            acceptance=50,
-        ),
+        options=MP(chunk_size=16, max_num_batched_tokens=64, states=True, drafter="mtp", drafts=4, acceptance=50),
     ),
     "preempted-session-lost": scenario(
         [do.admit("r", prompt(30), resumable=True), do.step(), do.preempt("r")],
@@ -86,7 +74,7 @@ SCENARIOS = {
         [do.add_input("session", prompt(48, seed=2)), do.step(30), do.end_input("session")],
         shows="LAB009",
         needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
-        options=Options(connector="mp", delay=20, num_blocks=21, max_num_batched_tokens=256),
+        options=MP(delay=20, num_blocks=21, max_num_batched_tokens=256),
     ),
     "session-state-has-drafts": scenario(
         # The last step computes four tokens, and the turn ends after two.
@@ -95,7 +83,7 @@ SCENARIOS = {
         doc="A session's turn ends within accepted drafts: vLLM drops the tokens after its end, but not their state.",
         shows="LAB001 the step reads token",
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        options=Options(connector="mp", states=True, drafter="mtp", drafts=3, acceptance=100),
+        options=MP(states=True, drafter="mtp", drafts=3, acceptance=100),
     ),
     "session-state-runs-ahead": scenario(
         # Three steps are in flight: the sixth token is computed before vLLM knows that the fifth token ends the turn.
@@ -104,7 +92,7 @@ SCENARIOS = {
         doc="A session's turn ends while its next token is computed: vLLM drops the token, but the state includes it.",
         shows="LAB001 the step reads token 4 of 5 computed ones, its slot holds other KV in KV group 1",
         needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
-        options=Options(connector="mp", ranks=3, pipeline=True, async_scheduling=True, states=True),
+        options=MP(ranks=3, pipeline=True, async_scheduling=True, states=True),
     ),
     "trimmed-drafts-stay-computed": scenario(
         # A step brings four tokens, and the session may have one.

@@ -1,4 +1,4 @@
-"""vLLM's NixlConnector in pull mode and in push mode, between a prefill and a decode engine."""
+"""vLLM's NixlConnector, in pull and push mode, and MooncakeConnector, between a prefill and a decode engine."""
 
 from functools import partial
 
@@ -6,8 +6,13 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import CONTENT, MEMORY, REQUEST, Options, scenario
 from kvfix_tools.lab.steps import malformed, prompt
 
-pull, push = (partial(scenario, options=Options(connector=name)) for name in ("nixl-pull", "nixl-push"))
+PULL = partial(Options, connector="nixl-pull")
+PUSH = partial(Options, connector="nixl-push")
+MOONCAKE = partial(Options, connector="mooncake", prefix_caching=False, num_blocks=60)
+pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUSH, MOONCAKE))
 
+#: Seconds after which a registration ends.
+SOON = {"push_registration_timeout": 5.0}
 #: Other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
 OTHERS_WRITE = (
     do.on("prefill", "take_blocks", 60),
@@ -28,7 +33,7 @@ SCENARIOS = {
         # Decode computes the prompt itself.
         malformed("alone"),
         shows="LAB020 of the decode engine",
-        options=Options(connector="nixl-pull", extra={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3}),
+        options=PULL(extra={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3}),
     ),
     # The parameters of the request ask for a rank that prefill does not have.
     "nixl-handshake-thread-dies": pull(malformed("more_ranks"), shows="LAB021 answers no handshake"),
@@ -38,7 +43,7 @@ SCENARIOS = {
         *OTHERS_WRITE,
         shows="LAB001 holds other KV",
         doc="A router sends a request to decode again: the second request reads blocks that prefill has freed.",
-        options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
+        options=PULL(prefix_caching=False, num_blocks=60),
     ),
     "nixl-load-into-blocks-in-copy": pull(
         [do.on("decode", "keep_blocks", 5), do.ask_decode("a", prompt(64))],
@@ -76,7 +81,7 @@ SCENARIOS = {
         do.on("prefill", "keep_blocks", 0),  # the request does not resume before the answer
         [do.step(2), do.on("prefill", "free_blocks")],
         shows="KVR009 _reqs_to_process",
-        options=Options(connector="nixl-pull", async_scheduling=True, block_size=4, max_num_batched_tokens=13),
+        options=PULL(async_scheduling=True, block_size=4, max_num_batched_tokens=13),
         not_in_hooks=MEMORY,
     ),
     "nixl-promise-without-blocks": pull(
@@ -96,7 +101,7 @@ SCENARIOS = {
         [do.ask("q", prompt(16, seed=2)), do.time_passes(31.0), do.step_alone("prefill")],
         [do.ask("s", prompt(64, seed=1)), do.step_alone("prefill", 3), do.on("decode", "free_blocks")],
         shows="LAB001 holds other KV",
-        options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=20),
+        options=PULL(prefix_caching=False, num_blocks=20),
     ),
     "nixl-refused-peer-stays-refused": pull(
         [do.malform("other_tp_size"), do.ask("wrong", prompt(64)), do.run()],
@@ -107,11 +112,7 @@ SCENARIOS = {
         [do.malform("decode_too"), do.ask("r", prompt(64), 5), do.step(5), do.on("decode", "preempt", "r-00000002")],
         shows="KVR010",
         doc="With `bidirectional_kv_xfer` a preempted request that loads blocks of the last turn waits for ever.",
-        options=Options(
-            connector="nixl-pull",
-            prefix_caching=False,
-            extra={"bidirectional_kv_xfer": True, "kv_recompute_threshold": 8},
-        ),
+        options=PULL(prefix_caching=False, extra={"bidirectional_kv_xfer": True, "kv_recompute_threshold": 8}),
     ),
     "nixl-second-reader-aborted": pull(
         [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
@@ -119,7 +120,7 @@ SCENARIOS = {
         *OTHERS_WRITE,
         shows="LAB001 holds other KV",
         doc="A router sends a request again and aborts the second one: the first request reads freed blocks.",
-        options=Options(connector="nixl-pull", prefix_caching=False, num_blocks=60),
+        options=PULL(prefix_caching=False, num_blocks=60),
     ),
     "nixl-turn-without-bidirectional": pull(
         malformed("decode_too"),
@@ -130,19 +131,19 @@ SCENARIOS = {
         do.ask("r", prompt(63), 2),
         shows="LAB001 the step reads token 47 of 62 computed ones, its slot holds other KV in KV group 1",
         doc="Recomputing the last prompt token needs one token more than prefill keeps of the window.",
-        options=Options(connector="nixl-pull", windows=(16,)),
+        options=PULL(windows=(16,)),
     ),
     "nixl-window-freed-meanwhile": pull(
         do.ask("r", prompt(60), 2, prefill_tokens=4),
         shows="LAB001 the step reads token 44 of 59 computed ones, its slot holds other KV in KV group 1",
         doc="Prefill generates more than one token and frees blocks of the window that decode needs.",
-        options=Options(connector="nixl-pull", windows=(16,)),
+        options=PULL(windows=(16,)),
     ),
     "nixl-push-abort-keeps-blocks": push(
         [do.fail("setup"), do.ask("r", prompt(64)), do.step(6), do.abort("r")],
         shows="LAB020 of the decode engine",
         doc="Prefill cannot write, and the request is aborted: decode keeps its blocks for ever.",
-        options=Options(connector="nixl-push", extra={"push_registration_timeout": 5.0}),
+        options=PUSH(extra=SOON),
         hooks_rule="KVR009",
     ),
     "nixl-push-abort-stays": push(
@@ -154,7 +155,7 @@ SCENARIOS = {
         [do.fail("handshake", 1), do.ask_at_once("r", prompt(64))],
         shows="KVR022 of a request that does not wait",
         doc="One of two decode ranks cannot connect and fails the load: prefill still writes to it.",
-        options=Options(connector="nixl-push", peer_ranks=2, kv_heads=2, extra={"push_registration_timeout": 5.0}),
+        options=PUSH(peer_ranks=2, kv_heads=2, extra=SOON),
         not_in_hooks=REQUEST,
     ),
     "nixl-push-begins-after-lease": push(
@@ -162,33 +163,29 @@ SCENARIOS = {
         [do.step(5), do.step_alone("prefill", 45)],
         shows="KVR020",
         doc="Prefill takes long to connect to decode: it writes from blocks whose lease has expired.",
-        options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"kv_lease_duration": 3}),
+        options=PUSH(max_num_batched_tokens=64, extra={"kv_lease_duration": 3}),
         not_in_hooks=CONTENT,
     ),
     "nixl-push-engines-wait-for-each-other": push(
         [do.router_takes(10), do.ask("r", prompt(64)), do.step(3), do.ask_at_once("s", prompt(64, seed=1))],
         shows="LAB003 is WAITING",
         doc="Prefill waits for decode's blocks for one request, and decode for prefill's blocks for another request.",
-        options=Options(connector="nixl-push", num_blocks=7, extra={"push_registration_timeout": 5.0}),
+        options=PUSH(num_blocks=7, extra=SOON),
     ),
     "nixl-push-heartbeat-refuses-peer": push(
         # The heartbeat runs while the request waits for blocks.
         [do.handshakes_take(3), do.on("decode", "take_blocks", 39), do.ask_at_once("r", prompt(64))],
         [do.step(6), do.on("decode", "free_blocks")],
         shows="LAB002 loaded up to 0 of 64",
-        options=Options(
-            connector="nixl-push",
-            num_blocks=40,
-            ranks=2,
-            peer_ranks=1,
-            extra={"kv_lease_duration": 3, "push_registration_timeout": 30.0},
+        options=PUSH(
+            num_blocks=40, ranks=2, peer_ranks=1, extra={"kv_lease_duration": 3, "push_registration_timeout": 30.0}
         ),
     ),
     "nixl-push-never-arrives": push(
         [do.fail("setup"), do.ask("r", prompt(64))],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
         doc="Prefill cannot write: decode waits for ever.",
-        options=Options(connector="nixl-push", extra={"push_registration_timeout": 5.0}),
+        options=PUSH(extra=SOON),
     ),
     "nixl-push-notified-before-connected": push(
         [do.fail("handshake", 1), do.ask_at_once("before", prompt(64))],
@@ -196,16 +193,14 @@ SCENARIOS = {
         [do.handshakes_take(10), do.ask_at_once("r", prompt(64, 1))],
         shows="KVR011 KeyError",
         doc="One of two decode ranks is notified of a write before it has connected: decode dies.",
-        options=Options(connector="nixl-push", peer_ranks=2, kv_heads=2, extra={"push_registration_timeout": 5.0}),
+        options=PUSH(peer_ranks=2, kv_heads=2, extra=SOON),
     ),
     "nixl-push-outlives-lease": push(
         [do.ask("r", prompt(64), 2), do.step(5), do.step_alone("prefill", 35)],
         [do.ask("s", prompt(64, seed=1)), do.step_alone("prefill", 5)],
         shows="KVR021",
         doc="Decode hangs during a write: the lease ends, and another request writes to blocks that prefill sends.",
-        options=Options(
-            connector="nixl-push", num_blocks=8, delay=40, prefix_caching=False, extra={"kv_lease_duration": 3}
-        ),
+        options=PUSH(num_blocks=8, delay=40, prefix_caching=False, extra={"kv_lease_duration": 3}),
         not_in_hooks=CONTENT,
     ),
     "nixl-push-prefill-generates-more": push(do.ask("r", prompt(64), 2, 5), shows="LAB001 holds other KV"),
@@ -214,20 +209,76 @@ SCENARIOS = {
         # The router sends the request to both engines at once, and aborts it.
         [do.ask_at_once("r", prompt(300)), do.step(4), do.abort("r")],
         shows="LAB022 the prefill engine keeps it",
-        options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"push_registration_timeout": 5.0}),
+        options=PUSH(max_num_batched_tokens=64, extra=SOON),
         not_in_hooks=MEMORY,
     ),
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
         # During a longer timeout the engines would make no steps, and after such a pause a load may come short.
-        options=Options(connector="nixl-push", prefix_caching=False, extra={"push_registration_timeout": 0.5}),
+        options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(
         # One registration has more blocks than an earlier prefill request with the same id.
         [do.router_takes(100), do.ask("r", prompt(32)), do.step(3)],
         [do.ask_at_once("r", prompt(200)), do.ask_at_once("s", prompt(200, seed=1))],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        options=Options(connector="nixl-push", max_num_batched_tokens=64, extra={"push_registration_timeout": 5.0}),
+        options=PUSH(max_num_batched_tokens=64, extra=SOON),
+    ),
+    # ------------------------------------------------------------------ Mooncake
+    "mooncake-abort-names-no-peer": mooncake(
+        [do.malform("no_address"), do.on("decode", "take_blocks", 60), do.ask("r", prompt(64)), do.step(4)],
+        [do.abort("r"), do.free_blocks(), do.ask("s", prompt(32, seed=1)), do.step(4)],
+        shows="KVR011 KeyError",
+    ),
+    "mooncake-aborted-prefill-awaited": mooncake(
+        [do.on("prefill", "budget", 16), do.ask_at_once("r", prompt(64), 5), do.step(3), do.abort("r")],
+        shows="LAB026 has ended and is not sent",
+    ),
+    "mooncake-decode-reads-twice": mooncake(
+        [do.ask("r", prompt(64), 2), do.step(6), do.send_again("r")],
+        shows="LAB003 for ever",
+        doc="A router sends a request to decode again while its KV is written: the second request waits for ever.",
+        wrong={"vllm": ">=0.32,<0.33"},
+        options=MOONCAKE(delay=5),
+    ),
+    "mooncake-load-ends-again": mooncake(
+        # Prefill dies after it has written one of the two loads of a message.
+        [do.budget(16), do.ask_at_once("r", prompt(16)), do.ask_at_once("s", prompt(200, seed=1))],
+        [do.step(8), do.restart("prefill", 60), do.time_passes(541.0)],
+        shows="KVR011",
+        wrong={"vllm": ">=0.32,<0.33"},
+        not_in_hooks=REQUEST,
+    ),
+    "mooncake-load-left-out": mooncake(
+        [do.on("prefill", "budget", 8), do.on("decode", "take_blocks", 60), do.ask_at_once("r", prompt(64), 2)],
+        [do.step(), do.on("decode", "abort", "r-00000002"), do.on("decode", "free_blocks")],
+        [do.step(), do.send_again("r")],
+        shows="LAB003 for ever",
+        wrong={"vllm": ">=0.32,<0.33"},
+    ),
+    "mooncake-prefill-generates-more": mooncake(do.ask("r", prompt(60), 5, 20), shows="LAB001 holds other KV"),
+    # The request does not name its prefill instance.
+    "mooncake-promise-without-peer": mooncake(malformed("no_address"), shows="KVR010 never started"),
+    "mooncake-second-reader-aborted": mooncake(
+        [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r"), do.on("decode", "abort", "r-00000003")],
+        shows="KVR021",
+        doc="Decode gets a request again, and the second one is aborted: prefill frees blocks that it still writes.",
+        options=MOONCAKE(delay=5),
+        not_in_hooks=REQUEST,
+    ),
+    "mooncake-stopped-prefill-unsent": mooncake(
+        [do.ends_at_once("r", prompt(64)), do.ask("r", prompt(64), 5)], shows="LAB026 has ended and is not sent"
+    ),
+    "mooncake-transfer-kept-for-ever": mooncake(
+        malformed("other_transfer"), shows="LAB022 the prefill engine keeps it", not_in_hooks=MEMORY
+    ),
+    "mooncake-write-outlives-load": mooncake(
+        # Prefill reads decode's message when decode has already dropped the load.
+        [do.ask("a", prompt(32, seed=2)), do.run(), do.on("prefill", "take_blocks", 60), do.handshakes_take(20)],
+        [do.ask_at_once("r", prompt(64)), do.step(2), do.time_passes(541.0), do.step(2)],
+        [do.on("prefill", "free_blocks"), do.ask_decode("s", prompt(200, seed=1), 40)],
+        shows="LAB001",
+        options=MOONCAKE(decode_blocks=18, kv_load_failure_policy="fail"),
     ),
 }
