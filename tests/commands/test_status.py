@@ -83,22 +83,19 @@ TRANSFER = '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"co
 
 
 @pytest.mark.parametrize(
-    ("named", "config", "environment", "expected"),
+    ("named", "config", "expected"),
     [
-        ("NixlConnector", "", "", ({"NixlConnector"}, "--connector")),
-        ("", '{"kv_connector": "NixlPushConnector"}', "", ({"NixlConnector"}, "--kv-transfer-config")),
+        ("NixlConnector", "", ({"NixlConnector"}, "--connector")),
+        ("", '{"kv_connector": "NixlPushConnector"}', ({"NixlConnector"}, "--kv-transfer-config")),
         (
             "",
             TRANSFER % '{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "OffloadingConnector"}',
-            "",
             ({"MultiConnector", "LMCacheConnectorV1", "OffloadingConnector"}, "--kv-transfer-config"),
         ),
-        ("", "", "LMCacheMPConnector", ({"LMCacheMPConnector"}, "KVFIX_CONNECTOR")),
-        ("", "", "", (set(), "")),
+        ("", "", (set(), "")),
     ],
 )
-def test_where_the_connector_is_named(named, config, environment, expected, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("KVFIX_CONNECTOR", environment)
+def test_where_the_connector_is_named(named: str, config: str, expected: tuple[object, str]) -> None:
     assert fix_overview.in_use(named, config) == expected
 
 
