@@ -61,9 +61,9 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
     known = {
         (target.dist, release)
         for target in fix.targets
+        if not target.helper
         for releases in applicability.fingerprints()[target.dist]["functions"].get(target.name, {}).values()
         for release in releases
-        if not target.helper
     }
 
     def letter(pair: tuple[str, str]) -> str:
