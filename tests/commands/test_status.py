@@ -29,7 +29,7 @@ def overview(found: list[fix_status.FixRow], connector: str = "") -> list[str]:
 @pytest.mark.parametrize("connector", ["", *fix_overview.KNOWN])
 @pytest.mark.parametrize("verdicts", [("applicable",), ("refused",), ("opt-in", "applicable", "unfixable", "applied")])
 def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "_releases", lambda: "Installed: vllm 0.32.0, lmcache 0.5.6; kvfix 0.1.0")
+    monkeypatch.setattr("kvfix.installed_source.version", {"vllm": "0.32.0", "lmcache": "0.5.6"}.__getitem__)
     lines = overview(rows(*verdicts), connector)
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
