@@ -29,7 +29,7 @@ def overview(found: list[fix_status.FixRow], connector: str = "") -> list[str]:
 @pytest.mark.parametrize("connector", ["", *fix_overview.KNOWN])
 @pytest.mark.parametrize("verdicts", [("applicable",), ("refused",), ("opt-in", "applicable", "unfixable", "applied")])
 def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "_releases", lambda: "Installed: vllm 0.32.0, lmcache 0.5.6; kvfix 0.1.0")
+    monkeypatch.setattr("kvfix.installed_source.version", {"vllm": "0.32.0", "lmcache": "0.5.6"}.__getitem__)
     lines = overview(rows(*verdicts), connector)
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
@@ -83,22 +83,19 @@ TRANSFER = '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"co
 
 
 @pytest.mark.parametrize(
-    ("named", "config", "environment", "expected"),
+    ("named", "config", "expected"),
     [
-        ("NixlConnector", "", "", ({"NixlConnector"}, "--connector")),
-        ("", '{"kv_connector": "NixlPushConnector"}', "", ({"NixlConnector"}, "--kv-transfer-config")),
+        ("NixlConnector", "", ({"NixlConnector"}, "--connector")),
+        ("", '{"kv_connector": "NixlPushConnector"}', ({"NixlConnector"}, "--kv-transfer-config")),
         (
             "",
             TRANSFER % '{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "OffloadingConnector"}',
-            "",
             ({"MultiConnector", "LMCacheConnectorV1", "OffloadingConnector"}, "--kv-transfer-config"),
         ),
-        ("", "", "LMCacheMPConnector", ({"LMCacheMPConnector"}, "KVFIX_CONNECTOR")),
-        ("", "", "", (set(), "")),
+        ("", "", (set(), "")),
     ],
 )
-def test_where_the_connector_is_named(named, config, environment, expected, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("KVFIX_CONNECTOR", environment)
+def test_where_the_connector_is_named(named: str, config: str, expected: tuple[object, str]) -> None:
     assert fix_overview.in_use(named, config) == expected
 
 

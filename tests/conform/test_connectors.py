@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from kvfix_tools.conform import contract, sides
+from kvfix_tools.conform import contract, scenarios
 from maintain import connectors
 from tests.conform.test_conform import LMCACHE
 from tests.conftest import ROOT, Once
@@ -74,7 +74,7 @@ def test_the_file_has_no_path_of_a_machine() -> None:
     ],
 )
 def test_the_side_of_the_lab(connector: str, children: list[dict[str, str]], played: tuple[str, str] | None) -> None:
-    side = sides.side(connector, {"connectors": children})
+    side = scenarios.side(connector, {"connectors": children})
     assert (side and (side.connector, side.offloading)) == played
     assert side is None or "stand-in" in side.stand_in
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvfix_tools.look import core_file, inject, looking
+from kvfix_tools.look import command, inject, looking
 from tests.conftest import ROOT, Fresh, clean_environment
 from tests.dump.test_dump import hanging
 
@@ -218,7 +218,7 @@ Traceback for thread 30243 [] (most recent call last):
 
 
 def test_a_core_file() -> None:
-    threads = core_file.stacks(CORE)
+    threads = command.stacks(CORE)
     found = {thread: looking.of_stack(frames) for thread, frames in threads.items()}
     assert found[30242]["hook"] == "start_load_kv"
     assert found[30242]["stack"][0] == "start_load_kv (vllm/lmcache_mp_connector.py:900)"

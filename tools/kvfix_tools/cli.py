@@ -1,11 +1,10 @@
-"""The command `kvfix`: its subcommands and their options. Each subcommand has its own module.
-
-The options of a subcommand are in its module if the import of the module takes little time. The other modules are
-imported when their subcommand runs.
+"""The command `kvfix`: its subcommands and their options. Slow modules are imported when their subcommand runs.
 
 Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable input, 77 could not be checked here.
 """
 
+import os
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +14,9 @@ import typer
 from typer.core import TyperGroup
 
 import kvfix
-from kvfix_tools import launch, mcp_server, status, upstream
-from kvfix_tools.command_options import ANY_WORDS, MODES, Json, Names, Only, Plus, flag, several, value
+from kvfix.config import Config
+from kvfix_tools import mcp_server, status, upstream
+from kvfix_tools.command_options import ANY_WORDS, MODES, Json, Names, Only, Plus, Skip, flag, several, value
 from kvfix_tools.conform import command as conform
 from kvfix_tools.lab.cli import app as lab
 
@@ -55,7 +55,6 @@ app = typer.Typer(
 
 app.add_typer(lab, name="lab", rich_help_panel=_MAINTAIN)
 app.add_typer(upstream.app, name="upstream", rich_help_panel=_MAINTAIN)
-app.command("run", context_settings=ANY_WORDS, rich_help_panel=COMMANDS["run"])(launch.run)
 app.command("status", rich_help_panel=COMMANDS["status"])(status.status)
 app.command("conform", rich_help_panel=COMMANDS["conform"])(conform.conform)
 app.command("mcp", rich_help_panel=COMMANDS["mcp"])(mcp_server.serve)
@@ -75,6 +74,45 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 @app.callback()
 def main_options(version: Version = False) -> None:
     """Options before the command."""
+
+
+_AUDIT = """With --mode check: vLLM computes this fraction of the hits, and kvfix compares the computed KV with the
+cache."""
+
+
+@app.command(context_settings=ANY_WORDS, rich_help_panel=COMMANDS["run"])
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
+    mode: Annotated[str, typer.Option(help=f"{MODES} strict: also raise on a violation.")] = "fix",
+    only: Only = None,
+    skip: Skip = None,
+    plus: Plus = None,
+    layers: Annotated[bool, flag("--layers", "Also record the hooks that run once per layer.")] = False,
+    audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
+) -> int:
+    """Run a program, such as `vllm serve` or `lmcache server`, with kvfix in all its processes."""
+    # The program replaces this process. Return only on failure: 2 for wrong options, 126 or 127 as a shell does.
+    try:
+        choice = Config(mode, only, skip, layers, plus, audit)
+    except ValueError as error:
+        print(f"kvfix run: {error}", file=sys.stderr)
+        return 2
+    program = shutil.which(command[0])
+    if program is None:
+        print(f"kvfix run: {command[0]}: no such program on PATH", file=sys.stderr)
+        return 127
+    if not Config.is_off(os.environ.get("KVFIX")):
+        kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers, choice.plus, choice.audit)
+    else:
+        print("kvfix run: KVFIX=off is set, so the program runs unpatched. To patch it: unset KVFIX", file=sys.stderr)
+    bootstrap = str(Path(kvfix.__file__).with_name("bootstrap"))
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([bootstrap, *(each for each in places if each not in ("", bootstrap))])
+    try:
+        os.execv(program, list(command))
+    except OSError as error:
+        print(f"kvfix run: {program}: {error.strerror}", file=sys.stderr)
+        return 126
 
 
 @app.command(rich_help_panel=COMMANDS["explain"])
@@ -136,12 +174,12 @@ def look(
 
     Exit 0: no problem was found. 1: a problem was found. 77: kvfix cannot read the engine.
     """
-    from kvfix_tools.look import command, core_file
+    from kvfix_tools.look import command
 
     if (pid is None) == (not core):
         raise typer.BadParameter("give a PID, or --core FILE")
     if pid is None:
-        raise typer.Exit(core_file.look(core, json))
+        raise typer.Exit(command.look_at_core(core, json))
     raise typer.Exit(command.look(pid, watch, request, json, save))
 
 
@@ -274,7 +312,6 @@ def verify(
 
 
 def main() -> None:
-    """Entry point of the console script."""
     app()
 
 

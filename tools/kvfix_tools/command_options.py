@@ -11,7 +11,6 @@ def value(metavar: str, does: str, *names: str) -> Any:
 
 
 def several(metavar: str, does: str) -> Any:
-    """Return an option that may be given several times."""
     return value(metavar, f"{does}. May be given several times.")
 
 

@@ -1,11 +1,8 @@
 """Combine the recordings of several processes: assign each to its engine and rank, and order their events.
 
-Processes of one machine share one monotonic clock. Clocks of two machines differ. `Clock` bounds the difference by two
-facts: a rank begins a load after the scheduler ordered the load, and before the scheduler learns that the load ended.
-A rank without a recording is missing, and its loads are unknown.
-
-The scheduler's metadata reach every worker completely and in order. The loads and stores of a worker are therefore a
-part of the scheduler's sequence. This sequence orders the records without clocks.
+Clocks of two machines differ. `Clock` bounds the difference by two facts: a rank begins a load after the scheduler
+ordered the load, and before the scheduler learns that the load ended. The loads and stores of a worker are a part of
+the scheduler's sequence, which orders the records without clocks.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from typing import Any, NamedTuple
 
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import events as ev
-from kvfix.ledger.events import Event
 from kvfix_tools.ledger import RankDiffers
 from kvfix_tools.recording import Recording
 
@@ -57,11 +53,7 @@ class Part(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's.
-
-    The wall clocks give a first value. If it is outside the bounds that events give, `within` replaces it by the nearer
-    bound. low, high: None without a bound.
-    """
+    """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's. low, high: None without a bound."""
 
     ahead: int
     low: int | None
@@ -97,10 +89,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """One connector of one replica of an engine.
-
-    scheduler: None if no recording of it was given. workers: by rank. ranks: number of ranks; 0 if not on record.
-    """
+    """One connector of one replica. scheduler: None without its recording. ranks: their number; 0: unknown."""
 
     name: str
     connector: str
@@ -163,7 +152,6 @@ class Engine:
 
 
 def engines(recordings: Iterable[Recording]) -> list[Engine]:
-    """Return every connector of every engine on record."""
     found: dict[tuple[str, str, int], list[Part]] = {}
     for recording in processes(recordings):
         counts: dict[tuple[str, str], int] = {}
@@ -211,7 +199,10 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
     """Return lower bounds of the clock. A request that is not aborted ends only after each rank has begun its load."""
-    bounds, ended = [], _ends(scheduler)
+    bounds, ended = [], dict[str, list[int]]()
+    for at, entry in enumerate(scheduler.entries):
+        if isinstance(entry.event, ev.Finished) and not entry.event.aborted:
+            ended.setdefault(entry.event.request, []).append(at)
     for here, there in pairs:
         event = scheduler.entries[here].event
         end = next((at for at in ended.get(event.request, ()) if at > here), None)
@@ -220,18 +211,7 @@ def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> li
     return bounds
 
 
-def _ends(scheduler: Part) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for at, entry in enumerate(scheduler.entries):
-        if isinstance(entry.event, ev.Finished) and not entry.event.aborted:
-            found.setdefault(entry.event.request, []).append(at)
-    return found
-
-
-# ---------------------------------------------------------------------- a rank and the scheduler
-
-
-def compare(rank: int, scheduler: Sequence[Event], worker: Sequence[Event]) -> Compared:
+def compare(rank: int, scheduler: Sequence[ev.Event], worker: Sequence[ev.Event]) -> Compared:
     """Compare the loads and stores of the scheduler and the rank, in the order of each record."""
     due = [(at, event) for at, event in enumerate(scheduler) if isinstance(event, ev.LoadDue | ev.Stored)]
     started = [(at, event) for at, event in enumerate(worker) if isinstance(event, ev.LoadDue | ev.Stored)]
@@ -265,11 +245,7 @@ def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return pairs of indexes of the same event: those with a unique key in both records, and equal ones next to them.
-
-    If two unique keys have different orders in the two records, the records are of different engines, and no pair is
-    certain.
-    """
+    """Return pairs of indexes of equal events; [] if unique keys have other orders: the engines differ then."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}
@@ -285,11 +261,7 @@ def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list
                     break
                 found.add((here, there))
                 here, there = here + step, there + step
-    return _increasing(sorted(found))
-
-
-def _increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Remove pairs that contradict each other, e.g. if one of two equal loads is missing."""
-    ones, others = Counter(one for one, _ in pairs), Counter(other for _, other in pairs)
-    kept = [(one, other) for one, other in pairs if ones[one] == others[other] == 1]
+    # Pairs may contradict each other, e.g. if one of two equal loads is missing.
+    ones, others = (Counter(pair[side] for pair in found) for side in (0, 1))
+    kept = [(one, other) for one, other in sorted(found) if ones[one] == others[other] == 1]
     return kept if all(a[1] < b[1] for a, b in pairwise(kept)) else []

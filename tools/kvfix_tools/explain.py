@@ -39,7 +39,6 @@ def entries() -> Iterator[Entry]:
 
 
 def explain(name: str, json: bool) -> int:
-    """Print the entry with this code or name. Return 2 if there is none."""
     named = (each for each in entries() if name.upper() == each.code or name.lower() == each.name)
     found, code = next(named, None), name.upper()
     retired = RETIRED.get(code) or knowledge().retired.get(code)  # never used again
@@ -108,5 +107,4 @@ def _listed(heading: str, lines: Iterable[str]) -> str:
 
 
 def _named(codes: Iterable[str]) -> list[str]:
-    """Return the fixes by code and slug."""
     return [f"{code} {fix.slug if (fix := catalogue.find(code)) else ''}" for code in codes]

@@ -1,7 +1,6 @@
 """The connector, the effect and the releases of each fix."""
 
 import json as jsonlib
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -9,7 +8,7 @@ from functools import lru_cache
 from packaging.version import Version
 
 from kvfix import applicability
-from kvfix.fixes.record import EFFECTS, Fix, Target
+from kvfix.fixes.record import EFFECTS, Fix
 from kvfix_tools import screen
 from kvfix_tools.doctor import command_line
 
@@ -56,22 +55,15 @@ def concerns(fix: Fix, chosen: frozenset[str]) -> bool:
 
 
 def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
-    """Return (connectors, the option or variable that names them).
-
-    named: value of `--connector`. transfer_config: value of `--kv-transfer-config`. Raise ValueError for a wrong value.
-    """
+    """Return (connectors, the option that names them) by the values of both options. Raise ValueError."""
     if named:
         return _checked(named.split(",")), "--connector"
     if transfer_config:
         return _checked(_of_config(transfer_config)), "--kv-transfer-config"
-    from_environment = os.environ.get("KVFIX_CONNECTOR", "")
-    if from_environment:
-        return _checked(from_environment.split(",")), "KVFIX_CONNECTOR"
     return frozenset(), ""
 
 
 def _of_config(text: str) -> list[str]:
-    """Return the connector of vLLM's JSON and the children of a MultiConnector."""
     with suppress(ValueError, AttributeError):
         names = [each.name for each in command_line.connectors(jsonlib.loads(text))]
         if all(names):
@@ -112,9 +104,3 @@ def first_right(fix: Fix, dist: str) -> str | None:
     wrong = wrong_releases(fix, dist)
     known = applicability.fingerprints()[dist]["releases"]
     return next((each for each in known if wrong and Version(each) > max(map(Version, wrong))), None)
-
-
-def releases_with(target: Target) -> set[str]:
-    """Return the releases that have this function."""
-    known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})
-    return {release for releases in known.values() for release in releases}

@@ -4,8 +4,6 @@ No process of an engine sees these events alone: the records of several processe
 `rule` adds the rules to those of `kvfix.ledger`. Import RULES from here to get all rules.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from kvfix.ledger import events as ev
@@ -18,10 +16,7 @@ from kvfix.ledger.rules import Rule as Rule
 class RankDiffers(NamedTuple):
     """Only the scheduler or only the rank has recorded the load of [start, end).
 
-    Both have recorded a load or a store before it and after it.
-
-    told: True if the scheduler ordered the load and the rank did not start it. False if the rank started a load that
-    the scheduler did not order.
+    told: True if the scheduler ordered the load, False if the rank started it without an order.
     """
 
     request: str
@@ -94,9 +89,6 @@ class Written(NamedTuple):
     def text(self) -> str:
         text = "the peer has written into blocks of the request"
         return text if self.awaited else f"{text}, which does not wait for the write"
-
-
-# ---------------------------------------------------------------------- rules
 
 
 def _last(history: History, *kinds: type) -> Any:

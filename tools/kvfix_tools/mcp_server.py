@@ -1,8 +1,4 @@
-"""`kvfix mcp`: kvfix's commands as tools of a Model Context Protocol server, on standard input and output.
-
-Each tool runs a kvfix command in a new process and returns its JSON. The server reads files below one folder only,
-which the user names at the start. It opens no connection.
-"""
+"""`kvfix mcp`: kvfix's commands as tools of a Model Context Protocol server, on standard input and output."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ import typer
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
-#: Time limit of one command in seconds, and size limit of its answer in characters.
-_LIMIT, _LONGEST = 600, 200_000
+_LIMIT, _LONGEST = 600, 200_000  # time limit of one command in seconds, and size limit of its answer in characters
 INSTRUCTIONS = """kvfix explains failures of KV-cache connectors in vLLM (LMCache, NIXL, OffloadingConnector, Mooncake).
 Begin with `diagnose` and brief=true, or with `look` for an engine that hangs now. Look up a code (KVF, KVD, KVR) with
 `explain`, and a description without a log with `search`. A remedy is exact for the releases that the log names: do not

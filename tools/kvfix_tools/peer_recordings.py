@@ -1,9 +1,8 @@
 """Combine the recordings of several engines: find the requests of one engine that read blocks another engine keeps.
 
-vLLM's request ids differ between prefill and decode. The `kv_transfer_params` of a decode request name the engine and
-the request whose blocks it reads, and the event ReadsFrom records both. Messages between two engines bound the
-difference of their clocks (`Clock`). Two facts order the records without clocks. A lease begins before the router can
-forward its parameters. A request of the peer arrives before the release message that it sends.
+The `kv_transfer_params` of a decode request name the engine and the request whose blocks it reads, and the event
+ReadsFrom records both. Two facts order the records without clocks. A lease begins before the router can forward its
+parameters. A request of the peer arrives before the release message that it sends.
 """
 
 import functools
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
-from kvfix.ledger.events import Event
 from kvfix_tools.engine_recordings import Clock, Engine, Part
 from kvfix_tools.ledger import LeaseRead, NotReturned
 
@@ -56,7 +54,6 @@ class RouterLog:
     """The log of a router. kvfix reports only its line numbers, because the log may hold prompts."""
 
     def __init__(self, path: Path) -> None:
-        """Read the log. Raise OSError if this fails."""
         self._name = path.name
         self._lines = path.read_bytes().splitlines()
 
@@ -76,8 +73,6 @@ class RouterLog:
 
 
 class Peers:
-    """All engines on record."""
-
     def __init__(self, engines: Sequence[Engine], router: RouterLog | None = None) -> None:
         self.engines = engines
         self.router = router
@@ -106,8 +101,6 @@ class Peers:
         read = {link.kept for link in self.links if link.keeps is keeps}
         return {event.request for event in _events(keeps, ev.Leased)} - read
 
-    # ------------------------------------------------------------------ clocks
-
     def _clock(self, reads: Engine, keeps: Engine) -> Clock:
         here, there = _scheduler(keeps), _scheduler(reads)
         if here.boot and here.boot == there.boot:
@@ -126,13 +119,8 @@ class Peers:
                 lows.append(told.mono - ended)
         return Clock.within(there.mono_at_wall_0 - here.mono_at_wall_0, lows, highs)
 
-    # ------------------------------------------------------------------ what is wrong
-
     def findings(self) -> Iterator[tuple[Finding, Engine, list[tuple[str, Entry]]]]:
-        """Yield (finding, engine that keeps the blocks, history), including "unknown" findings.
-
-        history: (label of the process, entry) of each entry, in order.
-        """
+        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]), also if "unknown"."""
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
@@ -157,19 +145,17 @@ class Peers:
 
     def history(self, links: Iterable[Link]) -> list[tuple[str, Entry]]:
         """Return the entries of a kept request and its readers, by the clock of the engine that keeps the blocks."""
-        found: list[tuple[str, Entry]] = []
+        found: list[tuple[Engine, Part, Entry]] = []
         for number, link in enumerate(links):
             if not number:
-                found += [(_label(link.keeps, part), entry) for part, entry in link.keeps.history(link.kept)]
+                found += [(link.keeps, *each) for each in link.keeps.history(link.kept)]
             ahead = self.clock(link.reads, link.keeps).ahead
             for part, entry in link.reads.history(link.reader):
-                found.append((_label(link.reads, part), entry._replace(mono=entry.mono - ahead)))
-        return sorted(found, key=lambda each: each[1].mono)
-
-    # ------------------------------------------------------------------ what is not known
+                found.append((link.reads, part, entry._replace(mono=entry.mono - ahead)))
+        found.sort(key=lambda each: each[2].mono)
+        return [(f"engine {engine.name}, {part.label}", entry) for engine, part, entry in found]
 
     def summary(self, engine: Engine) -> list[str]:
-        """Return lines about the blocks that this engine keeps for other engines, and reads from them."""
         lines = [
             f"  {count} requests read blocks of engine {name}, of which no recording was given"
             for (reads, name), count in self.missing.items()
@@ -196,14 +182,14 @@ class Peers:
         return lines
 
 
-def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[Event]:
+def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[ev.Event]:
     """Yield the scheduler's events of a kept request, with the events of its readers inserted in order."""
     ended, expired = _end(engine.history(kept))
     events = [entry.event for entry in _of_scheduler(engine, kept)]
     leased = any(isinstance(event, ev.Leased) for event in events)
     read = [each for each in readers if each.loaded and not each.failed]
-    reads: list[Event] = [LeaseRead(kept, each.request, each.pushed) for each in read]
-    ends: list[Event] = [ev.LeaseEnded(kept, expired)] if leased and ended is not None else []
+    reads: list[ev.Event] = [LeaseRead(kept, each.request, each.pushed) for each in read]
+    ends: list[ev.Event] = [ev.LeaseEnded(kept, expired)] if leased and ended is not None else []
     lost = None
     if ended is None or expired:
         lost = _lost(readers, int(_scheduler(engine).line.get("stepped") or 0) if ended is None else ended)
@@ -228,10 +214,6 @@ def _scheduler(engine: Engine) -> Part:
 
 def _of_scheduler(engine: Engine, request: str) -> list[Entry]:
     return [entry for part, entry in engine.history(request) if part.is_scheduler]
-
-
-def _label(engine: Engine, part: Part) -> str:
-    return f"engine {engine.name}, {part.label}"
 
 
 def _events(engine: Engine, kind: Any) -> list[Any]:

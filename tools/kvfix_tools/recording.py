@@ -1,7 +1,4 @@
-"""Read recorder files, which kvfix/connector_events/dump.py writes and describes.
-
-A bundle of `kvfix dump` has the recorder files of all processes of a node.
-"""
+"""Read recorder files, which kvfix/connector_events/dump.py writes, and bundles of them (`kvfix dump`)."""
 
 import tarfile
 import zlib
@@ -14,10 +11,8 @@ import msgspec
 from kvfix.connector_events.dump import SCHEMA
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import events
-from kvfix.ledger.events import Event
 
-#: No recorder writes a larger file. In bytes.
-LARGEST = 64 << 20
+LARGEST = 64 << 20  # No recorder writes a larger file. In bytes.
 #: {name: the event's type}
 _EVENTS: dict[str, Any] = {
     name: kind for name, kind in vars(events).items() if isinstance(kind, type) and issubclass(kind, tuple)
@@ -84,10 +79,14 @@ def parsed(name: str, texts: Iterable[bytes]) -> Recording:
     number = 0
     try:
         for number, text in enumerate(texts, 1):  # noqa: B007
-            line = decoded(text)
+            line = msgspec.json.decode(text, type=dict[str, Any])
             kind = line.pop("kind")
             if head is None:
-                _check(kind, line)
+                if kind != "recorder":
+                    raise KeyError("kind", kind)
+                if line["schema"] != SCHEMA:
+                    reads = f"this kvfix reads {SCHEMA}: use the kvfix that wrote the file"
+                    raise ValueError(f"the file has schema {line['schema']!r}, and {reads}")
                 head = line
             elif kind == "event":
                 place = msgspec.convert([line[field] for field in Entry._fields[:-1]], tuple[int, int, int, str])
@@ -101,21 +100,7 @@ def parsed(name: str, texts: Iterable[bytes]) -> Recording:
     return Recording(name, head, lines, entries)
 
 
-def _check(kind: Any, head: dict[str, Any]) -> None:
-    if kind != "recorder":
-        raise KeyError("kind", kind)
-    if head["schema"] != SCHEMA:
-        raise ValueError(
-            f"the file has schema {head['schema']!r}, and this kvfix reads {SCHEMA}: use the kvfix that wrote the file"
-        )
-
-
-def decoded(text: bytes) -> dict[str, Any]:
-    """Return one line of the file. Raise msgspec.DecodeError or UnicodeDecodeError if it is not a JSON object."""
-    return msgspec.json.decode(text, type=dict[str, Any])
-
-
-def event(line: dict[str, Any]) -> Event:
+def event(line: dict[str, Any]) -> events.Event:
     """Return the event of a line. Raise KeyError or msgspec.ValidationError if this kvfix does not have the event."""
     kind = _EVENTS[str(line["event"])]
     values = {**kind._field_defaults, **line}

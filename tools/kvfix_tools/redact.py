@@ -41,7 +41,6 @@ def command(words: Iterable[str]) -> list[str]:
 
 
 def _json(words: str) -> Any:
-    """The parsed JSON object or list; None if the text is neither."""
     if words.lstrip()[:1] not in ("{", "["):
         return None
     try:

@@ -1,12 +1,8 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
-`replay` treats the recordings of several processes, or a bundle, as one engine:
-
-1. A ledger checks the events of each process.
-2. Each rank's loads are compared with the scheduler's. If both records have a load, it is checked with the scheduler's
-events only. The end of a lease is also checked with the scheduler's events only. A load is "unknown" if the rank has no
-record of that time.
-3. With several engines, peer_recordings.py checks the blocks that one engine keeps for another.
+A ledger checks the events of each process. With recordings of several processes, each rank's loads are compared with
+the scheduler's. If both records have a load, only the scheduler's events are checked. The end of a lease is also
+checked with the scheduler's events only. peer_recordings.py checks the blocks that one engine keeps for another.
 """
 
 import json as jsonlib
@@ -27,11 +23,7 @@ from kvfix_tools.recording import Recording
 
 
 class Judged(NamedTuple):
-    """A finding, and the entry at which it was found.
-
-    part: the process of the engine, if several were read. history: (label of the process, entry) of each entry, if the
-    finding is about several engines.
-    """
+    """A finding, and its entry. part: its process, of several. history: (label of a process, entry)."""
 
     finding: Finding
     entry: Entry
@@ -87,18 +79,12 @@ def judged_engine(engine: Engine) -> list[Judged]:
     if scheduler is not None:
         for comparison in compared.values():
             for at, event in comparison.differs:
-                entries = scheduler.entries[: at + 1]
-                findings += [Judged(finding, entries[-1], scheduler) for finding in _against(entries, event)]
+                ledger = Ledger()
+                for entry in scheduler.entries[: at + 1]:
+                    if entry.event.request == event.request:
+                        ledger.feed(entry.event)
+                findings += [Judged(finding, scheduler.entries[at], scheduler) for finding in ledger.feed(event)]
     return findings
-
-
-def _against(entries: list[Entry], event: RankDiffers) -> list[Finding]:
-    """Feed these entries of the scheduler, then the rank's event. Return the findings of this event."""
-    ledger = Ledger()
-    for entry in entries:
-        if entry.event.request == event.request:
-            ledger.feed(entry.event)
-    return ledger.feed(event)
 
 
 def _replay_process(found: Recording, json: bool) -> int:
@@ -156,30 +142,27 @@ def _process_report(found: Recording, each: Judged) -> str:
 
 
 def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
-    finding, entry, part, of_peers = each
+    finding, entry, part, history = each
     assert part is not None
-    where = f"{entry.hook} of {engine.connector} ({part.label})" if of_peers is None else "the records of both engines"
-    history = of_peers if of_peers is not None else [(one.label, other) for one, other in _until(engine, each)]
-    holds = [peers.router.text(finding.request)] if peers.router is not None and of_peers is not None else []
+    where, holds = "the records of both engines", list[str]()
+    if history is None:
+        where = f"{entry.hook} of {engine.connector} ({part.label})"
+        its = engine.history(finding.request)
+        if not isinstance(finding.event, RankDiffers):  # up to the event
+            ends = (n for n, (one, other) in enumerate(its) if one is part and other.event == entry.event)
+            its = its[: next(ends, len(its)) + 1]
+        history = [(one.label, other) for one, other in its]
+    elif peers.router is not None:
+        holds = [peers.router.text(finding.request)]
     labels, entries = [label for label, _ in history], [one for _, one in history]
     return _report(finding, entries, part.recording, where=where, holds=holds, who=labels)
 
 
 def _report(finding: Finding, history: list[Entry], found: Recording, **more: Any) -> str:
-    """more: arguments of `report.compose`."""
     fixes = catalogue.handling(finding.code, finding.message)
     texts = [f"{fix.code} {fix.slug} may fix it: kvfix explain {fix.code}" for fix in fixes]
     whose = finding.request or "the engine"
     return violations.compose(finding, history, whose=whose, fixes=texts, recording=found.path, **more)
-
-
-def _until(engine: Engine, each: Judged) -> list[tuple[Part, Entry]]:
-    """Return the request's history up to the event."""
-    history = engine.history(each.finding.request)
-    if isinstance(each.finding.event, RankDiffers):
-        return history
-    ends = (n for n, (one, other) in enumerate(history) if one is each.part and other.event == each.entry.event)
-    return history[: next(ends, len(history)) + 1]
 
 
 def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:

@@ -6,8 +6,7 @@ from difflib import get_close_matches
 
 from rich.console import Console
 
-#: Columns without a terminal. rich would take 80 and cut tables.
-_COLUMNS = 10_000
+_COLUMNS = 10_000  # Columns without a terminal. rich would take 80 and cut tables.
 
 
 def console() -> Console:

@@ -1,7 +1,4 @@
-"""`kvfix search`: find the fixes, known problems and rules that have the words of a description.
-
-A match of words is not a diagnosis. The answer therefore says how to confirm each candidate.
-"""
+"""`kvfix search`: find the fixes, known problems and rules that have the words of a description."""
 
 import json as jsonlib
 import re
@@ -13,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfix import catalogue as fixes
-from kvfix.fixes.record import Fix
 from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES
@@ -78,9 +74,12 @@ def candidates(text: str) -> list[Candidate]:
 def _entries() -> Iterator[tuple[Candidate, str, str]]:
     """Yield (candidate, its symptom in a log, all other words)."""
     for fix in fixes.fixes():
-        shows = fix.section("Symptom")
-        candidate = Candidate(fix.code, fix.slug, fix.title, _confirm(fix))
-        yield candidate, shows, " ".join((fix.slug, fix.doc or ""))
+        confirm = "kvfix status --probe shows whether this installation has the bug"
+        if fix.scenarios:
+            plays = f"kvfix lab run {fix.scenarios[0]} plays it"
+            confirm = f"kvfix status shows whether this installation has the bug; {plays}"
+        candidate = Candidate(fix.code, fix.slug, fix.title, confirm)
+        yield candidate, fix.section("Symptom"), " ".join((fix.slug, fix.doc or ""))
     rows = [row for each in statements.known().values() for row in each]
     for problem in known_problems():
         has = f", or your log has `{problem.signs[0]}`" if problem.signs else ""
@@ -93,9 +92,3 @@ def _entries() -> Iterator[tuple[Candidate, str, str]]:
         title = rule.doc.strip().partition("\n")[0]
         candidate = Candidate(rule.code, rule.name, title, f"kvfix run --mode check -- CMD reports {rule.code}")
         yield candidate, "", " ".join((rule.name, rule.doc))
-
-
-def _confirm(fix: Fix) -> str:
-    if fix.scenarios:
-        return f"kvfix status shows whether this installation has the bug; kvfix lab run {fix.scenarios[0]} plays it"
-    return "kvfix status --probe shows whether this installation has the bug"

@@ -22,8 +22,7 @@ from kvfix_tools.command_options import Json, Names, flag, value
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
 #: Verdicts of a bug that the installation has.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")
-#: Columns of the overview and of the rows, also on a wider terminal.
-_WIDTH = 80
+_WIDTH = 80  # columns of the overview and of the rows, also on a wider terminal
 _LINES = 24
 
 NOTHING_HERE = """\
@@ -142,43 +141,37 @@ def _probed(target: Target) -> applicability.Applicability:
         )
 
 
-# ------------------------------------------------------------------ one screen
-
-
 def overview(selected: Selected) -> list[str]:
-    """The overview: at most 24 lines of 80 columns."""
-    states = applicability.STATES
-    worst: dict[str, tuple[Fix, FixRow]] = {}  # one row for each fix, whose targets may be in two distributions
-    for fix, row in selected.rows:
-        if row.verdict in _PRESENT:
-            worst[fix.code] = min(
-                worst.get(fix.code, (fix, row)), (fix, row), key=lambda each: states.index(each[1].verdict)
-            )
+    by_state = sorted(selected.rows, key=lambda each: applicability.STATES.index(each[1].verdict), reverse=True)
+    #: The worst row of each fix, whose targets may be in two distributions.
+    worst = {fix.code: (fix, row) for fix, row in by_state if row.verdict in _PRESENT}
     fixed = [(fix, row) for fix, row in worst.values() if row.verdict in ("applicable", "applied")]
     others = [(fix, row) for fix, row in worst.values() if row.verdict not in ("applicable", "applied")]
-    lines = [_releases(), _connectors(selected), "", *_counted(fixed, selected)]
-    end = ["", _here(), _summary(fixed, others)]
+    installed = [f"{dist} {found}" for dist in ("vllm", "lmcache") if (found := installed_source.version(dist))]
+    connector = "not named (--connector NAME counts only what concerns it)"
+    if selected.where:
+        connector = f"{', '.join(sorted(selected.connectors))} (from {selected.where})"
+    lines = [f"Installed: {', '.join(installed)}; kvfix {kvfix.__version__}", f"Connector: {connector}", ""]
+    lines += _counted(fixed, selected)
+    choice = os.environ.get("KVFIX", "")
+    here = "Is a running engine patched? kvfix status PID"
+    if choice:
+        here = f"KVFIX={choice!r} is set: kvfix acts in processes that you start from this shell."
+    counts = Counter(row.verdict for _, row in worst.values())
+    words = {"applied": "fixed here", "applicable": "to be fixed by kvfix.apply()", "unknown": "undecided"}
+    summed = [f"{counts[verdict]} {words.get(verdict, verdict)}" for verdict in _PRESENT[::-1] if counts[verdict]]
+    end = ["", here, f"SUMMARY: {', '.join(summed) or 'no known bug'}"]
     if others:
         lines += ["", "Not fixed by kvfix.apply():"]
         room = _LINES - len(lines) - len(end)
         others.sort(key=lambda each: (EFFECTS.index(each[0].effect), each[1].code))
         shown = others if len(others) <= room else others[: room - 1]
-        lines += [_line(fix, row) for fix, row in shown]
+        for fix, row in shown:
+            text = f"  {row.verdict:<10} {row.code}  {fix.title}"
+            lines.append(text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4].rsplit(' ', 1)[0]} ...")
         if len(others) > len(shown):
             lines.append(f"  and {len(others) - len(shown)} more: kvfix status --all")
     return [*lines, *end]
-
-
-def _releases() -> str:
-    installed = [(dist, installed_source.version(dist)) for dist in ("vllm", "lmcache")]
-    found = [f"{name} {version}" for name, version in installed if version]
-    return f"Installed: {', '.join(found)}; kvfix {kvfix.__version__}"
-
-
-def _connectors(selected: Selected) -> str:
-    if selected.where:
-        return f"Connector: {', '.join(sorted(selected.connectors))} (from {selected.where})"
-    return "Connector: not named (--connector NAME counts only what concerns it)"
 
 
 def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
@@ -195,28 +188,6 @@ def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
     for name, counts in sorted(groups.items(), key=lambda each: each[0].lower()):
         table.append(f"  {name:<{width}}" + "".join(f"  {counts[effect]:>{len(effect)}}" for effect in EFFECTS))
     return ["Known bugs of these releases that kvfix.apply() fixes:", *table]
-
-
-def _line(fix: Fix, row: FixRow) -> str:
-    text = f"  {row.verdict:<10} {row.code}  {fix.title}"
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4].rsplit(' ', 1)[0]} ..."
-
-
-def _here() -> str:
-    choice = os.environ.get("KVFIX", "")
-    if choice:
-        return f"KVFIX={choice!r} is set: kvfix acts in processes that you start from this shell."
-    return "Is a running engine patched? kvfix status PID"
-
-
-def _summary(fixed: list[tuple[Fix, FixRow]], others: list[tuple[Fix, FixRow]]) -> str:
-    counts = Counter(row.verdict for _, row in [*fixed, *others])
-    words = {"applied": "fixed here", "applicable": "to be fixed by kvfix.apply()", "unknown": "undecided"}
-    found = [f"{counts[verdict]} {words.get(verdict, verdict)}" for verdict in _PRESENT[::-1] if counts[verdict]]
-    return f"SUMMARY: {', '.join(found) or 'no known bug'}"
-
-
-# ------------------------------------------------------------------ rows
 
 
 def _print_rows(selected: Selected, everything: bool) -> None:

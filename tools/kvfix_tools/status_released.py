@@ -1,8 +1,4 @@
-"""`kvfix status --released`: show whether the newest LMCache and vLLM have changed the functions that fixes patch.
-
-pip downloads the wheels with its own settings (index, mirrors, proxies, find-links, certificates). kvfix reads the
-functions from the wheels. It installs nothing and runs no code of the wheels.
-"""
+"""`kvfix status --released`: show whether the newest LMCache and vLLM have changed the functions that fixes patch."""
 
 import json as jsonlib
 import subprocess
@@ -24,8 +20,7 @@ DISTS = ("lmcache", "vllm")
 #: kvfix reads the wheel for Linux on every machine: all wheels of a release have the same Python code.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 _PYTHON = "3.12"
-#: Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
-_LIMIT = 1800
+_LIMIT = 1800  # Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
 
 #: The worst first: a row shows the worst of a fix's functions. `unknown`: the function cannot be compared.
 CHANGES = ("unknown", "changed", "unchanged")
@@ -36,10 +31,7 @@ class Unavailable(Exception):
 
 
 class ReleasedRow(NamedTuple):
-    """A fix on the newest release.
-
-    change: compares with the newest release that kvfix knows. verdict: as in `kvfix status`.
-    """
+    """A fix on the newest release. change: since the newest known release. verdict: as in `kvfix status`."""
 
     code: str
     slug: str
@@ -66,7 +58,6 @@ def status(json: bool) -> int:
 
 
 def _wheel(dist: str, folder: Path) -> Path:
-    """Download the newest wheel with pip. Raise Unavailable if pip fails."""
     print(f"asking the package index for the newest {dist} ...", file=sys.stderr)
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *platforms,
@@ -92,7 +83,6 @@ def _wheel(dist: str, folder: Path) -> Path:
 
 
 def survey(dist: str, wheel: Path) -> list[ReleasedRow]:
-    """A row for each fix that has a function in this distribution."""
     version = str(parse_wheel_filename(wheel.name)[1])
     patches = [(fix, [target for target in fix.targets if target.dist == dist]) for fix in catalogue.fixes()]
     with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
@@ -113,7 +103,6 @@ def _file(target: Target) -> str:
 
 
 def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
-    """Return (change, verdict, reason) of one function."""
     known = applicability.fingerprints()[target.dist]
     newest = known["releases"][-1]
     prints = known["functions"].get(target.name, {})

@@ -43,7 +43,6 @@ class Ready(NamedTuple):
 
 
 def ready() -> list[Ready]:
-    """Return all patches in the order of their codes."""
     found = []
     for folder in FOLDERS:
         for path in folder.glob("*/*.patch"):
@@ -101,7 +100,6 @@ def export(
 
 
 def signed_off(patch: str, submitter: str) -> str:
-    """Write the submitter and the current time into the patch, and sign it off."""
     patch = re.sub(r"^From: .*$", f"From: {submitter}", patch, count=1, flags=re.M)
     patch = re.sub(r"^Date: .*$", f"Date: {formatdate(localtime=True)}", patch, count=1, flags=re.M)
     return patch.replace("\n---\n", f"\nSigned-off-by: {submitter}\n---\n", 1)

@@ -1,7 +1,4 @@
-"""Write docs/connectors.json: the verdicts of `kvfix conform` on each connector of vLLM, each in a separate process.
-
-python -m maintain.connectors [NAME...]
-"""
+"""Write docs/connectors.json by `kvfix conform` on vLLM's connectors: python -m maintain.connectors [NAME...]"""
 
 import json
 import math
@@ -10,8 +7,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Seeds of the fuzzer, and maximum seconds for a connector.
-SEEDS, LIMIT = 20, 900
+SEEDS, LIMIT = 20, 900  # seeds of the fuzzer, and maximum seconds for a connector
 FILE = Path(__file__).parents[2] / "docs/connectors.json"
 _EXAMPLE = {
     "kv_connector": "ExampleConnector",
@@ -67,7 +63,6 @@ def load() -> list[Said]:
 
 
 def version() -> str:
-    """Return the release of vLLM in the table."""
     return str(json.loads(FILE.read_text())["vllm"])
 
 

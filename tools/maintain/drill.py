@@ -30,8 +30,7 @@ from maintain import fingerprints
 from maintain.scenario_matrix import VLLM, answer_of
 
 LMCACHE = Path(".cache/lmcache")
-#: {connector: LMCache release to play it with}. Default: the newest.
-OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}
+OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}  # {connector: LMCache release to play it with}. Default: the newest.
 CONNECTORS = (
     "v1", "mp", "mp-in-tree", "offloading", "simple-offload", "nixl-pull", "nixl-push", "nixl-offload", "mooncake",
 )  # fmt: skip
@@ -62,11 +61,7 @@ def worse(released: set[str], fixed: set[str]) -> list[str]:
     return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
 
 
-# ------------------------------------------------------------------ in the process of a connector
-
-
 def answer(connector: str, lmcache: str, steps: int, forgotten: dict[str, str]) -> None:
-    """Play the connector as released and with the fixes. Print one line of JSON."""
     known = applicability.fingerprints()
     changed = {**known, **{dist: fingerprints.without(known[dist], [version]) for dist, version in forgotten.items()}}
     vars(applicability)["fingerprints"] = lambda: changed
@@ -128,9 +123,6 @@ def states() -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ in the maintainer's process
-
-
 def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str, Any]:
     """Play the connector in another process. edited: a folder with edited copies of `vllm` and `lmcache`."""
     older = OLDER_LMCACHE.get(connector)
@@ -141,9 +133,6 @@ def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str,
     code = f"from maintain import drill; drill.answer({connector!r}, {str(lmcache)!r}, {steps}, {forgotten!r})"
     first = [edited / "vllm"] if edited is not None else []
     return dict(answer_of(VLLM / newest("vllm") / "bin/python", code, *first))
-
-
-# ------------------------------------------------------------------ edits
 
 
 def edit_packages(folder: Path, vllm: Path, lmcache: Path, number: int) -> list[str]:
@@ -200,7 +189,6 @@ def rename_parameter(node: ast.FunctionDef, package: Path) -> bool:
 
 
 def add_default(node: ast.FunctionDef, package: Path) -> bool:
-    """Add the default None to the last parameter without a default."""
     if len(node.args.args) - len(node.args.defaults) < 2:
         return False
     node.args.defaults.insert(0, ast.Constant(None))
@@ -208,7 +196,6 @@ def add_default(node: ast.FunctionDef, package: Path) -> bool:
 
 
 def move_branch(node: ast.FunctionDef, package: Path) -> bool:
-    """Negate the first `if` and swap its branches."""
     for each in ast.walk(node):
         if isinstance(each, ast.If):
             each.test = ast.UnaryOp(ast.Not(), each.test)
@@ -225,13 +212,10 @@ EDITS: dict[str, Callable[[ast.FunctionDef, Path], bool]] = {
 }
 
 
-# ------------------------------------------------------------------ the table
-
 HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse"
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """Format the result of one connector."""
     fixes, found = row["fixes"], row["worse_scenarios"] + row["worse_seeds"]
     counts = f"{fixes.get('applied', 0):>9}{fixes.get('refused', 0):>9}{fixes.get('unknown', 0):>11}"
     return f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(found) or 'none'}"

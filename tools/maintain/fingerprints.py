@@ -85,7 +85,6 @@ def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str
 
 
 def _ordered(found: dict[str, Any], release: Callable[[Any], str]) -> dict[str, Any]:
-    """Return the entries in the order of their releases, the oldest first."""
     return dict(sorted(found.items(), key=lambda item: Version(release(item[1]))))
 
 

@@ -30,15 +30,12 @@ MODES = ("fix", "strict")
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
 #: {dist: {file that is not run: reason}}
 LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
-#: Modules that nearly all of LMCache's tests import.
-EVERYWHERE = {"lmcache.v1.memory_management"}
+EVERYWHERE = {"lmcache.v1.memory_management"}  # modules that nearly all of LMCache's tests import
 #: {model of the tests: its configuration}. The tests read only the configuration.
 MODELS: dict[str, dict[str, Any]] = json.loads((KEPT / "models.json").read_text())
 
 
 class Suite(NamedTuple):
-    """The tests of one distribution: their folder, and the paths to run in it."""
-
     dist: str
     release: str
     folder: Path

@@ -2,13 +2,13 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import kvfix
+from kvfix_tools.look import in_engine
 
 ASKED: dict[str, str] = json.loads(os.environ["KVFIX_PEERS"])
 #: True in a process that xdist has started to run tests. The first process gets all reports.
@@ -19,22 +19,11 @@ if IS_WORKER and ASKED["mode"]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    if ASKED["mode"] == "strict":
-        watch_connectors()
+    if ASKED["mode"] == "strict":  # the tests use the connector classes without vLLM's factory
+        in_engine.watch_connectors()
     if ASKED["dist"] == "vllm":
         for item in items:  # vLLM's own clean-up takes half a second: run it once for each file
             item.add_marker(pytest.mark.skip_global_cleanup)
-
-
-def watch_connectors() -> None:
-    """Watch the connector classes, which the tests use without vLLM's factory."""
-    from kvfix.connector_events import hooks
-
-    base: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base")
-    known = list(base.KVConnectorBase_V1.__subclasses__()) if base is not None else []
-    for connector in known:
-        known += connector.__subclasses__()
-        hooks.watch_class(connector)
 
 
 @pytest.fixture(autouse=True, scope="module")

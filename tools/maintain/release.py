@@ -37,7 +37,6 @@ def _built(tree: Path, target: str, folder: Path) -> Path:
 
 
 def install(wheel: Path, environment: Path) -> Path:
-    """Install this wheel into a new environment and return the folder of its programs."""
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     programs = environment / "bin"
     subprocess.run([str(programs / "python"), "-m", "pip", "install", "--quiet", str(wheel)], check=True)

@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.fuzz.schedule import Schedule
 
 FILE = Path(__file__).parents[2] / "docs/released.json"
-#: Steps of the scheduler for each pair.
-STEPS = 20_000
-#: Maximum schedules that are tried for each kind of finding.
-ASKED = 5
-#: Releases of vLLM that are newer than the one of the running Python.
-NEWER = Path("requirements/vllm-python-only.txt")
+STEPS = 20_000  # steps of the scheduler for each pair
+ASKED = 5  # maximum schedules that are tried for each kind of finding
+NEWER = Path("requirements/vllm-python-only.txt")  # releases of vLLM that are newer than the one of the running Python
 #: The connectors of the lab, and the newest LMCache that each is played with.
 CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
@@ -73,7 +70,6 @@ def dump(found: list[Found]) -> str:
 
 
 def look(connector: str, steps: int) -> Found:
-    """Play the connector as released, in this process."""
     from kvfix_tools.lab.fuzz import fuzz_run
 
     run = fuzz_run.Run(connector, fixes=False)
@@ -119,16 +115,12 @@ def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
 
 
 def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """Return the fixes without which the schedule has this signature.
-
-    If there are none, return those without which it violates this rule.
-    """
+    """Return the fixes without which the schedule has this signature, or else violates this rule."""
     exact = [code for code, shown in without.items() if (rule, signature) in shown]
     return exact or [code for code, shown in without.items() if any(each == rule for each, _ in shown)]
 
 
 def answer(connector: str) -> None:
-    """Print the findings in one line."""
     runner.prepare(str(Path(".cache/lmcache") / CONNECTORS[connector]))
     print(json.dumps(asdict(look(connector, STEPS))))
 

@@ -31,8 +31,7 @@ VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: Plays the pairs of one vLLM release, in that release's environment.
 PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
-#: Seconds for the import of vLLM, and for one pair, which takes about ten.
-LIMIT = 300
+LIMIT = 300  # seconds for the import of vLLM, and for one pair, which takes about ten
 
 #: {(vllm, lmcache): {"date", "python", "code", and "outcomes" or, if the pair could not be played, "why"}}
 Pairs = dict[tuple[str, str], dict[str, Any]]
@@ -75,7 +74,6 @@ def dump(pairs: Pairs) -> str:
 
 
 def deviations(pairs: Pairs) -> list[str]:
-    """Return a line for each outcome that differs from the expected one."""
     found = []
     for (vllm, lmcache), pair in pairs.items():
         where = f"vLLM {vllm}, LMCache {lmcache}"
@@ -89,10 +87,7 @@ def deviations(pairs: Pairs) -> list[str]:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Return the environment of a process with another vLLM: kvfix can be imported, and no fix is applied.
-
-    first: folders in front of its path.
-    """
+    """Return the environment for another vLLM, without fixes. first: folders in front of its path."""
     packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
     others = {name: value for name, value in os.environ.items() if name != "KVFIX"}
     return {**others, "PYTHONPATH": os.pathsep.join([*map(str, first), *packages])}

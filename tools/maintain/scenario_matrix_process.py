@@ -38,7 +38,6 @@ def play(scenario: Scenario) -> dict[str, Any]:
 
 
 def play_all(folder: str, answer: Connection) -> None:
-    """Play every scenario with the LMCache release of this folder, in a fork."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)

@@ -27,8 +27,7 @@ VLLM = (
     "v1/worker/kv_connector", "v1/worker/gpu_model_runner.py", "v1/worker/gpu/kv_connector", "v1/engine/core",
     "v1/executor/", "config/vllm.py", "config/kv_transfer.py", "config/cache.py", "config/parallel.py",
 )  # fmt: skip
-#: Maximum characters of a text and of a condition.
-_TEXT, _CONDITION = 200, 120
+_TEXT, _CONDITION = 200, 120  # maximum characters of a text and of a condition
 
 
 def template(node: ast.expr | None) -> str | None:
@@ -119,7 +118,6 @@ def with_place(node: ast.AST, function: str = "<module>", condition: str = "") -
 
 
 def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
-    """Yield (function, check) of each check of a file."""
     for node, function, condition in with_place(ast.parse(source)):
         level, expression = said(node)
         text = template(expression) or ""
@@ -169,7 +167,6 @@ def as_data(table: statements.Table) -> dict[str, object]:
 
 
 def main(dist: str, folders: list[str]) -> None:
-    """Take the texts of these releases, and write them to both files."""
     data, kept = (
         json.loads(file.read_text()) if file.exists() else {} for file in (statements.FILE, statements.CHECKS)
     )
@@ -194,7 +191,6 @@ def _of_checks(made: Any) -> str:
 
 
 def _write(file: Path, data: dict[str, Any], text_of: Callable[[Any], str]) -> None:
-    """Write the data of both distributions, with a text for each."""
     file.write_text("{" + ",\n".join(f'"{dist}": {text_of(made)}' for dist, made in sorted(data.items())) + "}\n")
 
 

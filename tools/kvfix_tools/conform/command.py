@@ -80,10 +80,7 @@ def read_config(text: str) -> dict[str, object]:
 
 
 def prepare() -> None:
-    """Prepare the process before vLLM is imported, so that a connector in the current folder can be imported.
-
-    Raise ValueError without a suitable vLLM.
-    """
+    """Make a connector in the current folder importable, before vLLM. Raise ValueError without a suitable vLLM."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     runner.prepare(None, ("vllm",))
@@ -103,7 +100,6 @@ def chosen(fixes: bool) -> AbstractContextManager[None]:
 
 
 def show(done: Run) -> None:
-    """Print the table of rules, then each violation with its shortest schedule and the request's history."""
     console = screen.console()
     if done.cannot:
         console.print(f"{escape(done.subject.connector)} cannot run: {escape(done.cannot)}", highlight=False)

@@ -6,10 +6,7 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-    """A rule of the contract.
-
-    Wrong content has no rule of its own. It violates the rule of the scenario, or `granted` (`_OF_CONTENT`).
-    """
+    """A rule of the contract. Wrong content violates the rule of the scenario, or `granted` (`_OF_CONTENT`)."""
 
     slug: str
     title: str

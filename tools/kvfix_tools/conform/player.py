@@ -12,13 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.request import RequestStatus
 
 from kvfix.ledger import Finding
-from kvfix_tools.conform import sides
-from kvfix_tools.conform.scenarios import Scenario
+from kvfix_tools.conform import scenarios
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 from kvfix_tools.lab.fuzz import fuzz
-from kvfix_tools.lab.fuzz.fuzz import Played
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.options import OF_VLLM, Options
 from kvfix_tools.lab.steps import Step
@@ -30,8 +28,7 @@ _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
 #: Features that the fuzzer does not use for a MultiConnector with a stand-in, which has one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
 _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
-#: Maximum number of engine steps in which `until_loading` and `until_running` wait for a state.
-_STEPS = 50
+_STEPS = 50  # maximum number of engine steps in which `until_loading` and `until_running` wait for a state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +48,14 @@ class Subject:
             extra = {key: value for key, value in self.config.items() if not key.startswith("cpu_bytes_to_use")}
         return Options(connector=name, offloading=self.side.offloading, chunk_size=16, extra=extra, **sizes)
 
-    def schedule(self, scenario: Scenario) -> Schedule:
+    def schedule(self, scenario: scenarios.Scenario) -> Schedule:
         """Return the schedule of a scenario. Its steps are of type Step."""
         return Schedule(self.options(**scenario.options), tuple(scenario.schedule))
 
     @functools.cached_property
-    def side(self) -> sides.Side | None:
+    def side(self) -> scenarios.Side | None:
         """The lab's stand-in for this connector; None if there is none."""
-        return sides.side(self.connector, self.config)
+        return scenarios.side(self.connector, self.config)
 
     @functools.cached_property
     def lacks(self) -> set[str]:
@@ -105,13 +102,12 @@ class Player:
         engine.run(2000)
         engine.expect_all_ended()
 
-    def played(self) -> Played:
-        """Return findings and counts of all engines."""
+    def played(self) -> fuzz.Played:
         engines = [*self._before, self.engine]
         self.engine.connector.close()
         counts = dict(sum((each.counts for each in engines[1:]), engines[0].counts))
         findings = [found for each in engines for found in each.findings]
-        return Played(findings, sum(each.steps for each in engines), counts, self.engine.log)
+        return fuzz.Played(findings, sum(each.steps for each in engines), counts, self.engine.log)
 
     def admit(
         self, name: str, prompt: list[int], max_tokens: int = 1, in_other_connector: bool = False, **more: Any
@@ -123,7 +119,6 @@ class Player:
             self.engine.admit(name, prompt, max_tokens, **more)
 
     def preempt(self, name: str) -> None:
-        """Preempt a request if it runs."""
         if self.engine.requests[name].status == RequestStatus.RUNNING:
             self.engine.preempt(name)
 
@@ -146,8 +141,7 @@ class Player:
         before = self.engine
         before.connector.close(keep=True)
         self._before.append(before)
-        options = dataclasses.replace(before.options, config=before.connector.config)
-        self.engine = LabEngine(options)
+        self.engine = LabEngine(dataclasses.replace(before.options, config=before.connector.config))
         self.engine.connector.folder = before.connector.folder
 
     def _until(self, name: str, status: RequestStatus) -> None:
@@ -158,8 +152,7 @@ class Player:
             self.engine.step()
 
 
-def play(schedule: Schedule) -> Played:
-    """Play the schedule of a scenario to its end, or until the engine dies."""
+def play(schedule: Schedule) -> fuzz.Played:
     player = Player(schedule.options)
     with suppress(EngineDied):  # the findings include it
         for step in schedule.steps:
@@ -185,13 +178,9 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 
 
 def shortest(
-    schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], Played], done: Played
-) -> tuple[Sequence[Any], Finding, Played]:
-    """Shrink a schedule. Return the shortest one with a finding of this signature, the finding, and the result.
-
-    If the shortest schedule does not show the finding again, because the connector has threads, return the given
-    schedule.
-    """
+    schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], fuzz.Played], done: fuzz.Played
+) -> tuple[Sequence[Any], Finding, fuzz.Played]:
+    """Return the shortest schedule with a finding of this signature (the given one, if the shortest is not sure)."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
     again = player(found)
     for candidate, played in ((found, again), (schedule, done)):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.fuzz.schedule import Schedule
     from kvfix_tools.lab.options import Options
 
-#: Seconds to shrink one violation, and all violations together.
-_SHRINK, _SHRINK_ALL = 4.0, 30.0
+_SHRINK, _SHRINK_ALL = 4.0, 30.0  # seconds to shrink one violation, and all violations together
 OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
 NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
 
@@ -51,17 +50,13 @@ class Verdict(NamedTuple):
 
 
 class Run:
-    """The test of one connector, scenario by scenario, and its result. The caller has applied kvfix's fixes before.
-
-    counts: counts of request_events.py in scenarios and fuzzer. cannot: why the connector could not run.
-    """
+    """The test of one connector, and its result. The caller has applied kvfix's fixes. cannot: why it could not run."""
 
     def __init__(self, subject: Subject, shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject
         self._shrinking = shrinking
         self.cases: list[Case] = []
-        #: {(rule, signature): violation}
-        self.found: dict[tuple[str, str], Violation] = {}
+        self.found: dict[tuple[str, str], Violation] = {}  # {(rule, signature): violation}
         self.counts = Counter[str]()
         self.seeds = self.steps = 0
         self.seconds = 0.0
@@ -69,7 +64,6 @@ class Run:
 
     @property
     def stand_in(self) -> str:
-        """The part of the connector that is a stand-in."""
         return "" if self.cannot or self.subject.side is None else self.subject.side.stand_in
 
     @property
@@ -119,7 +113,6 @@ class Run:
         }
 
     def scenario(self, name: str) -> Case:
-        """Play a scenario, and add its violations to `found`."""
         from kvfix_tools.conform import player
 
         scenario = next(each for each in SCENARIOS if each.name == name)
@@ -137,7 +130,6 @@ class Run:
         return case
 
     def fuzz(self, seconds: float, seeds: Iterable[int], progress: Callable[[str], None] = lambda what: None) -> None:
-        """Play the schedules that the fuzzer draws from these seeds, for some seconds."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
 
@@ -181,10 +173,7 @@ def run(
     progress: Callable[[str], None] = lambda what: None,
     shrinking: float = _SHRINK_ALL,
 ) -> Run:
-    """Run all scenarios, then the fuzzer for some seconds or until the seeds end.
-
-    progress: shows what runs now. shrinking: seconds to shrink all violations.
-    """
+    """Run all scenarios, then the fuzzer for some seconds. shrinking: seconds to shrink all violations."""
     start, done = time.monotonic(), Run(subject, shrinking)
     try:
         progress("first engine")

@@ -13,10 +13,7 @@ _WORDS = {OK: "ok", PROBLEM: "PROBLEM", UNCHECKED: "not checked"}
 
 
 def doctor(words: list[str], json: bool, server_http: str = "", names: bool = False) -> int:
-    """Print the lines of all checks.
-
-    Return 1 for a problem, 2 if the words start neither vLLM nor LMCache, 77 if no essential check could run, else 0.
-    """
+    """Return 1 for a problem, 2 if the words start neither vLLM nor LMCache, 77 if no essential check ran, else 0."""
     if names:
         for each in checks.catalogue():
             print(f"{each.name}: {each.doc}")
@@ -42,7 +39,6 @@ def doctor(words: list[str], json: bool, server_http: str = "", names: bool = Fa
 
 
 def exit_code(lines: list[Line]) -> int:
-    """Return the exit code of `doctor` for these lines."""
     if any(line.status == PROBLEM for line in lines):
         return 1
     essential = {each.name for each in checks.catalogue() if each.essential}
@@ -50,7 +46,6 @@ def exit_code(lines: list[Line]) -> int:
 
 
 def text(lines: list[Line]) -> str:
-    """Return the text for people: problems, checks that could not run, passed checks, and the summary."""
     shown = []
     for status in (PROBLEM, UNCHECKED, OK):
         for line in lines:

@@ -1,12 +1,10 @@
-"""Parse a command line that starts vLLM or an LMCache server. Unknown options are kept.
-
-It also reads variables in front of the program (`LMCACHE_X=1 vllm serve ...`, `env X=1 ...`, `docker run -e X=1 ...`).
-"""
+"""Parse a command line, also with variables, that starts vLLM or an LMCache server. Unknown options are kept."""
 
 import json
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -62,7 +60,9 @@ class Command(NamedTuple):
         for name, each in self.options.items():
             first, dot, keys = name.partition(".")
             if dot and first == option:
-                _put(loaded, keys.split("."), _loosely(each))
+                with suppress(ValueError):
+                    each = json.loads(each)
+                _put(loaded, keys.split("."), each)
         return loaded
 
 
@@ -147,19 +147,14 @@ def _options(words: list[str], serves: bool) -> tuple[str, dict[str, str]]:
             model = model or word
             continue
         name, equals, value = word.partition("=")
-        name = _long(name)
+        first, dot, keys = name.lstrip("-").partition(".")  # keys of a JSON option do not change
+        first = first.replace("_", "-")
+        name = SHORT.get(first, first) + dot + keys
         if not equals and at < len(words) and _is_value(words[at], name):
             value = words[at]
             at += 1
         options[name] = value
     return (options.get("model") or model) if serves else "", options
-
-
-def _long(name: str) -> str:
-    name = name.lstrip("-")
-    first, dot, keys = name.partition(".")  # keys of a JSON option do not change
-    first = first.replace("_", "-")
-    return SHORT.get(first, first) + dot + keys
 
 
 def _is_value(word: str, name: str) -> bool:
@@ -175,10 +170,3 @@ def _put(into: dict[str, Any], keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
         into = into.setdefault(key, {})
     into[keys[-1]] = value
-
-
-def _loosely(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

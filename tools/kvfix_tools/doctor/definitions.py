@@ -1,7 +1,4 @@
-"""The settings of the installed LMCache, from lmcache/v1/config.py, and the options of its server.
-
-kvfix keeps no list of settings and options, because their names change with the releases.
-"""
+"""The settings and server options of the installed LMCache. kvfix keeps no list, because the names change."""
 
 import ast
 import json
@@ -45,11 +42,7 @@ _WORDS = {
 
 
 class Definition(NamedTuple):
-    """A setting.
-
-    kind: a key of KINDS, or another type as written. optional: True if None is allowed. converted: True if LMCache can
-    convert the text of a variable.
-    """
+    """A setting. kind: a key of KINDS or other type. converted: LMCache can convert the text of a variable."""
 
     name: str
     kind: str
@@ -59,10 +52,7 @@ class Definition(NamedTuple):
 
 
 class Definitions(NamedTuple):
-    """The settings of one release; empty if it has no definitions.
-
-    aliases: {old name: new name}. deprecated: {name: LMCache's message}.
-    """
+    """The settings of one release. aliases: {old name: new name}. deprecated: {name: LMCache's message}."""
 
     known: dict[str, Definition] = {}
     aliases: dict[str, str] = {}
@@ -83,7 +73,6 @@ class Definitions(NamedTuple):
 
 @lru_cache(maxsize=4)
 def read(lmcache: Package) -> Definitions:
-    """Read the definitions of this release."""
     tree = lmcache.tree("lmcache.v1.config")
     table = assigned(tree, "_CONFIG_DEFINITIONS") if tree else None
     if tree is None or not isinstance(table, ast.Dict):
@@ -123,10 +112,7 @@ def words(name: str, packages: Packages) -> set[str]:
 
 
 def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
-    """Return {key `lmcache.*` of kv_connector_extra_config that the connector reads: its default, or None if unknown}.
-
-    Return {} if the source cannot be read.
-    """
+    """Return {key `lmcache.*` that the connector reads: its default, or None}; {} if its source cannot be read."""
     modules, own = READERS[connector]
     names = [*(f"lmcache.integration.vllm.{module}" for module in modules), f"{VLLM_CONNECTORS}.{own}"]
     keys: dict[str, Any] = {}
@@ -138,8 +124,7 @@ def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
                 name = constant(node.args[0])
                 if isinstance(name, str) and _KEY.fullmatch(name):
                     keys[name] = constant(node.args[1])
-        defaults = defined(tree, "ExtraConfigDefault")
-        for each in getattr(defaults, "body", ()):
+        for each in getattr(defined(tree, "ExtraConfigDefault"), "body", ()):
             if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
                 keys[f"lmcache.mp.{each.targets[0].id}"] = constant(each.value)
     lmcache = packages.get("lmcache")

@@ -1,8 +1,4 @@
-"""Try to load the compiled extensions with the installed torch, in a child process that may crash.
-
-The child imports torch once. It opens each library in a fork of itself, with all symbols resolved (RTLD_NOW) as in an
-import. No Python code of vLLM or LMCache runs.
-"""
+"""Try to load the compiled extensions with the installed torch, in a child process that may crash."""
 
 import contextlib
 import json
@@ -14,8 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Time limit in seconds for all libraries. torch alone takes 2 to 20 s.
-LIMIT = 180
+LIMIT = 180  # Time limit in seconds for all libraries. torch alone takes 2 to 20 s.
 
 _CHILD = r"""
 import ctypes, json, os, sys

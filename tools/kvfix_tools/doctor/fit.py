@@ -1,10 +1,4 @@
-"""Check that two packages work together: find missing imports, and arguments that a function does not accept.
-
-The check reads the installed files. It ignores code that it cannot decide by reading: an import inside a condition, a
-name made at run time, `*args`.
-"""
-
-from __future__ import annotations
+"""Check that two packages work together: find missing imports, and arguments that a function does not accept."""
 
 import ast
 from collections.abc import Iterator
@@ -30,10 +24,7 @@ class _Import(NamedTuple):
 
 
 def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
-    """Compare a module, and the modules of its package that it imports, with the other package. Return every misfit.
-
-    start: package and module. For this module, imports inside `__init__` and conditions count too.
-    """
+    """Compare a module, and modules of its package that it imports, with another package. start: (package, module)."""
     package, first = start
     found, seen, waiting = list[Misfit](), set[str](), [first]
     while waiting:
@@ -160,7 +151,10 @@ def _signature(package: Package, module: str, name: str) -> Signature | None:
     if isinstance(node, ast.ClassDef):
         is_dataclass = any(ast.unparse(each) in ("dataclass", "dataclasses.dataclass") for each in node.decorator_list)
         if is_dataclass and not node.bases and defined(node, "__init__") is None:
-            return _of_dataclass(node)
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            if any("field(" in ast.unparse(each) or "ClassVar" in ast.unparse(each.annotation) for each in fields):
+                return None
+            return Signature([_parameter(ast.unparse(each.target), each.value is not None) for each in fields])
         node, skip = (None if node.keywords else defined(node, "__init__")), 1
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return None
@@ -172,13 +166,6 @@ def _signature(package: Package, module: str, name: str) -> Signature | None:
     for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
         parameters.append(_parameter(each.arg, default is not None, Parameter.KEYWORD_ONLY))
     return Signature(parameters)
-
-
-def _of_dataclass(node: ast.ClassDef) -> Signature | None:
-    fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-    if any("field(" in ast.unparse(each) or "ClassVar" in ast.unparse(each.annotation) for each in fields):
-        return None
-    return Signature([_parameter(ast.unparse(each.target), each.value is not None) for each in fields])
 
 
 def _parameter(name: str, has_default: bool, kind: Any = Parameter.POSITIONAL_OR_KEYWORD) -> Parameter:

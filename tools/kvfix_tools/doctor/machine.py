@@ -28,8 +28,9 @@ class Machine:
 
     def memory(self) -> Memory:
         """Return the smaller of the container's limit and the machine's memory."""
-        values = self._meminfo()
-        total, available = values.get("MemTotal"), values.get("MemAvailable")
+        lines = (line.split() for line in self._text("proc/meminfo").splitlines())
+        values = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
+        total, available = values.get("MemTotal:"), values.get("MemAvailable:")
         limit, file = min(self._cgroup_limits(), default=(None, ""))
         if limit is not None and (total is None or limit < total):
             return Memory(limit, min(limit, available) if available is not None else None, f"the container ({file})")
@@ -60,15 +61,8 @@ class Machine:
     def has_nvidia(self) -> bool:
         return (self._root / "dev/nvidiactl").exists() or (self._root / "dev/dxg").exists()
 
-    def _meminfo(self) -> dict[str, int]:
-        lines = (line.split() for line in self._text("proc/meminfo").splitlines())
-        return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
-
     def _cgroup_limits(self) -> Iterator[tuple[int, str]]:
-        """Yield (limit, file) of this process's cgroup and of its parents, for both cgroup versions.
-
-        In a container the path of the cgroup may not exist below the mount. Then the top folder is the cgroup.
-        """
+        """Yield (limit, file) of this process's cgroup and its parents. A container's cgroup is the top folder."""
         for line in self._text("proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -101,26 +95,25 @@ def port_in_use(host: str, port: int) -> bool:
 
 
 def resolves(host: str) -> bool:
-    """Return True if this machine can resolve the name."""
     try:
         return bool(socket.getaddrinfo(host, None))
     except (OSError, UnicodeError):
         return False
 
 
-def connects(host: str, port: int, seconds: float = 3.0) -> str:
+def connects(host: str, port: int) -> str:
     """Open a TCP connection. Return the error; "" if it opens."""
     try:
-        with socket.create_connection((host, port), seconds):
+        with socket.create_connection((host, port), 3.0):
             return ""
     except (OSError, OverflowError, UnicodeError) as error:
         return getattr(error, "strerror", None) or str(error)
 
 
-def redis_refuses(host: str, port: int, seconds: float = 1.0) -> str:
+def redis_refuses(host: str, port: int) -> str:
     """Return the error that a Redis answers to PING, or READONLY for a replica. Return "" if it takes commands."""
     try:
-        with socket.create_connection((host, port), seconds) as connection:
+        with socket.create_connection((host, port), 1.0) as connection:
             connection.sendall(b"PING\r\n")
             answer = connection.recv(512)
             if answer.startswith(b"-"):
@@ -133,5 +126,4 @@ def redis_refuses(host: str, port: int, seconds: float = 1.0) -> str:
 
 
 def gib(size: float) -> str:
-    """Format a number of bytes for people."""
     return f"{size / GIB:.4g} GiB" if size >= GIB / 10 else f"{size / 2**20:.4g} MiB"

@@ -1,7 +1,4 @@
-"""Read installed packages from their files: versions, modules, their names, and the arguments of functions.
-
-kvfix imports none of the packages, so it can also read a package whose import would fail here.
-"""
+"""Read installed packages from their files, without an import: versions, modules, names, arguments."""
 
 import ast
 import re
@@ -72,13 +69,11 @@ class Packages:
         self._found: dict[str, Package | None] = {}
 
     def get(self, name: str) -> Package | None:
-        """Return a top-level package; None if it is not installed."""
         if name not in self._found:
             self._found[name] = self._find(name)
         return self._found[name]
 
     def tree(self, module: str) -> ast.Module | None:
-        """Return the syntax tree of a module of any package; None if it is not installed."""
         package = self.get(module.partition(".")[0])
         return package.tree(module) if package else None
 
@@ -131,5 +126,4 @@ def defined(tree: ast.AST, name: str) -> ast.ClassDef | ast.FunctionDef | None:
 
 
 def compared(function: ast.AST | None) -> list[ast.Compare]:
-    """Return the comparisons in a function."""
     return [node for node in ast.walk(function) if isinstance(node, ast.Compare)] if function else []

@@ -15,8 +15,7 @@ from kvfix_tools.doctor.packages import Packages, assigned, constant
 
 #: {library that transfers KV: the module to import}
 TRANSFER_MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
-#: The compiled operations of LMCache: `cuda_ops` from 0.5.4 on, `c_ops` before.
-OPERATIONS = ("cuda_ops", "c_ops")
+OPERATIONS = ("cuda_ops", "c_ops")  # the compiled operations of LMCache: `cuda_ops` from 0.5.4 on, `c_ops` before
 FILE, ENVIRONMENT, TRANSFER = "the file", "the environment", "--kv-transfer-config"
 #: Variables that Kubernetes sets for a service called lmcache-...
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)$|_PORT=tcp://")
@@ -63,8 +62,7 @@ class Setup:
         server_http: address of the LMCache server's HTTP port.
         """
         self.command = command or Command()
-        #: A container starts, which kvfix cannot see from here.
-        self.in_container = self.command.container
+        self.in_container = self.command.container  # kvfix cannot see it from here
         self.is_server = self.command.program == "lmcache server"
         self.environment = {**({} if self.in_container else environment), **self.command.environment}
         self.packages = packages or Packages([] if self.in_container else None)
@@ -76,24 +74,17 @@ class Setup:
 
     @cached_property
     def definitions(self) -> Definitions:
-        """Definitions of the installed LMCache's settings; empty without LMCache."""
         return definitions.read(self.lmcache) if self.lmcache else Definitions()
 
     @cached_property
     def server_options(self) -> dict[str, Option]:
-        """Options of the installed `lmcache server`; {} if there is none."""
         return definitions.server_options(self.lmcache) if self.lmcache else {}
 
-    # The command
-
     def option(self, name: str, default: str = "") -> str:
-        """Return an option of the command as text."""
         return self.command.options.get(name, default)
 
     def has_option(self, name: str) -> bool:
         return name in self.command.options
-
-    # The KV-transfer configuration
 
     @cached_property
     def transfer(self) -> tuple[dict[str, Any], str]:
@@ -126,12 +117,9 @@ class Setup:
 
     @cached_property
     def servers(self) -> list[servers.Server]:
-        """Facts about the servers that the multi-process connector uses."""
         if self.mp is None or servers.autostart(self.mp):
             return []
         return [servers.inspect(each, self.server_http) for each in servers.addresses(self.mp)]
-
-    # LMCache's settings
 
     @cached_property
     def config_file(self) -> tuple[str, dict[str, Any], str]:
@@ -153,10 +141,7 @@ class Setup:
 
     @cached_property
     def settings(self) -> list[Setting]:
-        """Settings of the in-process connector from all sources. A later setting of the same name wins.
-
-        The list includes unknown names of the file and of --kv-transfer-config, but not of the environment.
-        """
+        """Settings of the in-process connector. The last of a name wins. Unknown names of variables are not here."""
         found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
         for name in (*self.definitions.known, *self.definitions.aliases):
             spelled = f"LMCACHE_{name.upper()}"
@@ -170,7 +155,6 @@ class Setup:
         return found
 
     def lmcache_variables(self) -> list[str]:
-        """Return the variables LMCACHE_* of the environment."""
         names = (name for name in self.environment if name.startswith("LMCACHE_"))
         own = (name for name in names if not _OF_KUBERNETES.search(name))
         return sorted(name for name in own if not _OF_KUBERNETES.search(f"{name}={self.environment[name]}"))
@@ -203,8 +187,6 @@ class Setup:
         is_old = name not in self.definitions.known and self.definitions.is_read(name)
         return self.definitions.aliases[name] if is_old else name
 
-    # The engine
-
     def parallel(self, which: str) -> int:
         """Return the tensor, pipeline, data or decode-context parallel size; 1 if it is not given or not a number."""
         return self.command.number(f"{which}-parallel-size", 1) or 1
@@ -216,10 +198,7 @@ class Setup:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """config.json of the model from its folder or the Hugging Face cache; {} if it is not on this machine.
-
-        For a multi-modal model, the keys of its text part override the others.
-        """
+        """config.json of the model on this machine, or {}. Keys of a multi-modal model's text part win."""
         name = "" if self.in_container else self.command.model
         for file in self._model_files(name) if name else ():
             try:
@@ -243,8 +222,6 @@ class Setup:
         tree = self.packages.tree("torch.version")
         named = [assigned(tree, name) for name in ("cuda", "hip", "xpu")] if tree else []
         return bool(named) and named[0] is not None and not any(constant(each) for each in named)
-
-    # Compiled extensions
 
     @cached_property
     def tried(self) -> extensions.Tried:

@@ -16,8 +16,7 @@ from kvfix.engine_state.places import HOOKS
 from kvfix_tools import recording
 from kvfix_tools.dump.processes import Process, own_text, ready
 
-#: Time limits in seconds: for the stacks and for the recorder of one process.
-STACKS, RECORDER = 20, 5.0
+STACKS, RECORDER = 20, 5.0  # time limits in seconds: for the stacks and for the recorder of one process
 
 
 class Gathered(NamedTuple):
@@ -36,7 +35,6 @@ def gather(tree: list[Process]) -> list[Gathered]:
 
 
 def program(name: str) -> str | None:
-    """Return the path of a program of this Python, or on PATH."""
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     return shutil.which(name, path=os.pathsep.join(folders))
 

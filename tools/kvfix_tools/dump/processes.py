@@ -76,10 +76,7 @@ def ready(process: Process) -> dict[str, Any]:
 
 
 def own_text(process: Process, path: Path) -> str:
-    """Read a file in the folder of this process. Raise OSError unless its user owns both, and neither is a link.
-
-    The reader may be root. A folder planted by another user must not make it signal a process or show another file.
-    """
+    """Read a file of this process. Raise OSError unless its user owns it and its folder, and neither is a link."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     shared = SharedFolder(folder, process.owner)
     if os.fstat(folder).st_uid != process.owner:

@@ -136,7 +136,6 @@ def detach(pid: int, wait: float, json: bool) -> int:
 
 
 def status(pid: int, json: bool) -> int:
-    """Print the fixes in each process. Return as `attach` does."""
     engine = _Engine(pid, _SECONDS)
     engine.ask(list(engine.processes), "state", until=("there",))
     return _show(engine, pid, "there", json)

@@ -1,8 +1,8 @@
 """The command `kvfix look`: read the engine until there is a verdict, or no problem is suspected."""
 
-from __future__ import annotations
-
 import json as jsonlib
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,12 +16,16 @@ from kvfix.ledger import liveness, standstill
 from kvfix.ledger.liveness import LOAD, LOOKUP
 from kvfix.ledger.standstill import HOOK, LATE, Look, Verdict, moved, of_these_hooks
 from kvfix_tools import screen
+from kvfix_tools.dump import gather
 from kvfix_tools.look import lmcache_server, looking, show
 
 SCHEMA = 1
 #: Seconds between two looks, and the maximum number of immediate repetitions. A scheduler that is inside a step and has
 #: no running request is read again at once, because its queues are incomplete during the step.
 PAUSE, AGAIN = 1.0, 30
+_LONGEST = 600  # Time limit in seconds. A core file of an engine has many gigabytes.
+_THREAD = re.compile(r"^Traceback for thread (\d+)")
+_FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
@@ -107,7 +111,6 @@ def _between_steps(looker: looking.Looker) -> Look:
 
 
 def _watch(looker: looking.Looker) -> int:
-    """Redraw until the user interrupts."""
     looks: list[Look] = []
     with (
         suppress(KeyboardInterrupt),
@@ -138,3 +141,48 @@ def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
     """Write the state into a file that only its owner can read."""
     Path(file).touch(0o600)
     Path(file).write_text(jsonlib.dumps(_answer(last, found, [])), encoding="utf-8")
+
+
+def look_at_core(file: str, json: bool) -> int:
+    """Show the stacks of a core file with PyStack, which does not show variables.
+
+    Return 0 if no thread is in a connector hook, 1 if one is, 2 for an unreadable file, 77 without PyStack.
+    """
+    pystack = gather.program("pystack")
+    if pystack is None:
+        why = "PyStack, which reads core files, is not installed. Run: pip install pystack"
+        print(f"kvfix look: {why}", file=sys.stderr)
+        return 77
+    command = [pystack, "--no-color", "core", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+    threads = stacks(done.stdout)
+    if not threads:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        print(f"kvfix look: {file}: {lines[-1] if lines else 'no Python thread'}", file=sys.stderr)
+        return 2
+    found = [{"thread": thread, **looking.of_stack(frames)} for thread, frames in threads.items()]
+    in_hook = [each for each in found if each["hook"]]
+    if json:
+        print(jsonlib.dumps({"schema": 1, "kind": "core", "threads": found}, indent=2))
+        return int(bool(in_hook))
+    for each in in_hook:
+        print(f"thread {each['thread']} was in {each['hook']}, at {each['stack'][0]}")
+    if not in_hook:
+        print(f"none of {len(found)} threads was in a connector hook")
+    for each in found:
+        print(f"\nthread {each['thread']}, innermost frame first:")
+        print("\n".join(f"    {frame}" for frame in each["stack"]))
+    return int(bool(in_hook))
+
+
+def stacks(text: str) -> dict[int, list[tuple[str, str, int]]]:
+    """Return {thread: its frames, innermost first}. PyStack prints the innermost frame last."""
+    found: dict[int, list[tuple[str, str, int]]] = {}
+    frames: list[tuple[str, str, int]] = []
+    for line in text.splitlines():
+        thread, frame = _THREAD.match(line), _FRAME.match(line)
+        if thread:
+            frames = found.setdefault(int(thread[1]), [])
+        elif frame:
+            frames.insert(0, (frame[3], frame[1], int(frame[2])))
+    return {thread: frames for thread, frames in found.items() if frames}

@@ -5,21 +5,16 @@ two bytecodes (inject.py). Only `prepare` runs before, in a separate thread: it 
 source, which would delay the engine.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfix import acting, activation, applicability, catalogue, engine_log, fix_status
 from kvfix.applicability import Applicability
 from kvfix.config import Config
 from kvfix.engine_state import places
-from kvfix.fixes.record import AT_START, NEW_REQUESTS
+from kvfix.fixes.record import AT_START, NEW_REQUESTS, Fix
 from kvfix.session import session
-
-if TYPE_CHECKING:
-    from kvfix.fixes.record import Fix
 
 #: While a function of one of these files is on any stack, attach and detach change nothing.
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
@@ -36,7 +31,6 @@ class _Everything:
 
 
 def prepare() -> None:
-    """Import and read all that `attach` needs."""
     from kvfix import applying, connector_events  # noqa: F401
 
     for fix in catalogue.fixes():
@@ -77,14 +71,12 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
         # A worker does not know the requests. `attached` gives the worker the list of the scheduler's process.
         session.before = frozenset(requests) if scheduler is not None else _Everything()
     if config.watches:
-        _watch_connectors()
+        watch_connectors()
     return {**state(), "state": "attached", "requests": len(requests), "before": requests}
 
 
 def attached(before: list[str]) -> dict[str, Any]:
-    """Tell a worker that the scheduler's process is attached too. before: the ids of the requests that the scheduler
-    had at that time.
-    """
+    """Tell a worker the ids of the requests that the scheduler had when its process was attached."""
     if isinstance(session.before, _Everything):
         session.before = frozenset(before)
     return {"state": "attached"}
@@ -165,7 +157,7 @@ def _scheduler() -> Any:
     return None
 
 
-def _watch_connectors() -> None:
+def watch_connectors() -> None:
     """Watch the classes of the connectors that exist already: vLLM does not call the factory for them again."""
     from kvfix.connector_events import hooks
 

@@ -5,9 +5,7 @@ one short lock, but neither the GIL nor memory, so it is safe wherever the threa
 `PyRun_SimpleString` with a line that executes a file. Python 3.14 has `sys.remote_exec` for this (PEP 768).
 
 A thread that waits in a system call (a lock, a socket) reaches no bytecode. If the thread waits without the GIL, kvfix
-makes it take the GIL and run the line, as a callback from C does. Then the thread continues its wait.
-
-kvfix loads no library into the process. It maps one page of memory, once, for the lines.
+makes it take the GIL and run the line, as a callback from C does. kvfix maps one page of memory for the lines.
 """
 
 import os
@@ -28,10 +26,8 @@ __all__ = ["FAILED", "Refused", "Silent", "run"]
 FAILED = "failed: "
 #: Address of the page in each process, which is free in any layout of x86-64 and aarch64; number and size of its slots.
 _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
-#: Time limit in seconds for the code, after it has begun.
-_LONGEST = 60.0
-#: Folders for the script and the answer, and the paths of scripts.
-_FOLDERS = ("/tmp", "/dev/shm")
+_LONGEST = 60.0  # time limit in seconds for the code, after it has begun
+_FOLDERS = ("/tmp", "/dev/shm")  # for the script and the answer
 _SCRIPT = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
 #: The script. It runs the code only if it can rename its token, which the caller removes after `seconds`.
 _CODE = """
@@ -146,9 +142,7 @@ def _queued(process: Process) -> tuple[SharedFolder, str] | None:
 
 
 def _put(process: Process, script: str, line: str) -> int:
-    """Write the line into a slot of the page in the process, and return its address. The first slot holds the path of
-    the last script.
-    """
+    """Write the line into a slot of the page, and return its address. The first slot has the script's path."""
     text = line.encode() + b"\0"
     assert len(text) <= _SLOT
     if not process.has_mapped(_PAGE):

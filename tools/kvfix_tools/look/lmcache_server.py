@@ -1,7 +1,5 @@
 """The LMCache servers of an engine on this machine, and the state of their L1 from their HTTP interface."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -10,8 +8,7 @@ import psutil
 
 from kvfix_tools.doctor import servers
 
-#: Time limit of an HTTP answer in seconds.
-PATIENCE = 1.0
+PATIENCE = 1.0  # time limit of an HTTP answer in seconds
 #: {name in kvfix's answer: name in l1_manager of `/status`} (lmcache/v1/distributed/l1_manager.py 0.4.5 to 0.5.6).
 _L1 = {
     "used_bytes": "memory_used_bytes",

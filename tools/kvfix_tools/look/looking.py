@@ -21,8 +21,7 @@ from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
-#: Seconds for a main thread to reach a bytecode, longer than LMCache's scheduler waits for a lookup.
-PATIENCE = 4.0
+PATIENCE = 4.0  # seconds for a main thread to reach a bytecode, longer than LMCache's scheduler waits for a lookup
 #: Patterns of a library of vLLM or LMCache in the maps of a process, and of either program in a command.
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
@@ -112,10 +111,7 @@ def why_none(pid: int) -> str:
 
 
 def _root(pid: int) -> int:
-    """Return the process that started the engine.
-
-    kvfix knows a child process by vLLM's name for it, or by multiprocessing in its command.
-    """
+    """Return the process that started the engine. vLLM or multiprocessing names its children."""
     try:
         process = psutil.Process(pid)
         while (parent := process.parent()) is not None and parent.pid > 1:
@@ -130,7 +126,6 @@ def _root(pid: int) -> int:
 
 
 def _maps(process: Process) -> str | None:
-    """Return the list of mapped files; None if it may not be read."""
     try:
         return Path(f"/proc/{process.pid}/maps").read_text(errors="replace") or None
     except OSError:
@@ -168,8 +163,6 @@ def _sources() -> tuple[str, list[tuple[str, str]]]:
 
 
 class Looker:
-    """Read the state of the same processes repeatedly."""
-
     def __init__(self, tree: list[Process], full: bool) -> None:
         self.tree = tree
         self.ways: dict[int, Way] = {}
@@ -188,7 +181,6 @@ class Looker:
         return found
 
     def _read(self, process: Process) -> tuple[dict[str, Any] | None, str, str, str]:
-        """Return the state of a process, and the last fields of its Way."""
         setting = ""
         try:
             return self._inside(process), INSIDE, "", ""

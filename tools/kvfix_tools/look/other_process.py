@@ -18,8 +18,7 @@ OTHER_NAMESPACE = (
     "If the process is in a container, run kvfix in its process namespace: kubectl debug --target, or docker run "
     "--pid=container:NAME."
 )
-#: Pattern of the names of files whose functions kvfix calls.
-_CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")
+_CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")  # pattern of the names of files whose functions kvfix calls
 #: Key of a breakpoint instruction in the tables of functions.
 TRAP = "breakpoint instruction"
 
@@ -77,7 +76,6 @@ class Process:
         return self._symbol(name)[0]
 
     def _symbol(self, name: str) -> tuple[int, int]:
-        """Return the address and size of a function."""
         if name not in self._found:
             for path, start in self._mapped.items():
                 found = _symbols(self._opened(path, os.O_RDONLY | os.O_NONBLOCK)).get(name)
@@ -126,9 +124,8 @@ class Process:
     def wait(self) -> str:
         """Return the system call in which the main thread waits: number, arguments, stack and code address; or "".
 
-        Return "" for a wait on a lock of Python itself, such as the GIL's mutex. A thread that takes the GIL holds this
-        mutex while it waits for a second mutex (`take_gil`, ceval_gil.h). A call into this thread would wait for a
-        mutex that the thread itself holds.
+        Return "" for a wait on a lock of Python itself. A thread that takes the GIL holds its mutex while it waits for
+        a second one (`take_gil`, ceval_gil.h). A call into this thread would wait for itself.
         """
         before = self._state()
         time.sleep(0.03)

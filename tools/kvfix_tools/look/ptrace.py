@@ -23,17 +23,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeAlias
 
-#: Time limit of a call in seconds.
-_SECONDS = 20.0
+_SECONDS = 20.0  # time limit of a call in seconds
 _POKEDATA, _CONT, _DETACH = 5, 7, 17
 _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 0x4204, 0x4205, 0x4206, 0x4207, 0x420A, 0x420B
-#: Option of waitpid to wait for threads too.
-_WALL = 0x40000000
-#: NT_PRSTATUS and NT_PRFPREG, which is for x86-64 and aarch64 without wide vectors.
-_REGISTERS, _FLOATING = 1, 2
+_WALL = 0x40000000  # option of waitpid to wait for threads too
+_REGISTERS, _FLOATING = 1, 2  # NT_PRSTATUS and NT_PRFPREG, which is for x86-64 and aarch64 without wide vectors
 _LARGEST = 32768
-#: Bytes below the stack that the x86-64 ABI lets a function use, and a margin.
-_BELOW = 128 + 128
+_BELOW = 128 + 128  # bytes below the stack that the x86-64 ABI lets a function use, and a margin
 #: Flags that a function expects to be clear: direction of string instructions (x86-64), kind of jump target (aarch64).
 _FLAGS = 0xC00
 #: Signals after which the function has reached the breakpoint or has crashed.
@@ -67,8 +63,7 @@ class Machine(NamedTuple):
     back: int  # bytes from the program counter of a thread in a system call to the address to which this call returns
 
 
-#: The instruction brk with any number.
-_BRK = re.compile(rb"(?s)[\0 @`\x80\xa0\xc0\xe0].[ -?]\xd4")
+_BRK = re.compile(rb"(?s)[\0 @`\x80\xa0\xc0\xe0].[ -?]\xd4")  # the instruction brk with any number
 #: The registers are from `user_regs_struct` and NT_X86_XSTATE, and from `user_pt_regs` and NT_ARM_SVE.
 _MACHINES = {
     "x86_64": Machine(
@@ -78,8 +73,7 @@ _MACHINES = {
         (0, 1, 2, 3, 4, 5, 6, 7), 0, 32, 31, 33, 8, (0, 1, 2, 3, 4, 5), False, 30, 0x405, _BRK, 4, 4
     ),
 }  # fmt: skip
-#: None for any other machine.
-MACHINE = _MACHINES.get(platform.machine())
+MACHINE = _MACHINES.get(platform.machine())  # None for any other machine
 
 
 class _Vector(ctypes.Structure):
@@ -101,11 +95,7 @@ def _cores() -> threading.Semaphore:
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop the thread, do the work in it, and let it run. Return None if it had left its wait. Raise Refused.
-
-    wait: the thread's system call as in `man proc_pid_syscall`; "": the thread may be anywhere. trap: address of a
-    breakpoint instruction.
-    """
+    """Stop the thread, do the work in it. Return None if it had left this `wait` ("": anywhere). Raise Refused."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()
@@ -127,7 +117,6 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
 
 
 def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
-    """Do the work in the tracing process, and end this process."""
     try:
         with suppress(PermissionError):  # root only: a stopped thread must not wait for this to get a core
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -153,10 +142,7 @@ def _performed(thread: int, wait: str, trap: int, work: Work) -> int | str | Non
 
 
 def _is_in(machine: Machine, registers: Registers, call: str) -> bool:
-    """Return True if the thread waits in this system call, given as in `man proc_pid_syscall`.
-
-    The kernel restarts an interrupted system call, or the call has returned EINTR.
-    """
+    """Return True if the thread waits in this system call, given as in `man proc_pid_syscall`."""
     number, *arguments, stack, place = (int(word, 0) for word in call.split())
     found = [registers[at] for at in machine.called]
     return (

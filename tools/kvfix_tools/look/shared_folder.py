@@ -32,10 +32,7 @@ def content(handle: int) -> bytes:
 
 
 class SharedFolder:
-    """folder: its descriptor, which this object closes. user: user of the process, who owns the files.
-
-    The methods take the path of a file, and use only its name.
-    """
+    """folder: a descriptor, which this object closes. The methods use only the name of a path."""
 
     def __init__(self, folder: int, user: int) -> None:
         self._here, self._user = folder, user
@@ -44,7 +41,6 @@ class SharedFolder:
         os.close(self._here)
 
     def has(self, path: str) -> bool:
-        """Return True if the user has this file."""
         with suppress(FileNotFoundError):
             return os.stat(os.path.basename(path), dir_fd=self._here, follow_symlinks=False).st_uid == self._user
         return False
@@ -59,7 +55,6 @@ class SharedFolder:
         os.replace(part, os.path.basename(path), src_dir_fd=self._here, dst_dir_fd=self._here)
 
     def read(self, path: str) -> str:
-        """Return the text of a file of the user. Raise OSError."""
         handle = os.open(os.path.basename(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._here)
         if os.fstat(handle).st_uid != self._user:
             os.close(handle)

@@ -1,7 +1,5 @@
 """The text of `kvfix look`: verdicts, requests and what they wait for, transfers, and how the engine was read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,8 +17,7 @@ from kvfix.ledger.standstill import Look, Verdict
 from kvfix_tools.look import lmcache_server
 from kvfix_tools.look.looking import INSIDE, NOT, Way
 
-#: Maximum rows of the table, and its columns.
-ROWS = 40
+ROWS = 40  # of the table at most
 _COLUMNS = ("request", "status", "waits", "computed", "blocks", "promised", "granted", "load", "stored", "waits for")
 _NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 
@@ -53,7 +50,6 @@ def _within(version: str, broken: str) -> bool:
 
 
 def as_dict(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the verdict with the keys of a finding of kvfix-diagnose."""
     return {
         "code": verdict.code,
         "name": verdict.name,
@@ -68,7 +64,6 @@ def as_dict(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Iterable[Way]) -> Group:
-    """Return the whole text, verdicts first."""
     parts: list[RenderableType] = [*_verdicts(verdicts, looks[-1].processes)]
     for engine in liveness.engines(looks[-1].processes):
         parts.append(_head(engine, looks))
@@ -96,7 +91,6 @@ def _verdicts(verdicts: Sequence[Verdict], processes: Sequence[dict[str, Any]]) 
 
 
 def _nothing(processes: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence about an engine without a verdict."""
     engines = liveness.engines(processes)
     if not engines:
         return "kvfix could not read a scheduler, so it knows nothing about requests"
@@ -123,7 +117,6 @@ def _head(engine: Engine, looks: Sequence[Look]) -> Text:
 
 
 def _rates(engine: Engine, looks: Sequence[Look]) -> str:
-    """Return the rates between the last two looks."""
     if len(looks) < 2:
         return ""
     before = next((e for e in liveness.engines(looks[-2].processes) if e.process["pid"] == engine.process["pid"]), None)

@@ -7,14 +7,12 @@ from functools import lru_cache, partial
 
 import torch
 
-from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.element import FIRST, HOST_POISON, POISON, SECOND, Identity
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.mismatch import Mismatch, find
-from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
+from kvfix_tools.roundtrip.region import Coordinates, Expected, Region, kv_cache, make
 
-#: Repetitions of a timed copy.
-REPEATS = 3
+REPEATS = 3  # repetitions of a timed copy
 
 
 class Refused(Exception):
@@ -22,8 +20,6 @@ class Refused(Exception):
 
 
 class Transfer:
-    """Moves KV between the KV cache and host buffers, for one cell."""
-
     host: Region | None = None  # the host buffers; None if the backend does not expose them
     operations = ""  # the operations that it runs, as text
 
@@ -63,20 +59,17 @@ class CellCheck:
         self.cell, self.device = cell, device
         self.geometry = cell.geometry()
         self.source, self.target = (slots.to(device) for slots in cell.mappings())
-        self.cache = regions.kv_cache(self.geometry, device, cell.seed)
+        self.cache = kv_cache(self.geometry, device, cell.seed)
         self.result = result or Result(cell)
         self.result.moved = self.geometry.token_bytes(cell.count)
 
     def host(self, axes: str, tokens: int = 0) -> Region:
-        """Make host buffers for the tokens of the cell, or for `tokens`, one for each chunk. The last may be shorter.
-
-        axes: axes of a chunk, outermost first.
-        """
+        """Make a host buffer for each chunk of the cell, or of `tokens`. axes: of a chunk, outermost first."""
         sizes, latent = self.geometry.sizes, self.geometry.layout.latent
         chunk, tokens = int(self.cell.chunk), tokens or self.cell.count
         order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not latent)
         parts = [(sizes(min(chunk, tokens - first)), first) for first in range(0, tokens, chunk)]
-        return regions.make("host", self.geometry, order, parts, self.device, self.cell.seed)
+        return make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
         """Run the check. brief: leave out the load from host buffers that are filled by the definition."""
@@ -120,7 +113,6 @@ class CellCheck:
             self.result.findings.append(finding)
 
     def tokens(self, generation: int) -> Expected:
-        """Return the expected content of the host: for each token the content of its slot."""
         return lambda at: Identity(generation, at["layer"], at["kv"], self.source[at["token"]], at["head"], 0)
 
     def token_in(self, skip: int) -> torch.Tensor:
@@ -163,10 +155,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @lru_cache(maxsize=512)
 def plain(size: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a plain copy of this size to pinned memory, and back, measured once in a run.
-
-    The first copy is ignored. The fastest of the other copies counts.
-    """
+    """Return the seconds of the fastest plain copy of this size to pinned memory, and back. The first is ignored."""
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)

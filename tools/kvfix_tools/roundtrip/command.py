@@ -1,7 +1,4 @@
-"""The command `kvfix roundtrip`, also `python -m kvfix_tools.roundtrip`: its options and the cells that they choose.
-
-It uses argparse, so that it runs with torch alone.
-"""
+"""The command `kvfix roundtrip`: its options and cells. It uses argparse, because torch alone must suffice."""
 
 import argparse
 import contextlib
@@ -27,8 +24,7 @@ from kvfix_tools.roundtrip.run_report import RunReport
 
 OK, USAGE, NOT_HERE = 0, 2, 77
 Job = Callable[[Result], Result]
-#: The chosen backends, each with its cells.
-Work = list[tuple[Backend, list[Cell]]]
+Work = list[tuple[Backend, list[Cell]]]  # the chosen backends, each with its cells
 #: Exceptions that a backend raises before it moves KV, if it cannot run a cell.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
 #: Sizes of a model of 8 billion parameters: 128 KiB of KV for a token in bfloat16.
@@ -96,7 +92,6 @@ def chosen(options: argparse.Namespace) -> Work:
 
 
 def run(options: argparse.Namespace, work: Work) -> RunReport:
-    """Test these cells on the device of the options, `cpu` or `cuda`."""
     device = torch.device("cpu")
     if options.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())  # with a number, because LMCache compares devices
@@ -122,7 +117,6 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
 
 
 def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Iterator[tuple[Result, Job]]:
-    """Yield (result, job that fills the result)."""
     events = options.inject != "missing-event"
     if options.race is None and events:
         for one, cells in work:
@@ -137,7 +131,6 @@ def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Itera
 
 
 def check_cell(one: Backend, fault: str | None, device: torch.device, result: Result) -> Result:
-    """Check one cell of a backend, with or without a planted fault."""
     check = CellCheck(result.cell, device, result)
     transfer = one.open(check)
     if fault:
@@ -155,9 +148,7 @@ def guarded(result: Result, job: Job) -> Result:
 
 
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
-    """Time and verify one large transfer of a backend, and plain copies of this size. Only the fastest of several runs
-    is used.
-    """
+    """Time and verify one large transfer of a backend, and plain copies of this size. The fastest counts."""
     cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
     wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
     # Pinned memory is allocated in powers of two. So the KV and its guard bands together must fit into the wanted size.
@@ -182,7 +173,6 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error in one line, with the place where it was raised."""
     text = " ".join(str(error).split())
     if isinstance(error, Refused):
         return text

@@ -1,8 +1,4 @@
-"""Stand-ins for code that needs a GPU: streams that do all work immediately, and memmove for the driver's copies.
-
-With the stand-ins, code of LMCache or vLLM that asserts CUDA tensors runs on CPU tensors. The rest of the code is as
-installed, and the report names the stand-ins.
-"""
+"""Stand-ins for code that needs a GPU: streams that do all work immediately, and memmove for the driver's copies."""
 
 import ast
 import contextlib
@@ -70,10 +66,7 @@ class _Assertions(ast.NodeTransformer):
 
 
 def on_cpu(module: ModuleType, **names: Any) -> None:
-    """Remove the assertions from a module's functions, and set these names in the module.
-
-    The function objects stay the same, so that wrappers of kvfix's fixes keep working.
-    """
+    """Remove the assertions from a module's functions, which stay the same objects, and set these names."""
     assert module.__file__
     tree = _Assertions().visit(ast.parse(Path(module.__file__).read_text()))
     again = dict(vars(module))
@@ -96,6 +89,5 @@ def _take_code(old: Any, new: Any) -> None:
 
 
 def copy_all(to: Iterable[int], source: Iterable[int], sizes: Iterable[int]) -> None:
-    """Copy several memory ranges, like the driver's batched copy."""
     for one, other, size in zip(to, source, sizes, strict=True):
         ctypes.memmove(int(one), int(other), int(size))

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Bytes of one word.
-WORD = 8
+WORD = 8  # bytes of one word
 #: {field: bits}, most significant first. The sum is 63, so that an identity is never negative.
 BITS = {"generation": 6, "layer": 10, "kv": 1, "slot": 26, "head": 8, "word": 12}
 _SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumerate(BITS)}
@@ -37,7 +36,6 @@ class Identity(NamedTuple):
     word: Any
 
     def number(self) -> Any:
-        """Return the identity as one number (or a tensor of numbers)."""
         return sum(value << _SHIFT[name] for name, value in self._asdict().items())
 
     @classmethod

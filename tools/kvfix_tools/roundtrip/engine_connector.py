@@ -18,7 +18,6 @@ from kvfix_tools.roundtrip.backends import engine, lmcache
 
 
 def with_loads(name: str) -> type:
-    """Return the connector with this name in vLLM, as a class that logs its loads."""
     connector: Any = KVConnectorFactory.get_connector_class_by_name(name)
 
     class WithLoads(connector):  # type: ignore[misc]
@@ -42,7 +41,6 @@ def with_loads(name: str) -> type:
 
 
 def on_cpu() -> None:
-    """Make LMCache use its connector for CUDA on the CPU."""
     from lmcache.v1 import gpu_connector
 
     lmcache.connectors("cpu")

@@ -10,10 +10,7 @@ from typing import NamedTuple
 
 @contextlib.contextmanager
 def applied(wanted: bool) -> Iterator[None]:
-    """Apply the fixes in this process and its child processes, or in none.
-
-    If the fixes are wanted, the mode is the one in the variable KVFIX, by default `fix`.
-    """
+    """Apply the fixes in this process and its children, in the mode that KVFIX names, or apply none."""
     try:
         import kvfix
     except ImportError:
@@ -42,7 +39,6 @@ def _warnings(record: logging.LogRecord) -> bool:
 
 
 def codes() -> list[str]:
-    """Return the codes of the fixes that are applied in this process."""
     kvfix = sys.modules.get("kvfix")
     return [] if kvfix is None else sorted({row.code for row in kvfix.status() if row.verdict == "applied"})
 

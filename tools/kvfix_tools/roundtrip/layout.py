@@ -104,7 +104,6 @@ class Geometry:
         return self.row_bytes // WORD
 
     def token_bytes(self, tokens: int) -> int:
-        """Return the bytes of this number of tokens in all layers."""
         return tokens * self.layers * self.planes * self.heads * self.row_bytes
 
     def sizes(self, chunk: int = 0) -> dict[str, int]:
@@ -115,6 +114,5 @@ class Geometry:
         }  # fmt: skip
 
     def tensor_shape(self) -> tuple[int, ...]:
-        """Return the shape of one of the engine's tensors."""
         sizes = {**self.sizes(), "element": self.head_size}
         return tuple(math.prod(sizes[axis] for axis in group.split("*")) for group in self.layout.tensor)

@@ -49,7 +49,6 @@ class Cell:
     seed: int = 0
 
     def command(self, *more: str) -> str:
-        """Return the command that runs only this cell."""
         options = [f"--{name.replace('_', '-')} {value}" for name, value in asdict(self).items()]
         return " ".join(["kvfix roundtrip", *options, *more])
 
@@ -96,10 +95,7 @@ class Cell:
 
 
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
-    """Return cells in which every pair of values of two axes occurs, by a greedy covering.
-
-    The same seed gives the same cells.
-    """
+    """Return cells in which every pair of values of two axes occurs: a greedy covering, fixed by the seed."""
     order, draw = list(axes), random.Random(seed)
     choices = [(axis, value) for axis in axes for value in axes[axis]]
     missing = {(one, other) for one, other in itertools.combinations(choices, 2) if one[0] != other[0]}

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvfix_tools.roundtrip import element
-from kvfix_tools.roundtrip.element import GUARD, HOST_POISON, POISON, WORD, Identity
+from kvfix_tools.roundtrip.element import GUARD, HOST_POISON, OTHER, POISON, WORD, Identity, decode, encode
 from kvfix_tools.roundtrip.region import Region, WrongWords
 
-#: A word with at most this number of wrong bits is a bit flip.
-FEW_BITS = 4
+FEW_BITS = 4  # A word with at most this number of wrong bits is a bit flip
 #: {field: name of a mismatch in this field alone}
 NAMED = {
     "generation": "stale",
@@ -29,8 +27,6 @@ _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 
 @dataclass
 class Mismatch:
-    """Wrong words of one check of one region."""
-
     stage: str
     first: str  # text about the first wrong word
     address: int  # of the first wrong word: its byte in the region
@@ -59,7 +55,7 @@ def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = Fal
 
 def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
     """Return [n]: the index in CLASSES of each wrong word. The last matching class wins."""
-    expected, number = Identity.of(wrong.expected), element.decode(wrong.found, region.seed)
+    expected, number = Identity.of(wrong.expected), decode(wrong.found, region.seed)
     held, known = Identity.of(number), _known(region, number)
     kinds = torch.full_like(wrong.found, CLASSES.index("unknown"))
 
@@ -86,7 +82,7 @@ def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
 
 def describe(region: Region, wrong: WrongWords, kind: str) -> str:
     """Describe the first word: `layer 3 V, slot 21 holds layer 4 K, slot 5; ...`"""
-    number = element.decode(wrong.found[:1], region.seed)
+    number = decode(wrong.found[:1], region.seed)
     held, expected = Identity.of(int(number)), Identity.of(int(wrong.expected[0]))
     if wrong.guard:
         here = "the guard band"
@@ -125,16 +121,13 @@ def _poisoned(who: Identity) -> torch.Tensor:
 
 
 def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    return element.encode(numbers.clone(), region.seed)
+    return encode(numbers.clone(), region.seed)
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Return True for identities that exist in this region.
-
-    A random word has an identity of this region in less than 1 of 2**30 cases.
-    """
+    """Return True for identities of this region. A random word is one in less than 1 of 2**30 cases."""
     who, sizes = Identity.of(numbers), region.geometry
-    generation = (who.generation <= element.OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
+    generation = (who.generation <= OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (
         (numbers >= 0) & generation & (who.layer < sizes.layers) & (who.kv < sizes.planes)
         & ((who.slot < sizes.slots) | (who.generation == GUARD)) & (who.head < sizes.heads)
@@ -149,5 +142,5 @@ def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
     found = torch.zeros_like(wrong.found, dtype=torch.bool)
     for by in range(8, 64, 8):
         low = (wrong.found >> by) & ((1 << (64 - by)) - 1)
-        found |= _known(region, element.decode(low | (behind << (64 - by)), region.seed))
+        found |= _known(region, decode(low | (behind << (64 - by)), region.seed))
     return found

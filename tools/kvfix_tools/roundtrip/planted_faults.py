@@ -1,8 +1,4 @@
-"""Planted faults (`--inject`), which prove that the tool finds errors.
-
-A fault damages the host buffers after the store, or the KV cache after the load if the backend does not expose its host
-buffers. The tool must find the class in FAULTS.
-"""
+"""Planted faults (`--inject`), which damage the host buffers, or the KV cache if there are none."""
 
 from typing import Any
 
@@ -26,10 +22,7 @@ FAULTS = {
 
 
 def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
-    """Make a transfer give some rows a wrong identity after each store or load.
-
-    Raise Refused if the cell has no row for this fault.
-    """
+    """Make a transfer give some rows a wrong identity. Raise Refused if the cell has no row for this fault."""
     geometry, cell = check.geometry, check.cell
     if fault == "swap-kv" and geometry.layout.latent:
         raise Refused("MLA has no K and V to swap")

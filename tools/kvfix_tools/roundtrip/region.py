@@ -10,12 +10,9 @@ from kvfix_tools.roundtrip import element
 from kvfix_tools.roundtrip.element import GUARD, WORD, Identity
 from kvfix_tools.roundtrip.layout import Geometry
 
-#: Words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors.
-BAND = 512
-#: Number of rows to make or compare at once, which bounds the additional memory.
-AT_ONCE = 1 << 20
-#: Maximum number of wrong words to classify in one part. The rest is counted.
-KEPT = 1 << 16
+BAND = 512  # words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors
+AT_ONCE = 1 << 20  # number of rows to make or compare at once, which bounds the additional memory
+KEPT = 1 << 16  # Maximum number of wrong words to classify in one part. The rest is counted.
 
 Coordinates = dict[str, torch.Tensor]
 #: Function from coordinates of rows (with `slot` or `token`) to identities; `word` is 0.
@@ -81,11 +78,9 @@ class Region:
         ]
 
     def typed(self) -> list[torch.Tensor]:
-        """Return views of the engine's tensors (KV cache only)."""
         return [rows.view(self.geometry.dtype).view(self.geometry.tensor_shape()) for rows in self.tensors()]
 
     def fill(self, expected: Expected) -> None:
-        """Write every word of the region, with guard bands."""
         for _, start, right in self._parts(expected):
             self.words[start : start + len(right)].copy_(right)
 
@@ -138,9 +133,7 @@ def make(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
-    """Make a region with these (sizes, first token) of its parts. Without the axis `layer`, each layer of a part has
-    its own section. With a GPU, host memory is pinned.
-    """
+    """Make a region with these (sizes, first token) of its parts, for each layer if `layer` is no axis."""
     sections, at = [], BAND
     layers: list[dict[str, int]] = [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
     for sizes, token in parts:

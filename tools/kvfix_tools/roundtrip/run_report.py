@@ -17,8 +17,7 @@ from kvfix_tools.roundtrip.cell_check import Result, plain
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 
-#: Maximum number of failed cells to show in full. The JSON has all cells.
-SHOWN = 5
+SHOWN = 5  # Maximum number of failed cells to show in full. The JSON has all cells.
 BAD = ("failed", "crashed")
 
 
@@ -49,9 +48,7 @@ class RunReport:
 
     @property
     def code(self) -> int:
-        if all(result.verdict == "refused" for result in self.results):
-            return 77
-        return int(bool(self.wrong))
+        return 77 if all(result.verdict == "refused" for result in self.results) else int(bool(self.wrong))
 
     @property
     def planted(self) -> tuple[int, int]:
@@ -190,7 +187,6 @@ class RunReport:
         return next((bug for bug in shown if bug.fix not in self.fixes), None) if result.verdict in BAD else None
 
     def _command(self, result: Result) -> str:
-        """Return the command that repeats a result."""
         cell, inject = result.cell, self.options.inject
         more = [*([f"--inject {inject}"] if inject else []), *(["--no-fixes"] if self.options.no_fixes else [])]
         if not of_engine(result) and not result.race:

@@ -12,10 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvfix_tools.verify.compare import SMALLEST, Answer
 from kvfix_tools.verify.prompts import Prompt
 
-#: Number of log probabilities to request for each answered token.
-TOP = 5
-#: Maximum seconds without a byte from the server.
-SILENCE = 120.0
+TOP = 5  # number of log probabilities to request for each answered token
+SILENCE = 120.0  # maximum seconds without a byte from the server
 #: Maximum seconds until the metrics count an answered request. The server updates them just after the answer.
 METRICS_LATE = 5.0
 
@@ -114,7 +112,6 @@ class Server:
         )  # fmt: skip
 
     def metrics_after(self, before: Metrics) -> Metrics:
-        """Wait until the metrics count another request, and return them."""
         until = time.monotonic() + METRICS_LATE
         while True:
             now = self.metrics()
@@ -123,7 +120,6 @@ class Server:
             time.sleep(0.005)
 
     def ask(self, prompt: Prompt, tokens: int, model: str = "") -> Reply:
-        """Ask for this number of tokens, greedily."""
         start = time.monotonic()
         first, usage = 0.0, dict[str, Any]()
         answered: list[str] = []
@@ -142,7 +138,6 @@ class Server:
         return Reply(answer, first, int(usage.get("prompt_tokens") or prompt.length), details.get("cached_tokens"))
 
     def abort(self, prompt: Prompt, tokens: int) -> None:
-        """Send a request, and close the connection after the first token."""
         events = self._events(prompt, tokens, "")
         next(events, None)
         events.close()

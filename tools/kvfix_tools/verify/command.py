@@ -14,10 +14,8 @@ from kvfix_tools.verify.client import Metrics, OutOfTime, Refused, Server
 from kvfix_tools.verify.prompts import TOKENS, WORDS, Maker, Sizes
 from kvfix_tools.verify.rounds import SURVEY, Inconclusive, Rounds
 
-#: Estimate, if the server does not offer /tokenize.
-TOKENS_PER_WORD = 1.3
-#: With fewer different tokens, prompts have whole blocks in common by chance.
-FEWEST_TOKENS = 8
+TOKENS_PER_WORD = 1.3  # estimate, if the server does not offer /tokenize
+FEWEST_TOKENS = 8  # with fewer different tokens, prompts have whole blocks in common by chance
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,7 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
 
 
 def _plan(options: Options, server: Server, metrics: Metrics, model_length: int) -> tuple[Maker, Sizes]:
-    text = " ".join(WORDS)
-    vocabulary = server.tokenize(text)
+    vocabulary = server.tokenize(" ".join(WORDS))
     per_word = len(vocabulary) / len(WORDS) if vocabulary else TOKENS_PER_WORD
     block = metrics.block or 16
     longest = max(options.prompt_tokens, 2 * options.chunk + block + 1)
@@ -137,7 +134,6 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
 
 
 def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: bool = False) -> int:
-    """Print the end of a run without an outcome, and return the exit code."""
     screen.progress("")
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))

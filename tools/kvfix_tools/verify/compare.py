@@ -16,14 +16,10 @@ from dataclasses import dataclass
 #: Maximum rate of healthy runs that are called different. Half of it belongs to each of the two tests.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
-#: In nats. If noise moves a log probability by more, the run proves nothing.
-TOO_NOISY = 2.0
-#: A difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it.
-FAR = 20.0
-#: Number of fresh prompts in the second test, in addition to those that must differ.
-SPARE = 2
-#: vLLM's smallest log probability. It also stands for NaN here.
-SMALLEST = -9999.0
+TOO_NOISY = 2.0  # In nats. If noise moves a log probability by more, the run proves nothing.
+FAR = 20.0  # A difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it
+SPARE = 2  # number of fresh prompts in the second test, in addition to those that must differ
+SMALLEST = -9999.0  # vLLM's smallest log probability. It also stands for NaN here.
 
 
 @dataclass(frozen=True)
@@ -88,20 +84,13 @@ class Judge:
         return size > self.limit
 
     def first_test(self, pairs: Sequence[float]) -> bool:
-        """Return True if more differences are above every control than chance can explain.
-
-        pairs: differences of prompts that have a control. The test uses the probability that the m largest differences
-        of n controls and N pairs all belong to pairs.
-        """
+        """Return True if more differences of prompts with a control exceed every control than chance explains."""
         above, every = sum(map(self.exceeds, pairs)), len(pairs) + len(self.controls)
         chance = math.prod((len(pairs) - number) / (every - number) for number in range(above))
         return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """Return how many of `needed + SPARE` fresh prompts must differ to confirm a suspect (second test).
-
-        compared: number of comparisons in the run, each of which may become a suspect.
-        """
+        """Return how many of `needed + SPARE` fresh prompts must differ to confirm one of `compared` suspects."""
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
             needed += 1

@@ -17,10 +17,8 @@ cloud coast cold color come common cook cool copy corn cost count country cover 
 door down draw dream
 """
 WORDS = TEXT.split()
-#: Number of answered tokens.
-TOKENS = 8
-#: Number of tokens at the end of a prompt that repeat earlier tokens.
-CUE = 12
+TOKENS = 8  # number of answered tokens
+CUE = 12  # number of tokens at the end of a prompt that repeat earlier tokens
 #: {kind: number of prompts among 16}
 SHARES = {
     "many chunks": 5,
@@ -46,8 +44,6 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in tokens."""
-
     chunk: int
     block: int
     longest: int  # of the longest prompt
@@ -66,8 +62,6 @@ class Sizes:
 
 @dataclass
 class Maker:
-    """Makes prompts."""
-
     vocabulary: list[int]  # token ids to draw from; if empty, every prompt is a text
     tokens_per_word: float
     drawn: random.Random
@@ -93,11 +87,7 @@ class Maker:
                 yield self.cued(kind, [], self.length(kind, sizes))
 
     def length(self, kind: str, sizes: Sizes) -> int:
-        """Return the length of a prompt of this kind.
-
-        The GPU's prefix cache serves all but the last token of a prompt that is one token longer than whole blocks.
-        Then the connector has nothing to load, so the prompt can be a control.
-        """
+        """Return the length of a prompt. The GPU's cache serves one token more than whole blocks, as a control."""
         chunk, block = sizes.chunk, sizes.block
         if kind == "many chunks":
             least = chunk // block + 1

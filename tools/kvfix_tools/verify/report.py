@@ -52,8 +52,6 @@ class Case:
 
 @dataclass
 class Confirmation:
-    """The second test of one kind in one mode."""
-
     kind: str
     mode: str
     differs: int
@@ -80,7 +78,6 @@ class Outcome:
 
     @property
     def compared(self) -> int:
-        """The number of comparisons."""
         return sum(len(case.cached) for case in self.cases)
 
     @property
@@ -102,7 +99,6 @@ class Outcome:
         )
 
     def above(self, mode: str, kind: str = "") -> list[Case]:
-        """Return the cases whose difference is above the limit."""
         return [
             case for case in self.cases
             if kind in ("", case.prompt.kind) and mode in case.cached and self.judge.exceeds(case.cached[mode].size)
@@ -142,7 +138,6 @@ def why_not(outcome: Outcome) -> str:
 
 
 def where(outcome: Outcome) -> str:
-    """Return a text about the hits whose answers are wrong."""
     if outcome.not_numbers:
         return "the model computes NaN with KV from the connector"
     if outcome.shared_with and not any(map(outcome.above, MODES)):

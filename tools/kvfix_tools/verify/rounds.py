@@ -1,9 +1,4 @@
-"""The requests of `kvfix verify`: they compute KV, or take it from the GPU's cache or from the connector.
-
-The *reference* server computes the prompts, and the *subject* answers them with KV from the connector. Both are one
-server, except with prefill and decode instances: then the subject is the router, and the reference is the decode
-instance.
-"""
+"""The requests of `kvfix verify` to the *reference*, which computes KV, and to the *subject*, which loads KV."""
 
 import math
 import time
@@ -16,16 +11,12 @@ from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome, by_kind
 
-#: Maximum seconds until the blocks of the last requests are free. A connector may still be storing them.
-STORING = 20.0
+STORING = 20.0  # Maximum seconds until the blocks of the last requests are free. A connector may still be storing them.
 #: Number of prompts to find the chunk size, and maximum number of repetitions. A connector may store late.
 SURVEY, SURVEYS = 8, 3
-#: Maximum number of kinds to confirm with fresh prompts, the worst kinds first.
-SUSPECTS = 3
-#: Minimum number of controls to know the noise.
-FEWEST_CONTROLS = 12
-#: Of each EVERY requests in the load round, one is aborted and one has a long answer.
-EVERY = 4
+SUSPECTS = 3  # maximum number of kinds to confirm with fresh prompts, the worst kinds first
+FEWEST_CONTROLS = 12  # minimum number of controls to know the noise
+EVERY = 4  # of each EVERY requests in the load round, one is aborted and one has a long answer
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
     "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
@@ -155,7 +146,6 @@ class Rounds:
         return [(kind, mode) for kind, (_, mode) in ranked[:SUSPECTS]]
 
     def _confirm(self, kind: str, mode: str, outcome: Outcome) -> Confirmation:
-        """Send fresh prompts of the kind, until the second test is decided."""
         needed = outcome.judge.needed(outcome.compared)
         self.say(f"confirming: {kind}, {mode}")
         cases = self._compute(list(self.maker.prompts([kind] * (needed + SPARE), self.sizes)))
@@ -226,11 +216,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if an answer from the GPU's own prefix cache used no token from the connector.
-
-        If other clients hide the number, the length decides. If a prompt is one token longer than whole blocks, the
-        GPU's cache serves all its tokens except the last.
-        """
+        """Return True if no token came from the connector. If other clients hide this, the prompt's length decides."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

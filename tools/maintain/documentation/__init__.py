@@ -32,7 +32,6 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def filled(text: str) -> str:
-    """Return the page, with generated text in place of each mark."""
     for mark, made in MARKS.items():
         if mark in text:
             text = text.replace(mark, made())
@@ -61,6 +60,5 @@ MARKS: dict[str, Callable[[], str]] = {
 
 
 def _relinked(text: str) -> str:
-    """Change the links of a file at the top of the repository, so that they lead to the pages."""
     text = text.replace("](docs/", "](")
     return re.sub(r"\]\((\w+\.md)", lambda found: f"]({TOP.get(found[1], found[1])}", text)

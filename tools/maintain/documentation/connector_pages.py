@@ -32,13 +32,11 @@ def _of_rule(rule: Rule) -> str:
 
 
 def connector() -> str:
-    """The example of the documentation."""
     code = kit.FILE.with_name("folder_connector.py").read_text()
     return f"```python\n{code}```"
 
 
 def connectors() -> str:
-    """Return a table of the verdicts on vLLM's connectors, and why some of them do not run."""
     runs = kit.load()
     can = [run for run in runs if not run.cannot]
     headings = ("rule", *(run.name for run in can))

@@ -43,7 +43,6 @@ class Entry(NamedTuple):
 
 
 def kinds() -> set[str]:
-    """Return the kinds of lines at which a finding looks."""
     return RAISED | set(problems.rules())
 
 
@@ -52,9 +51,8 @@ def entries() -> tuple[Entry, ...]:
     quoted = [(fix, span) for fix in catalogue.fixes() for span in _quoted(fix)]
     looked_at, rules = kinds() | {_kind(span) for _, span in quoted}, problems.catalogue()
     of_exceptions = [rule for rule in rules if {"raised", *RAISED} & set(rule.on)]
-    #: {text: (its findings, its fixes)}, and {kind of line: its texts}
-    found: dict[str, tuple[set[str], set[str]]] = {}
-    texts: dict[str, list[str]] = {}
+    found: dict[str, tuple[set[str], set[str]]] = {}  # {text: (its findings, its fixes)}
+    texts: dict[str, list[str]] = {}  # {kind of line: its texts}
     for row in (row for rows in statements.known().values() for row in rows if row.message in looked_at - _ORDINARY):
         prefix = "AssertionError: " if row.level == "assert" else ""
         text = " ".join((prefix + statements.sample(row.template.partition("\n")[0], "…")).split())
@@ -89,12 +87,10 @@ def _kind(span: str) -> str:
 
 
 def of_finding(rule: Problem) -> list[str]:
-    """The messages that lead to this finding."""
     return [entry.text for entry in entries() if rule in entry.rules]
 
 
 def messages() -> str:
-    """Return the table of messages, the worst effects first."""
     ordered = sorted(entries(), key=lambda entry: entry.severity.value if entry.severity else len(Severity))
     rows = [(code(entry.text), _effect(entry), _what(entry), links(entry.fixes, up="")) for entry in ordered]
     return filtered(("message", "effect", "what it is", "fix"), rows)

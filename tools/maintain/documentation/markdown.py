@@ -33,7 +33,6 @@ def filtered(head: Sequence[str], rows: Iterable[Sequence[str]], up: str = "") -
 
 
 def facts(rows: dict[str, str]) -> str:
-    """A list of the rows that have a value."""
     return "".join(f"- {name}: {value}\n" for name, value in rows.items() if value)
 
 

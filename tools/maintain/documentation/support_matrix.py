@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from kvfix import catalogue
+from kvfix import applicability, catalogue
 from kvfix.fixes.record import Fix
 from kvfix_tools import fix_overview
 from kvfix_tools.lab.scenario import scenarios
@@ -24,8 +24,7 @@ FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bu
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
-#: {(vllm, lmcache): one of the four above}
-Cells = dict[tuple[str, str], str]
+Cells = dict[tuple[str, str], str]  # {(vllm, lmcache): one of the four above}
 
 
 def as_json(pairs: Pairs) -> str:
@@ -59,8 +58,13 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
     vllm, lmcache = _releases(pairs)
     cells = _cells(pairs, _scenarios(fix.code))
     wrong = {(dist, release) for dist in fix.dists for release in fix_overview.wrong_releases(fix, dist)}
-    targets = [target for target in fix.targets if not target.helper]
-    known = {(target.dist, release) for target in targets for release in fix_overview.releases_with(target)}
+    known = {
+        (target.dist, release)
+        for target in fix.targets
+        if not target.helper
+        for releases in applicability.fingerprints()[target.dist]["functions"].get(target.name, {}).values()
+        for release in releases
+    }
 
     def letter(pair: tuple[str, str]) -> str:
         releases = {("vllm", pair[0]), ("lmcache", pair[1])}

@@ -17,14 +17,11 @@ from pathlib import Path
 from maintain import release
 
 ROOT = Path(__file__).parents[3]
-#: Maximum bytes of a folder. The host takes 64 MiB in one transfer.
-LIMIT = 60 << 20
+LIMIT = 60 << 20  # Maximum bytes of a folder. The host takes 64 MiB in one transfer.
 #: Platforms of the host. pip accepts a wheel for an older glibc only if that platform is named too.
 PYTHON, PLATFORMS = "3.12", ("manylinux2014", *(f"manylinux_2_{glibc}" for glibc in range(39, 4, -1)))
-#: Parts of vLLM that have a folder of their own.
-FOLDERS = {"vllm_operations": "2", "vllm_flash_attention": "3"}
-#: Files below tools/maintain.
-SCRIPTS = ("__init__.py", "gpu/*.py", "gpu/run.sh")
+FOLDERS = {"vllm_operations": "2", "vllm_flash_attention": "3"}  # parts of vLLM that have a folder of their own
+SCRIPTS = ("__init__.py", "gpu/*.py", "gpu/run.sh")  # files below tools/maintain
 #: {files of the wheel that are in no part: why the stages do not need them}
 LEFT_OUT = {
     "vllm/vllm_flash_attn/_vllm_fa2_C.*": "FlashAttention 2, 129 MB. The stages use Triton attention",
@@ -53,10 +50,7 @@ def download(folder: Path) -> None:
 
 
 def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
-    """Put these wheels and the scripts into subfolders of `folder`. Return the bytes of each subfolder.
-
-    Raises ValueError if a folder is larger than LIMIT.
-    """
+    """Put the wheels and scripts into subfolders. Return their bytes. Raise ValueError if one exceeds LIMIT."""
     for wheel in wheels:
         into = folder / FOLDERS.get(wheel.name.partition("-")[0], "1")
         into.mkdir(parents=True, exist_ok=True)

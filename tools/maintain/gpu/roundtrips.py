@@ -17,8 +17,7 @@ from maintain.gpu import stages
 if TYPE_CHECKING:
     from kvfix_tools.roundtrip.run_report import RunReport
 
-#: Maximum failed cells that are kept in full.
-KEPT = 10
+KEPT = 10  # maximum failed cells that are kept in full
 #: Minimum speed relative to a plain pinned copy, and maximum time of the whole check relative to the copies alone.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
 
@@ -106,7 +105,6 @@ def main(arguments: list[str]) -> int:
 
 
 def figures(report: RunReport) -> str:
-    """Return the verdicts, and the operations and the speed of each backend."""
     from kvfix_tools.roundtrip.run_report import counted, operations, rates
 
     parts = [counted(report.results)]
@@ -118,7 +116,6 @@ def figures(report: RunReport) -> str:
 
 
 def kept(report: RunReport) -> dict[str, Any]:
-    """Return the report without passed cells, which are only counted."""
     answer = report.as_dict()
     cells = Counter((one.cell.backend, one.cell.layout, one.race, one.verdict) for one in report.results)
     wrong = [cell for cell in answer["cells"] if cell["verdict"] in ("failed", "crashed")]

@@ -23,8 +23,7 @@ from typing import Any
 
 from maintain.gpu import stages
 
-#: Tokens of a prompt and of an answer.
-PROMPT, ANSWER = 400, 48
+PROMPT, ANSWER = 400, 48  # tokens of a prompt and of an answer
 #: Requests of one run, requests at once, and pairs of runs. The CPU is for tests of the scripts.
 SIZES = {"cuda": (64, 16, 8), "cpu": (8, 4, 1)}
 #: Seconds for a server to start, and for `kvfix verify`.
@@ -75,7 +74,6 @@ def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, A
 def server(
     folder: Path, device: str, mode: str, transfer: dict[str, Any]
 ) -> contextlib.AbstractContextManager[tuple[int, subprocess.Popen[bytes]]]:
-    """Run a server in this mode of kvfix. The context gives its port and its process."""
     from kvfix_tools.roundtrip import real_engine
 
     options = ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]

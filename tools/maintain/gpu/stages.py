@@ -20,8 +20,7 @@ from typing import IO, Any, NamedTuple
 
 NOT_HERE, TIMED_OUT = 77, 124
 OUTCOMES = {0: "passed", 1: "FAILED", NOT_HERE: "not checked", TIMED_OUT: "TIMED OUT"}
-#: Maximum characters of a stage's messages.
-KEPT = 20_000
+KEPT = 20_000  # maximum characters of a stage's messages
 
 
 class Stage(NamedTuple):
@@ -45,8 +44,6 @@ STAGES = (
 
 
 class Steps:
-    """The steps of one stage so far, in its process."""
-
     def __init__(self) -> None:
         self.right: list[bool] = []
 

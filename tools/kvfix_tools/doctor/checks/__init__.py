@@ -67,7 +67,6 @@ _MODULES = (
 
 @lru_cache(maxsize=1)
 def catalogue() -> tuple[Check, ...]:
-    """Return every check, in the order of the report."""
     for name in _MODULES:
         import_module(f"{__name__}.{name}")
     return tuple(_CHECKS)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.setup import Setup
 
-#: vLLM's usual block sizes in tokens: 16, and 32, 64, 128 for some attention backends.
-_BLOCKS = (16, 32, 64, 128)
+_BLOCKS = (16, 32, 64, 128)  # vLLM's usual block sizes in tokens: 16, and 32, 64, 128 for some attention backends
 
 
 @check("chunk-size")
@@ -29,15 +28,12 @@ def chunk_size(setup: Setup) -> Iterator[Line]:
             yield unchecked(f"{name} is unknown, so it was not compared with vLLM's block size")
         elif given.isdigit() and chunk % (int(given) * share):
             block = int(given) * share
-            yield problem(
-                f"{name} {chunk} is not a multiple of vLLM's block size {given}{times}",
-                f"{name.partition(' of ')[0]} {max(round(chunk / block), 1) * block}, a multiple of {block}",
-            )
+            do = f"{name.partition(' of ')[0]} {max(round(chunk / block), 1) * block}, a multiple of {block}"
+            yield problem(f"{name} {chunk} is not a multiple of vLLM's block size {given}{times}", do)
         elif not given.isdigit() and chunk % (_BLOCKS[0] * share):
-            yield problem(
-                f"{name} {chunk} is not a multiple of {_BLOCKS[0] * share}, and so of no block size of vLLM",
-                f"{name.partition(' of ')[0]} N, with N a multiple of {_BLOCKS[-1] * share} (default 256)",
-            )
+            what = f"{name} {chunk} is not a multiple of {_BLOCKS[0] * share}, and so of no block size of vLLM"
+            do = f"{name.partition(' of ')[0]} N, with N a multiple of {_BLOCKS[-1] * share} (default 256)"
+            yield problem(what, do)
         elif given.isdigit() or not chunk % (_BLOCKS[-1] * share):
             yield ok(f"{name} {chunk} is a multiple of vLLM's block size{f' {given}' if given else ''}")
         else:

@@ -6,8 +6,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecke
 from kvfix_tools.doctor.machine import gib
 from kvfix_tools.doctor.setup import TRANSFER_MODULES, Setup
 
-#: {library: its distribution}
-_LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
+_LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}  # {library: its distribution}
 #: Settings that enable_p2p needs, in addition to enable_controller.
 _P2P = (
     "controller_pull_url", "controller_reply_url", "lmcache_worker_ports", "p2p_host", "p2p_init_ports",
@@ -28,9 +27,8 @@ def library(setup: Setup) -> Iterator[Line]:
             if setup.vllm is None and setup.lmcache is None:
                 yield unchecked(f"neither {name} nor vLLM is installed here")
             else:
-                yield problem(
-                    f"a connector needs {name}, which is not installed for this Python", f"pip install {dist}"
-                )
+                what = f"a connector needs {name}, which is not installed for this Python"
+                yield problem(what, f"pip install {dist}")
             continue
         error = setup.tried.errors.get(TRANSFER_MODULES[name])
         if error is None:

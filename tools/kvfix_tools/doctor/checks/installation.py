@@ -22,8 +22,7 @@ from kvfix_tools.lab.options import KNOWN
 _WHERE = "run kvfix doctor where the engine runs: in its container, with its Python"
 IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
-#: Maximum number of misfits to show for one pair; the rest is counted.
-_SHOWN = 3
+_SHOWN = 3  # maximum number of misfits to show for one pair; the rest is counted
 
 
 @check("installed", essential=True)
@@ -70,10 +69,9 @@ def torch(setup: Setup) -> Iterator[Line]:
             what = f"{package.title} needs torch{wanted.specifier}, but torch is not installed"
             yield problem(what, f'pip install "torch{wanted.specifier}"')
         elif not _satisfies(wanted, found.version):
-            yield problem(
-                f"{package.title} is built for torch{wanted.specifier}; torch {found.version} is installed",
-                f'pip install "torch{wanted.specifier}", or a build of {package.name} for torch {found.version}',
-            )
+            what = f"{package.title} is built for torch{wanted.specifier}; torch {found.version} is installed"
+            do = f'pip install "torch{wanted.specifier}", or a build of {package.name} for torch {found.version}'
+            yield problem(what, do)
         else:
             yield ok(f"torch {found.version} is a release that {package.title} requires")
 

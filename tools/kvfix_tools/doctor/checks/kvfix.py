@@ -1,17 +1,12 @@
 """kvfix itself: whether it reaches all processes, and which fixes it has for these releases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from kvfix import applicability, catalogue, fix_status, installed_source
+from kvfix.fixes.record import Target
 from kvfix_tools.doctor.checks import Line, check, ok, problem
 from kvfix_tools.doctor.checks.model import has_windows
 from kvfix_tools.doctor.setup import Setup
-
-if TYPE_CHECKING:
-    from kvfix.fixes.record import Target
 
 
 @check("plugins")
@@ -64,10 +59,7 @@ def _is_off(setup: Setup) -> bool:
 
 
 def _has_bug(target: Target, setup: Setup) -> bool:
-    """Return True if the installed function is known to have the bug.
-
-    This also works for packages of another Python.
-    """
+    """Return True if the installed function, also of another Python's package, is known to have the bug."""
     package = setup.packages.get(target.dist)
     file = package.file(target.module) if package else None
     known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})

@@ -23,10 +23,8 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     if lmcache is None:
         return
     if not setup.model:
-        yield unchecked(
-            f"the config.json of {setup.command.model or 'the model'} is not on this machine, so kvfix cannot tell "
-            "whether the model is hybrid"
-        )
+        what = f"the config.json of {setup.command.model or 'the model'} is not on this machine"
+        yield unchecked(f"{what}, so kvfix cannot tell whether the model is hybrid")
         return
     layers = {str(each) for each in setup.model.get("layer_types") or ()}
     state = bool(layers & {"linear_attention", "mamba", "mamba2"}) or any(setup.model.get(key) for key in _STATE)
@@ -92,11 +90,7 @@ def parallel(setup: Setup) -> Iterator[Line]:
 
 
 def _context(setup: Setup, context: int) -> Iterator[Line]:
-    """Check decode context parallelism.
-
-    A connector without support assumes that a block holds the tokens of one rank only. It stores nothing, and its
-    worker dies at the first load (vllm_v1_adapter.py 0.5.6:1159, :815).
-    """
+    """Check that the connector supports this: others store nothing (vllm_v1_adapter.py 0.5.6:1159, :815)."""
     for connector in setup.lmcache_connectors if context > 1 and setup.lmcache else ():
         module = "vllm_v1_adapter" if connector.is_v1 else "lmcache_mp_connector"
         is_copy = connector.is_mp and setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
@@ -127,10 +121,7 @@ def _servers(setup: Setup) -> Iterator[Line]:
 
 
 def _ports(setup: Setup) -> Iterator[Line]:
-    """Check that lists of ports have a port for each worker.
-
-    Worker N takes port N of the list (pd_backend.py 0.5.6:146). A shorter list raises `list index out of range`.
-    """
+    """Check that lists have a port for each worker: worker N takes port N (pd_backend.py 0.5.6:146)."""
     if setup.v1 is None:
         return
     uses = {
@@ -144,9 +135,8 @@ def _ports(setup: Setup) -> Iterator[Line]:
             if setup.setting(name) is not None and len(ports) < setup.parallel("tensor"):
                 first = int(ports[0]) if ports and str(ports[0]).strip().isdigit() else 7300
                 wanted = ", ".join(str(first + rank) for rank in range(setup.parallel("tensor")))
-                yield problem(
-                    f"{name} has {len(ports)} ports for {setup.parallel('tensor')} workers", f"{name}: [{wanted}]"
-                )
+                what = f"{name} has {len(ports)} ports for {setup.parallel('tensor')} workers"
+                yield problem(what, f"{name}: [{wanted}]")
 
 
 @check("layout")
@@ -163,9 +153,8 @@ def layout(setup: Setup) -> Iterator[Line]:
     table = next((node for node in ast.walk(function) if isinstance(node, ast.Dict)), None) if function else None
     moves = [str(constant(key)) for key in table.keys] if table else []
     if choices and wanted not in choices:
-        yield problem(
-            f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has only {', '.join(choices)}", "unset VLLM_KV_CACHE_LAYOUT"
-        )
+        what = f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has only {', '.join(choices)}"
+        yield problem(what, "unset VLLM_KV_CACHE_LAYOUT")
     elif moves and wanted not in moves:
         yield problem(f"LMCache cannot move KV in the layout {wanted}", remedy("KVD779"))
     elif choices:

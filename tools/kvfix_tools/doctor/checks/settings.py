@@ -108,7 +108,10 @@ def values(setup: Setup) -> Iterator[Line]:
             faults.append(problem(what, do))
         else:
             faults += [*_range(name, each), *_word(setup, name, each)]
-    faults += _disk(setup)
+    size = setup.number("max_local_disk_size")
+    if setup.setting("local_disk") and size is not None and size <= 0:
+        what = "local_disk is set, but max_local_disk_size is 0, so no chunk is stored on disk"
+        faults.append(problem(what, "max_local_disk_size: 100"))
     yield from faults or [ok(f"the values of all {len(setup.settings)} settings have the right type")]
 
 
@@ -136,13 +139,6 @@ def _word(setup: Setup, name: str, each: Setting) -> Iterator[Line]:
         near = nearest(value, {word.lower(): word for word in known})
         do = next((word for word in known if word.lower() == near), "") or ", ".join(sorted(known))
         yield problem(f"{each.spelled} is {each.value} ({each.source}), which LMCache does not have", do)
-
-
-def _disk(setup: Setup) -> Iterator[Line]:
-    size = setup.number("max_local_disk_size")
-    if setup.setting("local_disk") and size is not None and size <= 0:
-        what = "local_disk is set, but max_local_disk_size is 0, so no chunk is stored on disk"
-        yield problem(what, "max_local_disk_size: 100")
 
 
 @check("set-twice")
@@ -195,10 +191,9 @@ def who_reads(setup: Setup) -> Iterator[Line]:
     """No setting of the in-process connector is set if only the multi-process connector is used, which ignores them."""
     unread = sorted(each.spelled for each in setup.settings if each.name in setup.definitions.known)
     if setup.mp and not setup.v1 and unread:
-        yield problem(
-            f"{setup.mp.name} does not read {', '.join(unread)}, which only the in-process connector reads",
-            "lmcache server --chunk-size N --l1-size-gb N ...: set the options of the server (lmcache server --help)",
-        )
+        what = f"{setup.mp.name} does not read {', '.join(unread)}, which only the in-process connector reads"
+        do = "lmcache server --chunk-size N --l1-size-gb N ...: set the options of the server (lmcache server --help)"
+        yield problem(what, do)
 
 
 @check("server-options")

@@ -31,24 +31,19 @@ def local_disk(setup: Setup) -> Iterator[Line]:
     found, wanted = os.statvfs(there), (setup.number("max_local_disk_size") or 0) * GIB * setup.ranks
     free = found.f_bavail * found.f_frsize
     if free < wanted:
-        yield problem(
-            f"the file system of local_disk has {gib(free)} free, but all workers together need {gib(wanted)}",
-            f"max_local_disk_size: {free / GIB / setup.ranks:.2f}, or less (GiB for each worker); or make space free",
-        )
+        what = f"the file system of local_disk has {gib(free)} free, but all workers together need {gib(wanted)}"
+        do = f"max_local_disk_size: {free / GIB / setup.ranks:.2f}, or less (GiB for each worker); or make space free"
+        yield problem(what, do)
     else:
         yield ok(f"local_disk {folder} is writable, and {gib(free)} are free")
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
     return next(each for each in (folder, *folder.absolute().parents) if each.exists())
 
 
 def _is_writable(there: Path) -> bool:
-    """Return True if this folder can be written.
-
-    A file system of the kernel (/sys, /proc) has no room: even root cannot make a folder there.
-    """
+    """Return True if this folder can be written. A file system of the kernel (/sys, /proc) has no room."""
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK) and os.statvfs(there).f_blocks > 0
 
 

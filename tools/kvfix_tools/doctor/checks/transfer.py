@@ -39,10 +39,8 @@ def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
         if fields and key not in fields:
             near = nearest(key, fields)
             where = '"kv_connector_extra_config": {...}' if key.startswith("lmcache.") else ""
-            yield problem(
-                f"{_title(setup)} has no key {key!r} in --kv-transfer-config",
-                f'"{near}"' if near else f"move {key} into {where}" if where else f"use one of {', '.join(fields)}",
-            )
+            do = f'"{near}"' if near else f"move {key} into {where}" if where else f"use one of {', '.join(fields)}"
+            yield problem(f"{_title(setup)} has no key {key!r} in --kv-transfer-config", do)
         elif choices and value is not None and value not in choices:
             near = nearest(str(value), choices)
             yield problem(f"{key} {value!r} is not one of {', '.join(choices)}", f'"{key}": "{near or choices[-1]}"')
@@ -166,9 +164,8 @@ def _key(setup: Setup, entry: Connector, key: str, value: Any, known: dict[str, 
         yield problem(f"{entry.name} of {setup.lmcache_title} has no key {key!r}, and ignores it", do)
     elif entry.is_mp and known[key] is not None and _other_type(known[key], value):
         default = known[key]
-        yield problem(
-            f"{key} is {value!r}, but must be a {type(default).__name__}", f'"{key}": {default!r} is the default'
-        )
+        what = f"{key} is {value!r}, but must be a {type(default).__name__}"
+        yield problem(what, f'"{key}": {default!r} is the default')
 
 
 def _other_type(default: Any, value: Any) -> bool:

@@ -1,10 +1,4 @@
-"""`engine-mp`, `engine-v1`: compare greedy outputs of a real vLLM engine with and without LMCache, in four rounds.
-
-docs/roundtrip.md describes the rounds. The prefix cache is emptied after each. The connector logs a line for each load
-of the worker (engine_connector.py).
-
-The process of one engine is `python -m kvfix_tools.roundtrip.backends.engine JOB.json`.
-"""
+"""`engine-mp`, `engine-v1`: compare answers of a real vLLM engine with and without LMCache (docs/roundtrip.md)."""
 
 import contextlib
 import functools
@@ -27,8 +21,7 @@ from kvfix_tools.roundtrip.backends import Backend, vllm_offload
 from kvfix_tools.roundtrip.cell_check import Refused, Result, Transfer
 from kvfix_tools.roundtrip.real_engine import BLOCK, prompt
 
-#: Time limit of one engine in seconds.
-LIMIT = 600
+LIMIT = 600  # time limit of one engine in seconds
 CHUNK = 64
 BLOCKS = 41  # vLLM keeps the first block for itself
 GENERATE = 24
@@ -127,14 +120,12 @@ def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> di
 
 
 def cause(log: str) -> str:
-    """Return the first error in a log, or its end."""
     lines = [line for line in log.splitlines() if "WARNING" not in line and "EngineDeadError" not in line]
     first = next((found for line in lines if (found := re.search(r"\b\w*(Error|Exception)\b: .+", line))), None)
     return first[0][:500] if first else f"... {log[-1000:]}"
 
 
 def ask(job: dict[str, Any]) -> None:
-    """Run the rounds in the process of the engine, and write the results."""
     engine = real_engine.make(
         Path(job["model"]), job["transfer"], num_gpu_blocks_override=BLOCKS, max_model_len=1024,
         distributed_executor_backend="uni",  # as on one GPU, because vLLM for the CPU would start another process
@@ -154,7 +145,6 @@ def ask(job: dict[str, Any]) -> None:
 
 
 def loads(file: Path) -> dict[str, int]:
-    """Return {kind: number so far}."""
     lines = [line.partition("=") for line in file.read_text().split()] if file.exists() else []
     return {kind: sum(int(count) for of, _, count in lines if of == kind) for kind in KINDS}
 

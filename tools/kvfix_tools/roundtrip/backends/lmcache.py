@@ -204,7 +204,6 @@ def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
 
 
 def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -> tuple[Any, Any]:
-    """Make a GPU connector of LMCache and its metadata."""
     chunk, module = int(check.cell.chunk), connectors(check.device.type)
     from lmcache.v1.metadata import LMCacheMetadata
 

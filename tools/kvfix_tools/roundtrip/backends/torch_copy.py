@@ -1,8 +1,4 @@
-"""The backend `torch`, which needs only torch: gather on the device, and copy to pinned memory on streams.
-
-It is the reference for other backends. It indexes the engine's tensors by their shape, and does not use the arithmetic
-of the check (layout.py).
-"""
+"""The reference backend `torch`, which indexes tensors by their shape, without the arithmetic of layout.py."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,8 +13,7 @@ from kvfix_tools.roundtrip.region import Region
 
 #: Axes of a host buffer, outermost first. Each chunk has a buffer.
 HOST = "layer token kv head"
-#: Number of chunks in flight, each with its own stream and staging buffer.
-IN_FLIGHT = 2
+IN_FLIGHT = 2  # number of chunks in flight, each with its own stream and staging buffer
 #: Clock cycles that a slow stream sleeps: tens of milliseconds, longer than the work of other streams.
 SLEEP = 50_000_000
 Work = Callable[[], Any]
@@ -112,17 +107,13 @@ class TorchCopy(Transfer):
 
 
 def layers(tensors: list[torch.Tensor], geometry: Geometry) -> list[torch.Tensor]:
-    """Return the engine's tensor of each layer."""
     if not geometry.layout.one_tensor:
         return tensors
     return list(tensors[0].unbind(geometry.layout.axes.index("layer")))
 
 
 def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """Return a view of a layer: [blocks, block, K and V, heads, words of 8 bytes].
-
-    torch cannot index fp8 on the CPU, so the view has words.
-    """
+    """Return a view of a layer: [blocks, block, K and V, heads, words]. torch cannot index fp8 on the CPU."""
     name, held = geometry.layout.name, tensor.view(torch.int64)
     words, heads, two = geometry.row_words, geometry.heads, geometry.planes
     if name == "mla":

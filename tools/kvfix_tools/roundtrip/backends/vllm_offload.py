@@ -1,8 +1,4 @@
-"""`vllm-simple`, `vllm-offload`: vLLM's own CPU offload, as its worker uses it, for whole blocks only.
-
-`vllm-simple` is the batched copy of simple_kv_offload. `vllm-offload` is the worker of OffloadingConnector. On the CPU,
-memmove replaces the driver's batched copy in both. Their streams and events complete at once.
-"""
+"""`vllm-simple`, `vllm-offload`: vLLM's own CPU offload, as its worker uses it, for whole blocks only."""
 
 import ctypes
 import functools
@@ -17,10 +13,9 @@ from typing import Any
 import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
-from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
-from kvfix_tools.roundtrip.region import Region
+from kvfix_tools.roundtrip.region import Region, make
 
 #: Default values of the axes: whole blocks.
 AXES = {"tokens": ("block", "512"), "slots": ("blocks", "contiguous"), "skip": ("none",)}
@@ -58,7 +53,7 @@ class Simple(Transfer):
         blocks = len(block_ids(check.source, self.block))
         parts = [({**check.geometry.sizes(), "block": blocks}, 0)]  # the tensors of the KV cache with fewer blocks
         axes = check.geometry.layout.axes
-        self.host: Region = regions.make("host", check.geometry, axes, parts, check.device, check.cell.seed)
+        self.host: Region = make("host", check.geometry, axes, parts, check.device, check.cell.seed)
         self.numbers = list(range(blocks))  # numbers of the host blocks
         self.stream = cuda_stand_in.Stream() if cpu else torch.cuda.Stream(check.device)
         caches, copies = pages(check.cache), pages(self.host)
@@ -132,10 +127,7 @@ def pages(region: Region) -> dict[str, torch.Tensor]:
 
 
 def block_ids(slots: torch.Tensor, block: int) -> list[int]:
-    """Return the blocks of the slots.
-
-    Raise Refused unless the slots fill whole blocks and are in order inside each block.
-    """
+    """Return the blocks of the slots. Raise Refused unless the slots fill whole blocks in order."""
     if len(slots) % block:
         raise Refused("whole blocks only")
     by_block = slots.view(-1, block)
