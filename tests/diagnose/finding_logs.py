@@ -347,6 +347,8 @@ def misses() -> list[tuple[str, str]]:
         # Up to 0.3.10.post2 a chunk need not be full: it is stored.
         ("KVD320", stores(1) + lookups(10, 26)),
         ("KVD320", lookups(9, 26)),
+        # Lookups of one request count once.
+        ("KVD320", asked(NEWEST, 26, 0, 0, 0) * 50),
         ("KVD320", lookups(10, 26) + asked(NEWEST, 26, 0, 26, 25, "x")),
         ("KVD321", stores(1) + lookups(10, 900)),
         ("KVD321", lookups(10, 26)),

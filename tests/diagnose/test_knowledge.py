@@ -187,6 +187,30 @@ def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem
         assert not missing, f"narrow `releases`: no sign stands in {missing}"
 
 
+#: {the libraries in the wheel of nixl: records whose signs they print}. Both are compiled.
+COMPILED = {
+    "nixl_cu1*.libs/**/libuc*.so*": [
+        each
+        for each in catalogue()
+        if each.name in ("ucx-cannot-address-peer", "ucx-has-no-way-for-this-memory", "ucx-cuda-ipc-refused")
+    ],
+    ".nixl_cu1*.mesonpy.libs/**/lib[np]*.so*": [each for each in catalogue() if 1150 <= int(each.code[3:]) <= 1170],
+}
+
+
+@pytest.mark.parametrize("pattern", COMPILED)
+def test_signs_of_a_library_stand_in_it(pattern: str) -> None:
+    """A macro puts the function before a statement of NIXL's agent, and the level before one of UCX."""
+    libraries = sorted(site_packages().glob(pattern))
+    if not libraries:
+        pytest.skip("nixl is not installed here, so that there is no library to look into")
+    texts = b"".join(path.read_bytes() for path in libraries)
+    assert len(COMPILED[pattern]) >= 3
+    for sign in (sign for problem in COMPILED[pattern] for sign in problem.shows):
+        for part in PLACE.split(re.sub(r"^(UCX  ERROR |\w+: )", "", sign.text))[::2]:
+            assert part.strip().encode() in texts, sign
+
+
 def test_hardly_any_record_is_without_an_anchor() -> None:
     without = [each.code for each in catalogue() if each.unanchored]
     assert len(without) < 0.2 * len(catalogue()), without
