@@ -15,7 +15,7 @@ import pytest
 from kvfix_tools.diagnose import command, log_files, report_json
 from kvfix_tools.diagnose.command import FAIL_ON, Options
 from tests.conftest import ROOT, Fresh, clean_environment
-from tests.diagnose.lines import CORE, LOGS, asked, logged, real
+from tests.diagnose.lines import CORE, LOGS, NEWEST, asked, logged, real
 
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "diagnose"]
 CRASH, HEALTHY = str(LOGS / "crash-0.3.10.log.gz"), str(LOGS / "healthy-0.5.6.log.gz")
@@ -156,7 +156,7 @@ def test_page_stands_alone(run: Run, tmp_path: Path) -> None:
 
 def test_the_page_escapes_what_a_log_holds(run: Run, tmp_path: Path) -> None:
     (tmp_path / "evil.log").write_text(
-        asked("0.3.10", 9, 0, 4, 4, "<b>x</b>") + logged("0.3.10", "degraded", "<script>alert(1)</script>")
+        asked(NEWEST, 9, 0, 4, 4, "<b>x</b>") + logged(NEWEST, "degraded", "<script>alert(1)</script>")
     )
     run(str(tmp_path / "evil.log"), html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
@@ -205,7 +205,7 @@ def shown_by(terminal: int) -> bytes:
 
 def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
     """vLLM dumps a request's tokens when a step fails; what stands on a line that is shown is left out."""
-    (tmp_path / "log").write_text(logged("0.5.6", "degraded", f"bad input {[*range(9001, 9031)]}"))
+    (tmp_path / "log").write_text(logged(NEWEST, "degraded", f"bad input {[*range(9001, 9031)]}"))
     for options in ({"json": True}, {"everything": True}, {"html": str(tmp_path / "page")}):
         _, out, _ = run(str(tmp_path / "log"), **options)
         page = (tmp_path / "page").read_text() if "html" in options else ""
