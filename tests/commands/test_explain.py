@@ -1,12 +1,17 @@
-"""`kvfix explain`: everything that has a code, by its code and by its name."""
+"""`kvfix explain`: everything that has a code, by its code and by its name. `kvfix search`: by a description."""
 
+import io
 import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from kvfix.fixes import RETIRED
 from kvfix_tools import explain
 from kvfix_tools.diagnose import problems
+from kvfix_tools.search import candidates, search
 
 ENTRIES = list(explain.entries())
 RETIRED_CODES = {**RETIRED, **problems.knowledge().retired}
@@ -49,3 +54,54 @@ def test_a_retired_code_is_explained_and_not_used_again(code: str, capsys: pytes
     assert capsys.readouterr().out == f"{code} is retired: {RETIRED_CODES[code]}.\n"
     assert explain.explain(code, json=True) == 0
     assert json.loads(capsys.readouterr().out) == {"code": code, "retired": RETIRED_CODES[code]}
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("assert slot_mapping == token_ids after a failed load", "KVF008"),
+        ("the worker segfaults in swap_blocks of the OffloadingConnector", "KVD622"),
+        ("no hits with tensor parallelism although PYTHONHASHSEED=0 is set", "KVF901"),
+        ("a store leaves a hole, and tokens after the hole are never hit", "KVR007"),
+        ("py-spy shows from_ipc_handle blocked for minutes", "KVD922"),
+    ],
+)
+def test_a_description_finds_what_it_is_about(text: str, code: str) -> None:
+    assert code in [each.code for each in candidates(text)]
+
+
+def test_the_answer_names_three_candidates_and_claims_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("assert slot_mapping == token_ids after a failed load", json=False) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("These entries have the most words in common with your text. Confirm an entry before")
+    assert out.count("To confirm: ") == out.count("kvfix explain ") == 3
+    assert search("assert slot_mapping", json=True) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    assert [set(each) for each in found] == [{"code", "name", "title", "confirm"}] * 3
+
+
+@pytest.mark.parametrize("text", ["", '"; DROP TABLE entry; --', "zzzzzz", "AND OR NOT NEAR(", "***"])
+def test_any_text_is_answered(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert search(text, json=False) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    (tmp_path / "report.md").write_text("NIXL_ERR_BACKEND in register_memory")
+    return tmp_path / "report.md"
+
+
+def test_a_text_a_file_and_standard_input_answer_alike(report: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(report.read_text()))
+    answers = set()
+    for text in (report.read_text(), str(report), "-"):
+        assert search(text, json=True) == 0
+        answers.add(capsys.readouterr().out)
+    assert len(answers) == 1
+
+
+def test_a_file_that_cannot_be_read_is_an_error(report: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Path, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert search(str(report), json=False) == 2
+    assert capsys.readouterr().err == f"kvfix search: cannot read {report}: Permission denied\n"

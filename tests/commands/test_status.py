@@ -1,6 +1,7 @@
 """`kvfix status`: one screen, the rows that are asked for, JSON, and exit codes. On released code: tests/runtime."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -22,15 +23,15 @@ def rows(*verdicts: str) -> list[fix_status.FixRow]:
     ]
 
 
-def overview(found: list[fix_status.FixRow], connector: str = "") -> list[str]:
-    return status.overview(status._select(found, (), connector, "", ""))
+def overview(*verdicts: str, connector: str = "") -> list[str]:
+    return status.overview(status._select(rows(*verdicts), (), connector, "", ""))
 
 
 @pytest.mark.parametrize("connector", ["", *fix_overview.KNOWN])
 @pytest.mark.parametrize("verdicts", [("applicable",), ("refused",), ("opt-in", "applicable", "unfixable", "applied")])
 def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvfix.installed_source.version", {"vllm": "0.32.0", "lmcache": "0.5.6"}.__getitem__)
-    lines = overview(rows(*verdicts), connector)
+    lines = overview(*verdicts, connector=connector)
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith("SUMMARY: ")
@@ -38,7 +39,7 @@ def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypat
 
 def test_the_counts_are_those_of_the_fixes() -> None:
     """A bug that two distributions have counts once; another connector's does not count."""
-    lines = overview(rows("applicable"), "NixlConnector")
+    lines = overview("applicable", connector="NixlConnector")
     mine = [fix for fix in FIXES if not fix_overview.connectors(fix) or "NixlConnector" in fix_overview.connectors(fix)]
     assert lines[-1] == f"SUMMARY: {len(mine)} to be fixed by kvfix.apply()"
     (counted,) = (line.split() for line in lines if line.startswith("  these connectors"))
@@ -47,7 +48,7 @@ def test_the_counts_are_those_of_the_fixes() -> None:
 
 
 def test_what_is_not_fixed_is_named_and_the_rest_is_counted() -> None:
-    lines = overview(rows("refused"))
+    lines = overview("refused")
     named = [line for line in lines if line.startswith("  refused")]
     (rest,) = (line for line in lines if "more: kvfix status --all" in line)
     assert len(named) + int(rest.split()[1]) == len(FIXES)
@@ -55,19 +56,16 @@ def test_what_is_not_fixed_is_named_and_the_rest_is_counted() -> None:
 
 
 def test_nothing_known() -> None:
-    lines = overview(rows("not-affected", "fixed-upstream"))
+    lines = overview("not-affected", "fixed-upstream")
     assert "No known bug of these releases is left for kvfix.apply() to fix." in lines
     assert lines[-1] == "SUMMARY: no known bug"
 
 
 def test_the_rows_of_named_fixes(capsys: pytest.CaptureFixture[str]) -> None:
-    selected = status._select(rows("opt-in"), ["kvf017", "lookup-cache-ignores-computed"], "", "", "")
-    status._print_rows(selected, everything=True)
+    names = ["kvf017", "lookup-cache-ignores-computed"]
+    status._print_rows(status._select(rows("opt-in"), names, "", "", ""), everything=True)
     printed = capsys.readouterr().out
-    assert [line.split()[:2] for line in printed.splitlines() if line.startswith("KVF")] == [
-        ["KVF001", "opt-in"],
-        ["KVF017", "opt-in"],
-    ] or printed.index("KVF017") < printed.index("KVF001")
+    assert re.findall(r"^(KVF\d+) opt-in", printed, re.MULTILINE) == ["KVF017", "KVF001"]  # the worst first
     assert 'kvfix.apply(plus=["KVF017"])' in printed
     assert max(map(len, printed.splitlines())) <= 80
 
@@ -85,17 +83,16 @@ TRANSFER = '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"co
 @pytest.mark.parametrize(
     ("named", "config", "expected"),
     [
-        ("NixlConnector", "", ({"NixlConnector"}, "--connector")),
-        ("", '{"kv_connector": "NixlPushConnector"}', ({"NixlConnector"}, "--kv-transfer-config")),
-        (
-            "",
-            TRANSFER % '{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "OffloadingConnector"}',
-            ({"MultiConnector", "LMCacheConnectorV1", "OffloadingConnector"}, "--kv-transfer-config"),
-        ),
-        ("", "", (set(), "")),
+        ("NixlConnector", "", "", ({"NixlConnector"}, "--connector")),
+        ("", '{"kv_connector": "NixlPushConnector"}', "", ({"NixlConnector"}, "--kv-transfer-config")),
+        ("", TRANSFER % '{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "OffloadingConnector"}', "",
+         ({"MultiConnector", "LMCacheConnectorV1", "OffloadingConnector"}, "--kv-transfer-config")),
+        ("", "", "LMCacheMPConnector", ({"LMCacheMPConnector"}, "KVFIX_CONNECTOR")),
+        ("", "", "", (set(), "")),
     ],
-)
-def test_where_the_connector_is_named(named: str, config: str, expected: tuple[object, str]) -> None:
+)  # fmt: skip
+def test_where_the_connector_is_named(named, config, environment, expected, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("KVFIX_CONNECTOR", environment)
     assert fix_overview.in_use(named, config) == expected
 
 
@@ -108,15 +105,16 @@ def test_where_the_connector_is_named(named: str, config: str, expected: tuple[o
         (["--connector", "x"], "kvfix has fixes for LMCacheConnectorV1"),
         (["--severity", "bad"], "known: wrong output, crash, hang, leak, lost hits"),
         (["--kv-transfer-config", "{"], 'is not JSON with a key "kv_connector"'),
+        (["--released", "--all"], "--released takes no other option"),
+        (["--released", "--probe"], "--released takes no other option"),
     ],
 )
 def test_a_name_that_is_not_known(options: list[str], message: str, fresh: Fresh) -> None:
     """One line says what is meant; never the whole catalogue."""
     done = fresh.run([sys.executable, "-m", "kvfix_tools.cli", "status", *options])
-    assert done.returncode == 2
+    assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
-    assert len(done.stderr) < 400
-    assert done.stdout == ""
+    assert len(done.stderr) < 600
 
 
 def test_json_has_every_row_in_the_order_of_codes(fresh: Fresh) -> None:
@@ -131,9 +129,3 @@ def test_json_has_every_row_in_the_order_of_codes(fresh: Fresh) -> None:
     assert list(found[0]) == ["code", "slug", "dist", "version", "verdict", "reason"]
     assert [row["code"] for row in found] == sorted(row["code"] for row in found)
     assert {"applicable", "not-affected"} <= {row["verdict"] for row in found}
-
-
-@pytest.mark.parametrize("option", ["--all", "--probe"])
-def test_released_is_not_about_the_installation(option: str, fresh: Fresh) -> None:
-    done = fresh.run([sys.executable, "-m", "kvfix_tools.cli", "status", "--released", option])
-    assert done.returncode == 2

@@ -1,9 +1,10 @@
-"""The kit finds the planted fault of each connector, and none in the connector of the documentation."""
+"""The kit finds the planted fault of each connector, all wrong KV in tensors, and none in the documented connector."""
 
 import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from kvfix_tools.conform import contract
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
+from kvfix_tools.lab.options import Options
 from tests.conftest import RELEASES, Fresh, Once, run_forked
 
 LMCACHE = RELEASES / "0.5.6"
@@ -90,32 +92,23 @@ def says() -> Any:
     }
 
 
-@pytest.fixture(scope="session")
-def good(once: Once) -> Any:
-    return once(commanded, LMCACHE, "FolderConnector")
-
-
-@pytest.fixture(scope="session")
-def said(once: Once) -> Any:
-    return once(says, LMCACHE)
-
-
-def test_connector_of_the_documentation_keeps_all(good: Any) -> None:
-    assert good["violations"] == []
-    assert good["code"] == 0
+def test_connector_of_the_documentation_keeps_all(once: Once) -> None:
+    """A rule that is not applicable says why."""
+    good = once(commanded, LMCACHE, "FolderConnector")
+    assert (good["violations"], good["code"], good["seeds"]) == ([], 0, 6)
     assert [each["rule"] for each in good["verdicts"]] == [rule.slug for rule in contract.RULES]
     assert [each["rule"] for each in good["verdicts"] if each["outcome"] != "ok"] == ["groups"]
     assert good["counts"]["loaded_tokens"] > 1000
-    assert good["seeds"] == 6
-
-
-def test_what_is_not_applicable_says_why(good: Any) -> None:
     reasons = {case["name"]: case["reason"] for case in good["scenarios"] if case["outcome"] == "not applicable"}
     assert reasons == {
         "aborted-before-the-answer": WITHOUT["aborted_looking"],
         "sliding-window": NEEDS["groups"],
         "sliding-window-preempted": NEEDS["groups"],
     }
+    suite = ElementTree.fromstring(good["junit"])
+    assert suite.attrib["tests"] == str(len(SCENARIOS))
+    assert suite.attrib["failures"] == suite.attrib["errors"] == "0"
+    assert suite.attrib["skipped"] == str(len(suite.findall("testcase/skipped"))) == "3"
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -126,36 +119,28 @@ def test_planted_fault_fails_by_its_rule(once: Once, name: str) -> None:
     assert found["broken"][0]["history"]
 
 
-def test_a_connector_that_stores_nothing_has_tested_nothing_of_loads(said: Any) -> None:
-    done = said["nothing"]
-    assert done["violations"] == []
+def test_a_connector_that_stores_nothing_has_tested_nothing_of_loads(once: Once) -> None:
+    done = once(says, LMCACHE)["nothing"]
+    assert (done["violations"], done["code"]) == ([], 2)
     assert "no hit and no load" in done["tested_nothing"]
-    assert done["code"] == 2
     verdicts = {each["rule"]: each["outcome"] for each in done["verdicts"]}
     assert verdicts["raises-nothing"] == verdicts["keeps-nothing"] == "ok"
     assert verdicts["granted"] == verdicts["promise"] == "not applicable"
 
 
-def test_a_connector_that_cannot_be_made_says_why(said: Any) -> None:
-    assert said["nowhere"]["code"] == 2
-    assert "Nowhere not found in tests.conform.broken" in said["nowhere"]["cannot"]
+def test_a_connector_that_cannot_be_made_says_why(once: Once) -> None:
+    done = once(says, LMCACHE)["nowhere"]
+    assert done["code"] == 2
+    assert "Nowhere not found in tests.conform.broken" in done["cannot"]
 
 
-def test_junit(good: Any) -> None:
-    suite = ElementTree.fromstring(good["junit"])
-    assert suite.attrib["tests"] == str(len(SCENARIOS))
-    assert suite.attrib["failures"] == suite.attrib["errors"] == "0"
-    assert suite.attrib["skipped"] == str(len(suite.findall("testcase/skipped"))) == "3"
-
-
-def test_a_violation_has_its_schedule_in_table_and_junit(said: Any) -> None:
-    (failure,) = ElementTree.fromstring(said["wrong"]["junit"]).findall("testcase/failure")
+def test_a_violation_has_its_schedule_in_table_and_junit(once: Once) -> None:
+    done = once(says, LMCACHE)["wrong"]
+    (failure,) = ElementTree.fromstring(done["junit"]).findall("testcase/failure")
     assert "LAB001" in failure.attrib["message"]
     assert "new_weights()" in str(failure.text)
-    assert said["wrong"]["code"] == 1
-    table = said["wrong"]["table"]
-    assert all(rule.slug in table for rule in contract.RULES)
-    assert "new_weights()" in table
+    assert done["code"] == 1
+    assert all(each in done["table"] for each in ("new_weights()", *(rule.slug for rule in contract.RULES)))
 
 
 def test_every_scenario_is_about_a_rule() -> None:
@@ -182,10 +167,8 @@ def test_pytest_runs_the_scenarios(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", *OWN, str(settings), *connector, "--kv-seconds", "0", "-k", chosen]
     done = run_forked([*command, str(tmp_path)], tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 1 passed, 2 skipped" in done.stdout
-    assert "reset: LAB001" in done.stdout
-    assert "new_weights()" in done.stdout
-    assert "does not have SupportsHMA" in done.stdout
+    for part in ("1 failed, 1 passed, 2 skipped", "reset: LAB001", "new_weights()", "does not have SupportsHMA"):
+        assert part in done.stdout
 
 
 def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh) -> None:
@@ -197,3 +180,51 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
     )
     done = fresh.run([sys.executable, "-m", "pytest", *OWN, str(tmp_path / "pytest.ini"), str(tmp_path)])
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+#: Of a block, for TensorMemory.
+CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]
+
+
+#: {fault: what is done to block 1 of the first layer}
+WRONG: dict[str, Callable[[Any, Any], Any]] = {
+    "another layer": lambda first, second: first[1].copy_(second[1]),
+    "V in place of K": lambda first, _: first[1].copy_(first[1].roll(32, dims=-1)),
+    "one slot further": lambda first, _: first[1].copy_(first[1].roll(1, dims=1)),
+    "in part": lambda first, _: first[1, :, :, 40:].zero_(),
+    "one element": lambda first, _: first[1, 0, 2, 50].add_(1),
+    "not a number": lambda first, _: first[1].fill_(float("nan")),
+}
+
+
+def moved(first: Any, _: Any) -> None:
+    first[1].copy_(first[1].bfloat16().float())
+
+
+def seen() -> Any:
+    """Contents of block 1 as the lab reads them, after each of these."""
+    from kvfix_tools.lab.engine import kv_layout, vllm_objects
+    from kvfix_tools.lab.engine.tensor_memory import TensorMemory
+
+    options = Options(connector="a:B", layers=2, block_size=4, num_blocks=3, max_model_len=64)
+    config = kv_layout.kv_cache(options, vllm_objects.vllm_config(Options(num_blocks=3)))
+    found = {}
+    for name, do in {**WRONG, "in half precision": moved}.items():
+        memory = TensorMemory(config)
+        block = memory.blocks[1]
+        block[:] = CONTENTS
+        others = [memory.go_on(layer) for layer in memory.layers()[1:]]
+        first, second = memory.kv_caches.values()
+        do(first, second)
+        memory.begin()
+        found[name] = {"contents": block[:], "others": [sorted(each) for each in others]}
+    return found
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_wrong_kv_is_seen_and_what_was_only_moved_is_right(once: Once, fault: str) -> None:
+    found = once(seen, LMCACHE)
+    assert found["in half precision"] == {"contents": CONTENTS, "others": [[]]}
+    contents = found[fault]["contents"]
+    assert contents != CONTENTS
+    assert set(contents) <= {-1, *CONTENTS}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvfix.connector_events import audit
-from kvfix.connector_events.audit import Audit, Difference
+from kvfix.connector_events.audit import Audit
 from tests.conftest import Fresh
 
 LAYERS, BLOCKS, BLOCK, HEADS, WIDTH = 3, 5, 4, 2, 8
@@ -62,34 +62,29 @@ def test_it_reads_vllms_tensors_where_attention_does(layout: str, dtype: torch.d
     assert off[2, -1, 3].item() == pytest.approx(HEADS * WIDTH, rel=0.05)
 
 
-def difference(of: torch.Tensor, **off: float) -> Difference:
-    """Return the difference of a chunk of two layers. off: {k0: squared difference of K in layer 0, token 1}."""
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("of", "off", "found", "is_wrong"),
+    [
+        (4.0, {}, (0, "K", 0, 0.0), False),
+        (4.0, {"v1": 0.03}, (1, "V", 1, 0.05), False),  # sqrt(0.03 / (3 * 4))
+        # The first layer above its limit is named, and not the layer that differs most.
+        (4.0, {"v0": 0.48, "k1": 12.0}, (0, "V", 1, 0.2), True),
+        (4.0, {"k1": NAN}, (1, "K", 1, 1e9), True),
+        (0.0, {"k1": 1.0}, (1, "K", 1, 1e9), True),
+        (0.0, {}, (0, "K", 0, 0.0), False),
+        (NAN, {"k1": NAN}, (0, "K", 0, 0.0), False),  # vLLM itself computed NaN
+    ],
+)
+def test_the_difference_is_a_share_of_the_norm(of: float, off: dict[str, float], found: Any, is_wrong: bool) -> None:
+    """A chunk of two layers. of: squared norm of a token. off: {k0: squared difference of K in layer 0, token 1}."""
     squares = torch.zeros(2, 2, 3)
     for name, value in off.items():
         squares[int(name[1]), "kv".index(name[0]), 1] = value
-    return audit.largest(squares, of, [0.1, 0.2])
-
-
-def test_the_difference_is_a_share_of_the_norm() -> None:
-    of = torch.full((2, 2, 3), 4.0)
-    assert difference(of) == Difference(0, "K", 0, 0.0, 0.1)
-    # sqrt(0.03 / (3 * 4)) = 0.05
-    near = difference(of, v1=0.03)
-    assert (near.layer, near.part, near.token, near.is_wrong) == (1, "V", 1, False)
-    assert near.error == pytest.approx(0.05)
-    # The first layer above its limit is named, and not the layer that differs most.
-    wrong = difference(of, v0=0.48, k1=12.0)
-    assert (wrong.layer, wrong.part, wrong.is_wrong) == (0, "V", True)
-    assert wrong.error == pytest.approx(0.2)
-
-
-def test_what_is_no_number() -> None:
-    of = torch.full((2, 2, 3), 4.0)
-    assert difference(of, k1=float("nan"))[:4] == (1, "K", 1, 1e9)
-    assert difference(torch.zeros(2, 2, 3), k1=1.0)[:4] == (1, "K", 1, 1e9)
-    assert not difference(torch.zeros(2, 2, 3)).is_wrong
-    # vLLM itself computed NaN: this is not the fault of the cache.
-    assert not difference(torch.full((2, 2, 3), float("nan")), k1=float("nan")).is_wrong
+    made = audit.largest(squares, torch.full((2, 2, 3), of), [0.1, 0.2])
+    assert (*made[:3], pytest.approx(made.error), made.is_wrong) == (*found, is_wrong)
 
 
 def test_one_part_is_mla() -> None:
@@ -138,18 +133,17 @@ def test_another_connector_is_named_once(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
+PACKED = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * WIDTH)
+
+
 @pytest.mark.parametrize(
     ("held", "cache"),
     [
-        (chunk()[:, :, :4], in_vllm(chunk(), "packed")[0]),
-        (chunk().half(), in_vllm(chunk(), "packed")[0]),
-        (None, in_vllm(chunk(), "packed")[0]),
-        (chunk(), torch.zeros(BLOCKS, HEADS, BLOCK, 2 * WIDTH, dtype=torch.uint8)),
-        (chunk(), torch.zeros(BLOCKS, HEADS, BLOCK, 2 * WIDTH).to(torch.float8_e4m3fn)),
-        (chunk(), torch.zeros(BLOCKS, HEADS)),
+        (chunk()[:, :, :4], PACKED), (chunk().half(), PACKED), (None, PACKED), (chunk(), PACKED.to(torch.uint8)),
+        (chunk(), PACKED.to(torch.float8_e4m3fn)), (chunk(), PACKED[:, :, 0, 0]),
     ],
     ids=["tokens", "type", "no tensor", "bytes", "float8", "layout"],
-)
+)  # fmt: skip
 def test_kv_that_cannot_be_compared_ends_the_audit(
     held: Any, cache: torch.Tensor, faults: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,11 +160,9 @@ def test_kv_that_cannot_be_compared_ends_the_audit(
     meta = SimpleNamespace(req_id="r", token_ids=[1] * 5, slot_mapping=SLOTS, request_configs=None)
     for _ in range(2):
         assert found.compared([("r", 0, 5)], SimpleNamespace(requests=[meta])) == []
-    assert found.failed
-    assert released == ["chunk"]
-    assert faults == {}
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("audit: this process compares no more hits: ")
+    assert (found.failed, released, faults) == (True, ["chunk"], {})
+    (line,) = caplog.messages
+    assert line.startswith("audit: this process compares no more hits: ")
 
 
 def test_a_lookup_that_left_no_record_ends_the_audit_of_the_scheduler() -> None:

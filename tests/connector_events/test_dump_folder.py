@@ -34,23 +34,19 @@ def test_the_mode_of_a_shared_folder_does_not_change(shared: Path) -> None:
     assert (mode(shared), mode(written.parent), mode(written)) == (0o1777, 0o700, 0o600)
 
 
-def test_a_planted_link_is_not_followed(shared: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir(mode=0o755)
-    (shared / OWN).symlink_to(elsewhere)
-    with pytest.raises(OSError, match="is a link"):
+@pytest.mark.parametrize(("is_link", "says"), [(True, "is a link"), (False, "is open to other users")])
+def test_a_planted_link_and_a_folder_that_others_can_write_to(
+    is_link: bool, says: str, shared: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "elsewhere" if is_link else shared / OWN
+    folder.mkdir()
+    folder.chmod(0o755 if is_link else 0o777)
+    if is_link:
+        (shared / OWN).symlink_to(folder)
+    before = mode(folder)
+    with pytest.raises(OSError, match=says):
         dump.write("signal")
-    assert list(elsewhere.iterdir()) == []
-    assert mode(elsewhere) == 0o755
-
-
-def test_a_folder_that_others_can_write_to_is_rejected(shared: Path) -> None:
-    (shared / OWN).mkdir()
-    (shared / OWN).chmod(0o777)
-    with pytest.raises(OSError, match="is open to other users"):
-        dump.write("signal")
-    assert mode(shared / OWN) == 0o777
-    assert list((shared / OWN).iterdir()) == []
+    assert (list(folder.iterdir()), mode(folder)) == ([], before)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user's")

@@ -102,10 +102,6 @@ def files(split: Split, tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def loads(lines: list[dict[str, Any]]) -> list[int]:
-    return [at for at, line in enumerate(lines) if line["event"] == "LoadDue"]
-
-
 def engine_of(paths: list[Path]) -> engine_recordings.Engine:
     (engine,) = engine_recordings.engines([recording.read(path) for path in paths])
     return engine
@@ -116,7 +112,7 @@ def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed
     found = replayed(files.values())
     assert (found["violated"], found["unknown"], found["missing"]) == ([], 0, [])
     assert found["unknown_loads"] == {"0": 0, "1": 0}
-    assert len(loads(split.events("SCHEDULER"))) > 2
+    assert [line["event"] for line in split.events("SCHEDULER")].count("LoadDue") > 2
     alone = replayed([files["0"]])["findings"]
     assert {each["verdict"] for each in alone} == {"unknown"}
 
@@ -146,24 +142,25 @@ def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -
         assert all(here < there for here, there in zip(scheduler, ranks, strict=True))
 
 
-def test_a_missing_rank_is_unknown(files: dict[str, Path], replayed: Replayed) -> None:
-    paths = [files["scheduler"], files["0"]]
-    found = replayed(paths)
-    assert (found["violated"], found["missing"]) == ([], [1])
-    assert "rank 1: no recording was given, so its loads are unknown" in replayed.text(paths)
-
-
-def test_without_the_scheduler_there_is_no_violation(files: dict[str, Path], replayed: Replayed) -> None:
-    paths = [files["0"], files["1"]]
-    found = replayed(paths)
-    assert found["violated"] == []
-    assert found["unknown"] > 0
-    assert "scheduler: no recording was given" in replayed.text(paths)
+@pytest.mark.parametrize(
+    ("left_out", "ranks", "says"),
+    [
+        ("1", [1], "rank 1: no recording was given, so its loads are unknown"),
+        ("scheduler", [], "scheduler: no recording was given"),
+    ],
+)
+def test_what_is_missing_is_unknown(
+    left_out: str, ranks: list[int], says: str, files: dict[str, Path], replayed: Replayed
+) -> None:
+    del files[left_out]
+    found = replayed(files.values())
+    assert (found["violated"], found["missing"], found["unknown"] > 0) == ([], ranks, left_out == "scheduler")
+    assert says in replayed.text(files.values())
 
 
 def test_a_load_that_one_rank_lost(files: dict[str, Path], split: Split, tmp_path: Path, replayed: Replayed) -> None:
     lines = split.events("WORKER")
-    lost = loads(lines)[1]
+    lost = [at for at, line in enumerate(lines) if line["event"] == "LoadDue"][1]
     request = lines[lost]["request"]
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", lines[:lost] + lines[lost + 1 :])
     (found,) = replayed(files.values())["violated"]

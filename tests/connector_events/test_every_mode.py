@@ -9,7 +9,6 @@ import re
 import signal
 import stat
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,23 +76,18 @@ def play_all(path: str) -> dict[str, Any]:
     answer["fixed"] = play("strict", "fixed", ["KVF001"])
     kvfix.revert()
     answer["reverted"] = in_observe, is_original(), vars(factory)["get_connector_class"] is get_class
-    answer["signal is free"] = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-    signal.signal(signal.SIGUSR2, theirs)
+    free = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    signal.signal(signal.SIGUSR2, theirs := signal.default_int_handler)
     play("observe", "taken")
-    answer["taken signal is theirs"] = signal.getsignal(signal.SIGUSR2) is theirs
+    answer["signals"] = free, signal.getsignal(signal.SIGUSR2) is theirs
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     kvfix.revert()
-    with suppress(FileNotFoundError):
-        answer["ready left"] = [path.name for path in folder.rglob("*.ready")]
+    answer["ready left"] = [path.name for path in folder.rglob("*.ready")]
     return answer
 
 
-def theirs(*_: Any) -> None:
-    """A signal handler of another tool."""
-
-
 def bounded(play: Any, folder: Path) -> Any:
-    """The size of a recorder file after too many events, and the number of files kept."""
+    """After too many events: the entries kept, the size and the last event of a recorder file, and the files kept."""
     play("observe", "bounded")
     from kvfix.connector_events import dump, recorder
     from kvfix.ledger import events
@@ -104,13 +98,9 @@ def bounded(play: Any, folder: Path) -> Any:
     with mock.patch.object(dump, "LARGEST", 200_000):
         for _ in range(dump.FILES + 3):
             path = dump.write("signal")
-    last = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return {
-        "entries": len(session.events),
-        "bytes": Path(path).stat().st_size,
-        "last": last[-1]["external"] == 3 * EVENTS - 1,
-        "files": len(list((folder / "bounded").rglob("*.jsonl"))),
-    }
+    text = Path(path).read_text()
+    last = json.loads(text.splitlines()[-1])["external"]
+    return len(session.events), len(text), last, len(list((folder / "bounded").rglob("*.jsonl")))
 
 
 MISMATCH = "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm)"
@@ -159,16 +149,13 @@ def test_the_end_and_the_files_of_each_mode(
 def test_a_revert_restores_hooks_factory_and_signal(played: dict[str, Any]) -> None:
     """The signal is used only if it is free."""
     assert played["reverted"] == [[False] * 4, [True] * 4, True]
-    assert played["signal is free"]
-    assert played["taken signal is theirs"]
-    assert played["ready left"] == []
+    assert (played["signals"], played["ready left"]) == ([True, True], [])
 
 
 def test_memory_and_disk_are_bounded(played: dict[str, Any]) -> None:
-    assert played["bounded"]["entries"] == 8192
-    assert 100_000 < played["bounded"]["bytes"] <= 200_000
-    assert played["bounded"]["last"]
-    assert played["bounded"]["files"] == 32
+    entries, size, last, files = played["bounded"]
+    assert (entries, last, files) == (8192, 3 * 8192 - 1, 32)
+    assert 100_000 < size <= 200_000
 
 
 def test_the_report(folder: Path, played: dict[str, Any]) -> None:
@@ -239,26 +226,23 @@ def test_replay_rejects_other_files(text: str | None, message: str, tmp_path: Pa
     assert message in replayed.text([path], 2)
 
 
-def played_again(path: Path, option: str, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
-    done = run_forked([*command, "--lmcache-path", str(RELEASES / "0.3.10")], folder)
-    assert done.returncode in (0, 1), done.stderr
-    output = dict(json.loads(done.stdout))
-    assert done.returncode == int(bool(output["here"]))
-    assert output["short"] == []
-    return output
+#: The reported crash of a real engine (tests/engine/start.py: REPORT), by its recorder in mode `check only=`.
+CRASH = Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl"
 
 
-@pytest.mark.parametrize("option", ["--no-fixes", "--fixes"])
-def test_the_lab_plays_its_own_record_again(option: str, folder: Path, played: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("crash", "request_id", "option"),
+    [(None, "long", "--no-fixes"), (None, "long", "--fixes"), (CRASH, "1-a2b47532", "--no-fixes")],
+    ids=["its own", "its own, with the fix", "an engine's"],
+)
+def test_the_lab_plays_a_record_again(
+    crash: Path | None, request_id: str, option: str, folder: Path, played: dict[str, Any], tmp_path: Path
+) -> None:
     """Without the fix the findings of the record; with the fix none."""
-    output = played_again(of_check(folder, ".jsonl")[-1], option, tmp_path)
-    assert output["on_record"] == [["KVR002", "long"], ["KVR011", "long"]]
+    path = crash or of_check(folder, ".jsonl")[-1]
+    command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
+    done = run_forked([*command, "--lmcache-path", str(RELEASES / "0.3.10")], tmp_path)
+    assert done.returncode == int(option == "--no-fixes"), done.stderr
+    output = json.loads(done.stdout)
+    assert (output["on_record"], output["short"]) == ([["KVR002", request_id], ["KVR011", request_id]], [])
     assert output["here"] == ([] if option == "--fixes" else output["on_record"])
-
-
-def test_the_lab_plays_an_engines_record_again(tmp_path: Path) -> None:
-    """The reported crash of a real engine (tests/engine/start.py: REPORT), by its recorder in mode `check only=`."""
-    output = played_again(Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl", "--no-fixes", tmp_path)
-    assert output["on_record"] == [["KVR002", "1-a2b47532"], ["KVR011", "1-a2b47532"]]
-    assert output["here"] == output["on_record"]

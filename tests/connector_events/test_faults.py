@@ -46,19 +46,16 @@ def play_all() -> dict[str, Any]:
         """All events except leaks: a fix of kvfix may remove a leak."""
         return [healthy.events(late.play(schedule)) for schedule in schedules]
 
-    kvfix.revert()
     alone = decided()
-    answer: dict[str, Any] = {"events": sum(map(len, alone)), "faults": {}}
-    for what, plant in FAULTS.items():
-        found = watch(plant, decided)
-        answer["faults"][what] = {**found, "same": found["same"] == alone}
-    return answer
+    faults = {what: watch(plant, decided) for what, plant in FAULTS.items()}
+    return {
+        "events": sum(map(len, alone)),
+        "faults": {what: {**found, "same": found["same"] == alone} for what, found in faults.items()},
+    }
 
 
 def watch(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, Any]:
-    kvfix.revert()
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, KVFIX_DUMP_DIR=folder):
-        session.reported.clear()
         kvfix.apply("check")
         session.reported.clear()
         session.faults.clear()
@@ -67,12 +64,8 @@ def watch(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, Any
         names = [path.name for path in Path(folder).rglob("kvfix-*.*")]
         logged = [line[:200] for line in sorted(session.reported) if "applied" not in line and " acted: " not in line]
         kvfix.revert()
-    return {
-        "same": again,
-        "logged": logged,
-        "written": sum(name.endswith(".txt") for name in names),
-        "dumps": len(names),
-    }
+    written = sum(name.endswith(".txt") for name in names)
+    return {"same": again, "logged": logged, "written": written, "dumps": len(names)}
 
 
 def patched(target: str, replacement: Any = fails) -> Callable[[], Any]:

@@ -131,26 +131,24 @@ def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Pa
         (("lose_aborts", 3.0), "KVR025", "d"),
         (("lose_aborts", 40.0), "KVR025", "d"),
         (("lose_aborts", 40.0, "mooncake"), "KVR025", "d"),
-        (("lose_aborts", 0.0), "", ""),
+        (("lose_aborts", 0.0), "", ""),  # a notice may be on its way
         (("leases_are_over_at_once", 3.0), "KVR017", "abc"),
     ],
     indirect=["files"],
-    ids=[
-        "read, kept", "read, over", "aborted, kept", "aborted, over", "Mooncake", "a notice may be on its way",
-        "a read after prefill freed",
-    ],
-)  # fmt: skip
+    ids=str,
+)
 def test_only_both_files_together_show_it(
     files: dict[str, Path], code: str, request_id: str, replayed: Replayed
 ) -> None:
     found = replayed.violated(files.values())
     assert [(each, request[0]) for each, request in found] == [(code, name) for name in request_id]
     assert not any(replayed.violated([path]) for path in files.values())
-    if code == "KVR025":
-        text = replayed.text(files.values(), 1)
-        assert "SUMMARY: kvfix KVR025 lease-not-returned" in text
-        assert "engine prefill-1.0, scheduler, pid 100 on prefill" in text
-        assert "engine decode-2.0, scheduler, pid 101 on decode" in text
+    for part in (
+        "SUMMARY: kvfix KVR025 lease-not-returned",
+        "engine prefill-1.0, scheduler, pid 100 on prefill",
+        "engine decode-2.0, scheduler, pid 101 on decode",
+    ):
+        assert code != "KVR025" or part in replayed.text(files.values(), 1)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,7 @@ def test_only_both_files_together_show_it(
         (("nothing", 40.0, "nixl-push"), {**dict.fromkeys("abc", False), "d": True}),
     ],
     indirect=["files"],
-    ids=["Mooncake", "NIXL push"],
+    ids=str,
 )
 def test_what_is_written_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
     """Mooncake's prefill is notified of ended requests. NIXL's in push mode keeps the blocks until the lease ends."""

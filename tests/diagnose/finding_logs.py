@@ -4,8 +4,8 @@ from functools import lru_cache
 
 from tests.diagnose.lines import (
     FATAL,
+    LOGS,
     NEWEST,
-    SCHEDULER,
     V1,
     asked,
     bare,
@@ -51,21 +51,7 @@ ADAPTER = "lmcache/integration/vllm/vllm_v1_adapter.py"
 RUNNER = ("vllm/v1/gpu_model_runner.py", "execute_model", "call()")
 
 #: A stack of a hung engine from `py-spy dump`. Functions and lines are those of LMCache 0.5.6 and vLLM 0.32.0.
-DUMP = """\
-Process 4242: VLLM::EngineCore
-Python v3.12.3 (/usr/bin/python3.12)
-
-Thread 4242 (idle): "MainThread"
-    poll (zmq/sugar/socket.py:1030)
-    lookup (lmcache/v1/lookup_client/lmcache_lookup_client.py:210)
-    get_num_new_matched_tokens (lmcache/integration/vllm/vllm_v1_adapter.py:1440)
-    get_num_new_matched_tokens (vllm/distributed/kv_transfer/kv_connector/v1/lmcache_connector.py:240)
-    schedule (vllm/v1/core/sched/scheduler.py:900)
-    run_busy_loop (vllm/v1/engine/core.py:1500)
-Thread 4260 (idle): "Thread-2 (process_input_sockets)"
-    select (selectors.py:468)
-    process_input_sockets (vllm/v1/engine/core.py:1700)
-"""
+DUMP = (LOGS / "stacks-0.5.6.txt").read_text()
 
 
 def worker(model: str = "/m/a", ranks: int = 1, chunk: int = 256, release: str = NEWEST) -> str:
@@ -90,8 +76,21 @@ def moved(rate: float, size: float = 512.0) -> str:
     return framed("KV Transfer metrics: %s", ", ".join(f"{k}={v}" for k, v in values.items()), at="metrics.py:103")
 
 
+def intervals(number: int, running: int = 0, waiting: int = 0, generation: float = 0.0, **more: float) -> str:
+    """Statistics of so many intervals of ten seconds."""
+    return "".join(stats(running, waiting, generation, 10 * n, **more) for n in range(number))
+
+
 def stores(number: int, process: str = "") -> str:
     return "".join(f"{process}{logged(NEWEST, 'stored', f'r{n}', 512, 512, which='offload')}" for n in range(number))
+
+
+def large(size: float) -> str:
+    """Twelve prompts without a hit, and stores of so many GB."""
+    return "".join(
+        asked(NEWEST, 4096, 0, 0, 0, f"r{n}") + logged(NEWEST, "stored", f"r{n}", 4096, 4096, size, 9.0, 80.0, 8.0, 1)
+        for n in range(12)
+    )
 
 
 def without_hits() -> dict[str, list[str]]:
@@ -121,9 +120,7 @@ def without_hits() -> dict[str, list[str]]:
             logged(NEWEST, "configured", "{'remote_url': 'redis://h:6379'}")
             + worker("/m/a") + worker("/models/a", 2) + stores(10) + lookups(10, 900)
         ],
-        "KVD539": [
-            vllm("draft_groups", groups, release="0.26.0") for groups in ("[0, 1, 2, 3]", "[0, 1]")
-        ],
+        "KVD539": [vllm("draft_groups", groups, release="0.26.0") for groups in ("[0, 1, 2, 3]", "[0, 1]")],
     }  # fmt: skip
 
 
@@ -152,9 +149,7 @@ def hits() -> dict[str, list[str]]:
             crash(release, "resume_differs", "r1", 1023, 1024) for release in ("0.3.10.post1", "0.3.11", "0.4.2")
         ],
         "KVD106": [crash(release, "resume_differs", "r1", 800, 512) for release in ("0.3.10.post1", "0.3.10.post2")],
-        "KVD107": [
-            crash(release, "resume_differs", "r1", 48640, 48128, False) for release in ("0.4.3", NEWEST)
-        ],
+        "KVD107": [crash(release, "resume_differs", "r1", 48640, 48128, False) for release in ("0.4.3", NEWEST)],
         "KVD108": [
             bare(release, V1, "request_finished", "assert self.lmcache_engine is not None")
             for release in ("0.4.5", "0.4.6", "0.4.7", "0.5.0")
@@ -176,16 +171,14 @@ def hits() -> dict[str, list[str]]:
             ),
             "(Worker_TP0_DCP0 pid=7) " + unread("0.3.13", LOOKUPS, "Error processing request from scheduler", ""),
         ],
-        "KVD201": [
-            stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500,
-        ],
+        "KVD201": [stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500],
         "KVD202": [
-            "".join(stats(waiting=3, second=10 * n) for n in range(3)),
+            intervals(3, 0, 3),
             # At INFO there is but one such line.
             stats(running=2, waiting=3, generation=120.0) + stats(waiting=3, second=10),
         ],
         "KVD1196": [
-            "".join(stats(running=16, second=10 * n) for n in range(3)),
+            intervals(3, 16),
             stats(running=1, generation=7.0) + stats(running=1, second=10),
         ],
         "KVD203": [logged(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
@@ -259,32 +252,19 @@ def hits() -> dict[str, list[str]]:
             + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n",
             logged(NEWEST, "creating", "vllm-instance"),
         ],
-        "KVD644": [
-            "".join(
-                asked(NEWEST, 4096, 0, 0, 0, f"r{n}")
-            + logged(NEWEST, "stored", f"r{n}", 4096, 4096, 0.75, 9.0, 80.0, 8.0, 1)
-                for n in range(12)
-            )
-        ],
-        "KVD976": [
-            "(APIServer pid=7) INFO 12-03 01:24:01 [utils.py:253] non-default args: {'kv_offloading_size': 16.0}\n"
-            + "".join(stats(8, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(5))
-        ],
-        "KVD1055": [DECODES + "".join(stats(3, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(4))],
+        "KVD644": [large(0.75)],
+        "KVD976": [OFFLOADS + intervals(5, 8, 0, 50.0, prompt=900.0, external=0.0)],
+        "KVD1055": [DECODES + intervals(4, 3, 0, 50.0, prompt=900.0, external=0.0)],
         "KVD1065": [
-            DECODES + "".join(stats(0, 2, 0.0, second) for second in range(4)).replace("93.1%", "0.3%"),
+            DECODES + intervals(4, 0, 2).replace("93.1%", "0.3%"),
             DECODES + stats(0, 2, 0.0).replace("93.1%", "0.3%"),
             stats(0, 2, 0.0, external=100.0).replace("2 reqs", "2 reqs, Deferred: 2 reqs").replace("93.1%", "0.3%"),
         ],
         "KVD1057": [DECODES + ANSWERED_500, DECODES + stats(0, 0, 0.0, 1) + 2 * ANSWERED_500],
         "KVD1059": [DECODES + STARTS],
         "KVD1051": [moved(320.0), moved(320.0) + moved(900.0)],
-        "KVD1148": [
-            FATAL + raised([RUNNER], WHAT).partition("Runtime")[0]
-        ],
-        "KVD199": [
-            FATAL + raised([frame], WHAT) for frame in ((ADAPTER, "start_load_kv", "call()"), RUNNER)
-        ],
+        "KVD1148": [FATAL + raised([RUNNER], WHAT).partition("Runtime")[0]],
+        "KVD199": [FATAL + raised([frame], WHAT) for frame in ((ADAPTER, "start_load_kv", "call()"), RUNNER)],
     }  # fmt: skip
 
 
@@ -310,13 +290,13 @@ def misses() -> list[tuple[str, str]]:
         ("KVD201", asked(NEWEST, 900, 0, 256, 256) * 2),
         ("KVD201", asked("0.3.10", 900, 320, 256, -64)),
         ("KVD201", asked("0.3.10", 900, 320, 256, -64) * 2 + stores(1)),
-        ("KVD202", "".join(stats(waiting=0, second=10 * n) for n in range(9))),
+        ("KVD202", intervals(9)),
         ("KVD202", (stats(waiting=3) * 2 + stats(running=1, waiting=2, generation=0.1)) * 2),
         ("KVD202", stats(running=4, waiting=3, generation=0.1) + stats()),
         # A long prefill, and its end.
         ("KVD1196", stats(running=2, second=10) * 2 + stats(running=2, generation=80.0)),
-        ("KVD1196", "".join(stats(running=2, waiting=1, second=10 * n) for n in range(3))),
-        ("KVD202", "".join(stats(running=2, second=10 * n) for n in range(3))),
+        ("KVD1196", intervals(3, 2, 1)),
+        ("KVD202", intervals(3, 2)),
         ("KVD203", logged(NEWEST, "lookup_timeout", 0, "Resource temporarily unavailable") * 2),
         ("KVD205", logged("0.5.5", "mp_timeout", which="LOOKUP") + logged("0.5.5", "mp_healthy")),
         ("KVD205", logged(NEWEST, "mp_timeout", which="LOOKUP")),
@@ -347,6 +327,8 @@ def misses() -> list[tuple[str, str]]:
         # Up to 0.3.10.post2 a chunk need not be full: it is stored.
         ("KVD320", stores(1) + lookups(10, 26)),
         ("KVD320", lookups(9, 26)),
+        # Lookups of one request count once.
+        ("KVD320", asked(NEWEST, 26, 0, 0, 0) * 50),
         ("KVD320", lookups(10, 26) + asked(NEWEST, 26, 0, 26, 25, "x")),
         ("KVD321", stores(1) + lookups(10, 900)),
         ("KVD321", lookups(10, 26)),
@@ -373,23 +355,19 @@ def misses() -> list[tuple[str, str]]:
         # There is no such buffer.
         ("KVD159", unread(NEWEST, "v1/cache_engine.py", "LMCacheEngine with config", "{'max_local_cpu_size': 0.0}")),
         # It fits.
-        ("KVD644", "".join(
-            asked(NEWEST, 4096, 0, 0, 0, f"r{n}")
-            + logged(NEWEST, "stored", f"r{n}", 4096, 4096, 0.25, 9.0, 80.0, 8.0, 1)
-            for n in range(12)
-        )),
+        ("KVD644", large(0.25)),
         # One interval with a hit; and no connector that keeps anything.
         ("KVD976", OFFLOADS + "".join(stats(8, 0, 50.0, n, prompt=900.0, external=0.1 * (n == 2)) for n in range(6))),
-        ("KVD976", "".join(stats(8, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(6))),
+        ("KVD976", intervals(6, 8, 0, 50.0, prompt=900.0, external=0.0)),
         # A fetch; an engine of both roles; and too short a time.
         ("KVD1055", DECODES + "".join(stats(3, 0, 50.0, n, prompt=900.0, external=0.1 * (n == 2)) for n in range(6))),
         ("KVD1055", DECODES.replace("kv_consumer", "kv_both")
-                    + "".join(stats(3, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(6))),
-        ("KVD1055", DECODES + "".join(stats(3, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(2))),
+                    + intervals(6, 3, 0, 50.0, prompt=900.0, external=0.0)),
+        ("KVD1055", DECODES + intervals(2, 3, 0, 50.0, prompt=900.0, external=0.0)),
         # Another connector; an engine that computes; and one that has no block left.
-        ("KVD1065", OFFLOADS + "".join(stats(0, 2, 0.0, n) for n in range(4))),
-        ("KVD1065", DECODES + "".join(stats(1, 2, 9.0, n) for n in range(4)).replace("93.1%", "0.3%")),
-        ("KVD1065", DECODES + "".join(stats(0, 2, 0.0, n) for n in range(4))),
+        ("KVD1065", OFFLOADS + intervals(4, 0, 2)),
+        ("KVD1065", DECODES + intervals(4, 1, 2, 9.0).replace("93.1%", "0.3%")),
+        ("KVD1065", DECODES + intervals(4, 0, 2)),
         ("KVD1065", stats(0, 2, 0.0, external=100.0).replace("93.1%", "0.3%")),
         ("KVD202", stats(0, 2, 0.0, external=100.0).replace("2 reqs", "2 reqs, Deferred: 2 reqs").replace("93", "0")),
         # The error is there; and another answer.
@@ -414,7 +392,7 @@ def misses() -> list[tuple[str, str]]:
         ("KVD106", crash("0.4.3", "resume_differs", "r1", 800, 512, False)),
         # The other assertion of the same function of the scheduler, and its healthy line.
         ("KVD109", transfer_asserts("assert RequestStatus.is_finished(req.status)")),
-        ("KVD109", vllm_unread(SCHEDULER, "Finished recving KV transfer", "r1")),
+        ("KVD109", vllm_unread("Finished recving KV transfer", "r1")),
         ("KVD111", transfer_asserts("assert req_id in self.requests")),
         # The same assertion with another connector.
         ("KVD111", transfer_asserts("assert RequestStatus.is_finished(req.status)")),
@@ -452,7 +430,7 @@ def misses() -> list[tuple[str, str]]:
         ("KVD311", logged(NEWEST, "ranks_differ", "[512, 0]")),
         # An asynchronous lookup that has not answered yet.
         ("KVD211", logged(NEWEST, "asked", "r1", 900, 0, which="tokens: None")),
-        ("KVD303", vllm_unread(SCHEDULER, "Finished recving KV transfer", "r1")),
+        ("KVD303", vllm_unread("Finished recving KV transfer", "r1")),
         ("KVD304", unread(NEWEST, "v1/storage_backend/storage_manager.py", "Responding to scheduler", "r1", 256)),
         ("KVD306", logged(NEWEST, "mp_prefetched")),
         ("KVD307", unread(NEWEST, "v1/cache_engine.py", "Freeze mode enabled, skipping store operation", 256)),

@@ -140,19 +140,10 @@ def stats(
 def statistics_parts() -> list[str]:
     """Texts with values in `LoggingStatLogger.log` (v1/metrics/loggers.py 0.32.0:283), in the source's order."""
     tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
-    function = next(
-        node
-        for parent in ast.walk(tree)
-        if isinstance(parent, ast.ClassDef) and parent.name == "LoggingStatLogger"
-        for node in parent.body
-        if isinstance(node, ast.FunctionDef) and node.name == "log"
-    )
-    found = [
-        node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "%" in node.value
-    ]
-    return sorted(found, key=ast.unparse(function).index)
+    (logger,) = (node for node in tree.body if getattr(node, "name", "") == "LoggingStatLogger")
+    places = released.with_place(logger)
+    values = [node.value for node, within, _ in places if within == "log" and isinstance(node, ast.Constant)]
+    return [value for value in values if "%" in str(value)]
 
 
 def vllm(message: str, *values: Any, release: str = "0.32.0", which: str = "") -> str:
@@ -163,10 +154,10 @@ def vllm(message: str, *values: Any, release: str = "0.32.0", which: str = "") -
     raise AssertionError(f"vLLM {release} does not log {message}")
 
 
-def vllm_unread(file: str, words: str, *values: Any) -> str:
-    """A line of the installed vLLM that the grammar does not read."""
-    template, _, number = unread_statement(site_packages() / file, words)
-    return framed(template, *values, at=f"{Path(file).name}:{number}")
+def vllm_unread(words: str, *values: Any) -> str:
+    """A line of the installed vLLM's scheduler that the grammar does not read."""
+    template, _, number = unread_statement(site_packages() / SCHEDULER, words)
+    return framed(template, *values, at=f"{Path(SCHEDULER).name}:{number}")
 
 
 def framed(template: str, *values: Any, at: str) -> str:

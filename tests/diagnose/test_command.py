@@ -15,7 +15,7 @@ import pytest
 from kvfix_tools.diagnose import command, log_files, report_json
 from kvfix_tools.diagnose.command import FAIL_ON, Options
 from tests.conftest import ROOT, Fresh, clean_environment
-from tests.diagnose.lines import LOGS, real
+from tests.diagnose.lines import CORE, LOGS, NEWEST, asked, logged, real
 
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "diagnose"]
 CRASH, HEALTHY = str(LOGS / "crash-0.3.10.log.gz"), str(LOGS / "healthy-0.5.6.log.gz")
@@ -42,29 +42,32 @@ def test_exit_codes_and_summary(run: Run, tmp_path: Path) -> None:
     code, out, err = run(CRASH)
     assert (code, err) == (1, "")
     assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
-    assert "granted 256, but hit 256 - computed 288 = -32; vLLM had 288" in out
-    assert (
-        "Do now: kvfix run -- CMD, or kvfix.apply() (KVF001 lookup-cache-ignores-computed); without kvfix: upgrade to "
-        "LMCache 0.3.10.post1" in out
-    )
-    assert "For good: upgrade to LMCache 0.3.10.post1" in out
+    for part in (
+        "granted 256, but hit 256 - computed 288 = -32; vLLM had 288",
+        "Do now: kvfix run -- CMD, or kvfix.apply() (KVF001 lookup-cache-ignores-computed); without kvfix: upgrade to",
+        "For good: upgrade to LMCache 0.3.10.post1",
+    ):
+        assert part in out
     assert "\x1b" not in out
     code, out, err = run(str(tmp_path / "nothing.log"))
     assert (code, out) == (2, "")
     assert "nothing.log" in err
 
 
-def test_lines_of_an_engine_that_say_nothing_are_not_called_foreign(run: Run, tmp_path: Path) -> None:
-    log = tmp_path / "engine.log"
-    log.write_text("[2026-02-23 16:08:35,513] LMCache INFO: Initialized NONE_HASH=b'7' (token_hasher.py:159:lmcache)\n")
-    code, out, err = run(str(log))
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("[2026-02-23 16:08:35,513] LMCache INFO: Initialized NONE_HASH=b'7' (token_hasher.py:159:lmcache)",
+         "the lines of vLLM and LMCache in the input show neither requests nor failures"),
+        ("2026-02-23 a line of another program", "no line of vLLM, LMCache or a KV connector was recognised"),
+    ],
+)  # fmt: skip
+def test_a_log_that_tells_nothing(run: Run, tmp_path: Path, line: str, says: str) -> None:
+    (tmp_path / "log").write_text(f"{line}\n")
+    code, out, err = run(str(tmp_path / "log"))
     assert code == 2
-    assert "the lines of vLLM and LMCache in the input show neither requests nor failures" in out
+    assert says in out
     assert "kvfix search" in err
-    log.write_text("2026-02-23 a line of some other program\n")
-    code, out, _ = run(str(log))
-    assert code == 2
-    assert "no line of vLLM, LMCache or a KV connector was recognised" in out
 
 
 def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
@@ -78,8 +81,7 @@ def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
     assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole (2 requests)\n")
     assert out.count("Do now: ") == 1
     assert re.search(r"1 more: 9\d+-[0-9a-f]{8} \(--all shows each\)", out)
-    _, out, _ = run(str(tmp_path / "restarted.log"), everything=True)
-    assert out.count("Do now: ") == 2
+    assert run(str(tmp_path / "restarted.log"), everything=True)[1].count("Do now: ") == 2
     run(str(tmp_path / "restarted.log"), html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     assert page.count("Do now: ") == 1
@@ -107,50 +109,41 @@ def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: 
 def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
     """A general record knows what a message means in general: it says so, for people and for programs."""
     log = tmp_path / "engine.log"
-    log.write_text("(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1] OSError: [Errno 98] Address already in use\n")
-    _, out, _ = run(str(log))
+    log.write_text(f"{CORE}OSError: [Errno 98] Address already in use\n")
+    out = run(str(log))[1]
     assert "KVD220" in out
     assert "  Usual causes: " in out
     assert "Why: " not in out
-    _, out, _ = run(str(log), brief="-")
-    assert "  usual causes: " in out
-    _, out, _ = run(str(log), json=True)
-    assert json.loads(out)["findings"][0]["general"] is True
-    _, out, _ = run(CRASH)
-    assert "  Why: " in out
+    assert "  usual causes: " in run(str(log), brief="-")[1]
+    assert json.loads(run(str(log), json=True)[1])["findings"][0]["general"] is True
+    assert "  Why: " in run(CRASH)[1]
 
 
 def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
     """The schema stands in docs/diagnose.md."""
     cut = tmp_path / "cut.log"  # a code of four digits
     cut.write_text(
-        "(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1] Traceback (most recent call last):\n"
-        '(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1]   File "/opt/nowhere/model.py", line 5, in forward\n'
-        "(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1]     return self.layer(x)\n"
+        f"{CORE}Traceback (most recent call last):\n"
+        f'{CORE}  File "/opt/nowhere/model.py", line 5, in forward\n{CORE}    return self.layer(x)\n'
     )
     text = (ROOT / "docs/diagnose.md").read_text()
     schema = json.loads(text.partition("```json\n")[2].partition("```")[0])
-    for log, code, many in (
-        (CRASH, 1, 1), (HEALTHY, 0, 0), (str(LOGS / "deaf-0.5.6.log.gz"), 1, 1), (str(cut), 0, 1)
-    ):  # fmt: skip
+    for log, code, many in ((CRASH, 1, 1), (HEALTHY, 0, 0), (str(cut), 0, 1)):
         exit_code, out, _ = run(log, json=True)
-        assert exit_code == code
         answer = json.loads(out)
         jsonschema.validate(answer, schema)
-        assert answer["schema"] == report_json.SCHEMA
-        assert answer["complete"] is True
-        assert len(answer["findings"]) == many
+        assert (answer["schema"], answer["complete"]) == (report_json.SCHEMA, True)
+        assert (exit_code, len(answer["findings"])) == (code, many)
     assert answer["findings"][0]["severity"] == "note"
     jsonschema.Draft202012Validator.check_schema(schema)
 
 
 def test_one_request(run: Run) -> None:
-    _, out, _ = run(CRASH, request="1-aa3dc6b7")
+    out = run(CRASH, request="1-aa3dc6b7")[1]
     assert "match(288) promises 0: hit 256 - computed 288 = -32, nothing to load" in out
     assert "Storing KV cache for 256 out of 256 tokens" in out
     assert "0-8805ffee" not in out
-    _, out, _ = run(CRASH, request="never-seen")
-    assert "no recognised line names request never-seen" in out
+    assert "no recognised line names request never-seen" in run(CRASH, request="never-seen")[1]
 
 
 def test_page_stands_alone(run: Run, tmp_path: Path) -> None:
@@ -162,11 +155,8 @@ def test_page_stands_alone(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_page_escapes_what_a_log_holds(run: Run, tmp_path: Path) -> None:
-    evil = "<script>alert(1)</script>"
     (tmp_path / "evil.log").write_text(
-        "[2026-11-21 01:41:27,007] LMCache INFO: Reqid: <b>x</b>, Total tokens 9, LMCache hit tokens: 4, need to load: "
-        f"4\n[2026-11-21 01:41:28,007] LMCache ERROR: Failed during post_init: {evil}. System will operate in degraded "
-        "mode (recompute).\n"
+        asked(NEWEST, 9, 0, 4, 4, "<b>x</b>") + logged(NEWEST, "degraded", "<script>alert(1)</script>")
     )
     run(str(tmp_path / "evil.log"), html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
@@ -177,38 +167,27 @@ def test_the_page_escapes_what_a_log_holds(run: Run, tmp_path: Path) -> None:
 
 def test_findings_of_a_stream_are_shown_as_they_come() -> None:
     """The finding is printed while the pipe is still open."""
-    process = subprocess.Popen(
-        [*COMMAND, "-"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment(),
-    )  # fmt: skip
-    try:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*COMMAND, "-"], env=clean_environment(), **pipes) as process:
         process.stdin.write(real("crash-0.3.10"))
         process.stdin.flush()
-        first = process.stdout.readline()
-        assert b"KVD101" in first
+        assert b"KVD101" in process.stdout.readline()
         assert process.poll() is None
         process.stdin.close()
-        rest = process.stdout.read()
-        assert rest.endswith(b"SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
-        assert process.wait(timeout=60) == 1
-    finally:
-        process.kill()
-        process.stdout.close()  # type: ignore[union-attr]
+        assert process.stdout.read().endswith(b"SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
+    assert process.returncode == 1
 
 
 def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
     log = tmp_path / "long.log"
     log.write_bytes(real("healthy-0.5.6") + b"nothing that is read\n" * 1_700_000)
     ours, theirs = os.openpty()
+    command = [*COMMAND, str(log)]
     with subprocess.Popen(
-        [*COMMAND, str(log)],
-        stderr=theirs, stdout=subprocess.PIPE, env=clean_environment(TERM="xterm"),
-    ) as process:  # fmt: skip
+        command, stderr=theirs, stdout=subprocess.PIPE, env=clean_environment(TERM="xterm")
+    ) as process:
         os.close(theirs)
         shown = b"".join(iter(lambda: shown_by(ours), b""))
-        assert process.stdout is not None
         report = process.stdout.read()
     os.close(ours)
     assert process.returncode == 0
@@ -226,11 +205,7 @@ def shown_by(terminal: int) -> bytes:
 
 def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
     """vLLM dumps a request's tokens when a step fails; what stands on a line that is shown is left out."""
-    ids = ", ".join(str(number) for number in range(9001, 9031))
-    (tmp_path / "log").write_text(
-        f"[2026-11-21 01:41:27,007] LMCache ERROR: Failed during post_init: bad input [{ids}]. System will operate in "
-        "degraded mode (recompute).\n"
-    )
+    (tmp_path / "log").write_text(logged(NEWEST, "degraded", f"bad input {[*range(9001, 9031)]}"))
     for options in ({"json": True}, {"everything": True}, {"html": str(tmp_path / "page")}):
         _, out, _ = run(str(tmp_path / "log"), **options)
         page = (tmp_path / "page").read_text() if "html" in options else ""
@@ -239,23 +214,18 @@ def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
 
 
 #: A finding that is not certain, a slow one, and a note.
-UNSURE = (
-    "(EngineCore pid=7) ERROR 11-21 01:41:27 [multiproc_executor.py:1] Worker proc VllmWorker-1 died unexpectedly, "
-    "shutting down executor.\n"
-)
-SLOW = (
-    "(Scheduler pid=7) ERROR 11-21 01:41:27 [scheduler.py:7] Failing 1 request(s) due to KV load failure "
-    "(failure_policy=fail, 9 tokens affected). Request IDs: {'a'}\n"
-)
-NOTE = "(APIServer pid=7) ERROR 11-21 01:41:27 [x.py:1] one request was refused\n"
+SHORT = {
+    "unsure": "multiproc_executor.py:1] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.",
+    "slow": "scheduler.py:7] Failing 1 request(s) due to KV load failure (failure_policy=fail, 9 tokens affected).",
+    "note": "x.py:1] one request was refused",
+}
 
 
 @pytest.fixture
 def logs(tmp_path: Path) -> dict[str, str]:
-    texts = {"unsure": UNSURE, "slow": SLOW, "note": NOTE}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    return {"crash": CRASH, **{name: str(tmp_path / name) for name in texts}}
+    for name, text in SHORT.items():
+        (tmp_path / name).write_text(f"(EngineCore pid=7) ERROR 11-21 01:41:27 [{text}\n")
+    return {"crash": CRASH, **{name: str(tmp_path / name) for name in SHORT}}
 
 
 @pytest.mark.parametrize(
@@ -363,12 +333,8 @@ def test_one_thing_is_printed(run: Run) -> None:
     assert run(CRASH, json=True, request="r")[0] == 2
 
 
-def test_a_report_that_cannot_be_written_is_an_error() -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*COMMAND, CRASH],
-            stdout=full, stderr=subprocess.PIPE, env=clean_environment(), check=False, text=True,
-        )  # fmt: skip
+def test_a_report_that_cannot_be_written_is_an_error(fresh: Fresh) -> None:
+    done = fresh.run(["sh", "-c", 'exec "$@" >/dev/full', "sh", *COMMAND, CRASH])
     assert done.returncode == 2
     assert done.stderr == "kvfix-diagnose: the report could not be written: No space left on device\n"
 

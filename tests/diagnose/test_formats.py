@@ -3,6 +3,7 @@
 import builtins
 import json
 import traceback
+from typing import Any
 
 import pytest
 
@@ -21,30 +22,24 @@ def each(log: bytes, prefix: str) -> bytes:
     return "".join(f"{prefix}{line}\n" for line in lines(log)).encode()
 
 
-def docker(log: bytes) -> bytes:
-    """Docker's json-file driver: a line of the program each."""
-    rows = ({"log": f"{line}\n", "stream": "stderr", "time": "2026-11-21T10:22:55.1Z"} for line in lines(log))
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def loki(log: bytes) -> bytes:
-    rows = ({"timestamp": "2026-11-21T10:22:55.1Z", "labels": {"pod": "vllm-0"}, "line": line} for line in lines(log))
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def one_message(log: bytes) -> bytes:
-    """A JSON logger that gets the whole output in messages of several lines."""
+def as_json(log: bytes, key: str, end: str = "", many: int = 1, **more: Any) -> bytes:
+    """A JSON logger that gets so many lines of the output at once."""
     found = lines(log)
-    groups = ["\n".join(found[at : at + 40]) for at in range(0, len(found), 40)]
-    return "".join(json.dumps({"level": "info", "message": group}) + "\n" for group in groups).encode()
+    groups = ["\n".join(found[at : at + many]) + end for at in range(0, len(found), many)]
+    return "".join(json.dumps({key: group, **more}) + "\n" for group in groups).encode()
+
+
+def docker(log: bytes) -> bytes:
+    """Docker's json-file driver."""
+    return as_json(log, "log", "\n", stream="stderr", time="2026-11-21T10:22:55.1Z")
 
 
 FORMATS = {
     "as it is": lambda log: log,
     "CRLF": lambda log: log.replace(b"\n", b"\r\n"),
     "Docker": docker,
-    "Loki": loki,
-    "messages of several lines": one_message,
+    "Loki": lambda log: as_json(log, "line", timestamp="2026-11-21T10:22:55.1Z", labels={"pod": "vllm-0"}),
+    "messages of several lines": lambda log: as_json(log, "message", many=40, level="info"),
     "kubectl": lambda log: each(log, "[pod/vllm-decode-6d4b/engine] 2026-11-21T10:22:55.123456789Z "),
     "journald": lambda log: each(log, "Nov 21 10:22:55 node-3 vllm[4144]: "),
     "journald in French": lambda log: each(log, "déc. 19 02:07:16 node-3 bash[2211]: "),
@@ -60,21 +55,18 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_crash_is_explained_in_every_format(name: str) -> None:
-    log, plain = diagnosed(FORMATS[name](CRASH)), diagnosed(CRASH)
+    text = FORMATS[name](CRASH)
+    log, plain = diagnosed(text), diagnosed(CRASH)
     assert codes(log) == ["KVD101"]
+    if "several" not in name and "fence" not in name:
+        number = log.findings[0].evidence[0].line
+        assert b"Mismatch in tokens to load" in b"".join(text.split(b"\n")[number - 1 : number + 3])
     assert log.findings[0].sentence == plain.findings[0].sentence
     assert '"stream"' not in log.findings[0].evidence[0].text
     assert log.counts["asked"] == plain.counts["asked"]
     assert {line.fields["class"] for line in log.failures.raised} == {
         line.fields["class"] for line in plain.failures.raised
     }
-
-
-@pytest.mark.parametrize("name", [name for name in FORMATS if "several" not in name and "fence" not in name])
-def test_line_numbers_are_those_of_the_input(name: str) -> None:
-    log = FORMATS[name](CRASH)
-    number = diagnosed(log).findings[0].evidence[0].line
-    assert b"Mismatch in tokens to load" in b"".join(log.split(b"\n")[number - 1 : number + 3])
 
 
 def test_a_group_of_exceptions_is_what_its_members_are() -> None:
@@ -114,20 +106,12 @@ ASSERTED = (
 @pytest.mark.parametrize(
     "prefix",
     [
-        "[rank0]: ",
-        "[default3]:",
-        "2026-11-21T10:22:55.123456789Z [rank1]: ",
-        "(RayWorkerWrapper pid=1234, ip=10.0.0.5) ",
-        "(ApiServer_0 pid=1) (EngineCore_DP0 pid=772, ip=10.0.0.5) ",
-        "vllm-0 stderr | ",
-        "0: ",
-        "node01: ",
-        "[2026-11-21 10:22:5{number}] ",
-        "10:22:55.12{number} ",
-        "2026-11-21T10:22:55.12{number}Z\t",
-        "102{number} ",
+        "[rank0]: ", "[default3]:", "2026-11-21T10:22:55.123456789Z [rank1]: ",
+        "(RayWorkerWrapper pid=1234, ip=10.0.0.5) ", "(ApiServer_0 pid=1) (EngineCore_DP0 pid=772, ip=10.0.0.5) ",
+        "vllm-0 stderr | ", "0: ", "node01: ", "[2026-11-21 10:22:5{number}] ", "10:22:55.12{number} ",
+        "2026-11-21T10:22:55.12{number}Z\t", "102{number} ",
     ],
-)
+)  # fmt: skip
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
     """As torch, torchrun, Ray, Docker, srun and pdsh print what a process wrote, without a frame of vLLM's logger."""
     rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
@@ -144,22 +128,13 @@ def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
 
 def test_tracebacks_of_two_ranks_are_taken_apart() -> None:
     """torch prints the lines of all ranks into each other."""
-    trace = (
-        "Traceback (most recent call last):",
-        '  File "/opt/app/vllm/{file}", line 60, in {function}',
-        "    {source}",
-        "{end}",
+    ranks = (
+        ("first", "assert issubclass(connector_cls, KVConnectorBase)", "AssertionError"),
+        ("second", "raise ValueError(text)", "ValueError: another"),
     )
-    first = {"file": "one.py", "function": "first", "source": "assert issubclass(connector_cls, KVConnectorBase)"}
-    second = {"file": "two.py", "function": "second", "source": "raise ValueError(text)"}
-    ends = ("AssertionError", "ValueError: another")
-    rows = [
-        f"[rank{rank}]: {line.format(**names, end=end)}"
-        for line in trace
-        for rank, (names, end) in enumerate(zip((first, second), ends, strict=True))
-    ]
+    trace = ("Traceback (most recent call last):", '  File "/opt/app/vllm/x.py", line 60, in {0}', "    {1}", "{2}")
+    rows = [f"[rank{rank}]: {line.format(*parts)}" for line in trace for rank, parts in enumerate(ranks)]
     raised = [line for line in scanned("\n".join(rows)) if line.name == "raised"]
     assert [(line.process, line.fields["frames"][0][2], line.fields["source"]) for line in raised] == [
-        ("rank0", "first", first["source"]),
-        ("rank1", "second", second["source"]),
+        (f"rank{rank}", *parts[:2]) for rank, parts in enumerate(ranks)
     ]

@@ -84,37 +84,28 @@ def test_the_lines_are_many() -> None:
     assert logged <= {name for name, _ in every_line()}, logged - {name for name, _ in every_line()}
 
 
-@pytest.mark.parametrize(
-    "how", ["plain", "no escape", "no colour", "no head", "no tail", "half a head", "glued", "crlf"]
-)
-def test_a_damaged_line_is_read(how: str) -> None:
+def test_a_damaged_line_is_read() -> None:
     for name, line in every_line():
         bare = re.sub(r"\x1b?\[[0-9;]*m", "", line).rstrip("\n")
         head, _, rest = bare.partition("] LMCache ")
-        body = rest.partition(": ")[2]
-        damaged = {
-            "plain": line,
-            "no escape": line.replace("\x1b", ""),
-            "no colour": bare,
-            "no head": body,
-            "no tail": f"{head}] LMCache {rest.rpartition(' (')[0]}",
-            "half a head": f"7] LMCache {rest}",
-            "glued": f"some text of another process(EngineCore_DP0 pid=276) {line}",
-            "crlf": line.replace("\n", "\r\n"),
-        }[how]
-        assert [found for found, _ in read(damaged)] == [name], damaged
+        for damaged in (
+            line,
+            line.replace("\x1b", ""),
+            bare,
+            rest.partition(": ")[2],  # without its head
+            f"{head}] LMCache {rest.rpartition(' (')[0]}",  # without its place
+            f"7] LMCache {rest}",
+            f"some text of another process(EngineCore_DP0 pid=276) {line}",
+            line.replace("\n", "\r\n"),
+        ):
+            assert [found for found, _ in read(damaged)] == [name], damaged
 
 
 PREFIXES = [
-    "(EngineCore_DP0 pid=7703) ",
-    "\x1b[1;36m(VllmWorker rank=0 pid=3126069)\x1b[0;0m ",
-    "dec. 19 02:07:16 host bash[2211352]: ",
-    "vllm-1  | ",
-    "\x1b[36m(RayWorkerWrapper pid=999)\x1b[0m ",
-    "[pod/vllm-6f7c-x2/engine] ",
-    "2026-11-21T01:41:27.007812345Z stdout F ",
-    '{"log":"',
-]
+    "(EngineCore_DP0 pid=7703) ", "\x1b[1;36m(VllmWorker rank=0 pid=3126069)\x1b[0;0m ",
+    "dec. 19 02:07:16 host bash[2211352]: ", "vllm-1  | ", "\x1b[36m(RayWorkerWrapper pid=999)\x1b[0m ",
+    "[pod/vllm-6f7c-x2/engine] ", "2026-11-21T01:41:27.007812345Z stdout F ", '{"log":"',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

@@ -43,11 +43,10 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 def found(text: bytes, general: bool = False) -> list[str]:
     """general: also notes of failures that are known in general, except KVD1041, which shows at an orderly end."""
-    found = {each.rule.code: each for each in diagnosed(text).findings}
     return [
-        code
-        for code, each in found.items()
-        if not each.is_note or (general and each.rule.general and code != "KVD1041")
+        each.rule.code
+        for each in diagnosed(text).findings
+        if not each.is_note or (general and each.rule.general and each.rule.code != "KVD1041")
     ]
 
 

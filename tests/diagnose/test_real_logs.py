@@ -3,8 +3,13 @@
 In-process ones have a stand-in for LMCache's GPU connector; nothing else in them is ours. The archive planted.tar.xz
 has logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_logs.toml).
 `python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
+
+The lab's logs are LMCache's lines, at DEBUG, as its real adapter prints them under the real scheduler.
 """
 
+import io
+import os
+import sys
 import tarfile
 from pathlib import Path
 
@@ -13,6 +18,7 @@ import pytest
 from kvfix.ledger.events import Stored
 from kvfix_tools.diagnose import advice, command
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
+from tests.conftest import RELEASES, ForkServer
 from tests.diagnose.lines import LOGS, codes, diagnose_files, real
 from tests.engine.planted_logs import CASES, Case
 
@@ -28,11 +34,9 @@ def diagnose(*names: str) -> Diagnosis:
     [
         # LMCache issue 2158 in small, LMCache 0.3.10.
         (["crash-0.3.10"], ["KVD101"]),
-        # Six requests that preempt one another, twice; two thirds of the second round come from the cache.
-        (["healthy-0.5.6"], []),
-        # The first round at DEBUG, cut off in the middle.
+        # The first round of healthy-0.5.6 at DEBUG, cut off in the middle.
         (["healthy-0.5.6-debug"], []),
-        # The same with min_retrieve_tokens.
+        # Six requests that preempt one another, with min_retrieve_tokens.
         (["min-retrieve-0.5.6"], ["KVD103"]),
         # The worker's end of the lookups does not answer.
         (["deaf-0.5.6"], ["KVD203"]),
@@ -142,3 +146,37 @@ def test_every_planted_fault_has_a_healthy_twin() -> None:
     assert [case.name for case in planted if names[case.twin].truth] == []
     assert {case.twin for case in planted if case.name in PACKED} <= PACKED
     assert sum(case.name in PACKED and bool(case.code) for case in planted) >= 30
+
+
+def played(seeds: int) -> list[tuple[list[str], str, int]]:
+    """For each plain schedule: the rules that it violates, LMCache's log, tokens loaded."""
+    os.environ["LMCACHE_LOG_LEVEL"] = "DEBUG"
+    sys.stderr = log = io.StringIO()  # LMCache's handlers take it when they are made
+    from kvfix_tools.lab import runner
+
+    runner.prepare(None)
+    from kvfix_tools.lab.fuzz.fuzz import play
+    from kvfix_tools.lab.fuzz.schedule import draw
+
+    found = []
+    for seed in range(seeds):
+        done = play(draw(seed, "v1", plain=True))
+        violated = [each.code for each in done.findings if each.verdict == "violated" and each.code != "KVR009"]
+        found.append((violated, log.getvalue(), done.counts["loaded_tokens"]))
+        log.seek(0)
+        log.truncate()
+    return found
+
+
+@pytest.mark.parametrize("release", ["0.3.12", "0.4.3", "0.5.6"])
+def test_what_is_right_in_the_lab_is_right_in_its_log(release: str, fork_server: ForkServer) -> None:
+    healthy = [(log, loaded) for violated, log, loaded in fork_server(played, RELEASES / release, 12) if not violated]
+    assert len(healthy) > 3
+    judged = 0
+    for log, _ in healthy:
+        diagnosis = diagnosed(log.encode())
+        assert [found.rule.code for found in diagnosis.findings] == [], [found.sentence for found in diagnosis.findings]
+        assert diagnosis.debug
+        judged += diagnosis.counts["due"]
+    assert judged > 0
+    assert sum(loaded for _, loaded in healthy) > 0

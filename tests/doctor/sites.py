@@ -45,6 +45,16 @@ def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
     return folder
 
 
+def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path:
+    """A torch that says its version, and what it is built for, but cannot be imported."""
+    (place / "torch").mkdir(parents=True)
+    (place / "torch/version.py").write_text(f"cuda: str | None = {cuda!r}\nhip = None\n")
+    metadata = place / f"torch-{version}.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return place
+
+
 def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
     """`vllm serve` with this configuration.
 

@@ -1,4 +1,4 @@
-"""The command: output, exit codes, JSON; and no secret in any of it."""
+"""The command: output, exit codes, JSON, no secret; and the command line of the engine, read as vLLM and a shell do."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfix_tools.doctor import checks, command
+from kvfix_tools.doctor import checks, command, command_line
 from kvfix_tools.doctor.checks import Line
 from tests.conftest import ROOT
 from tests.doctor.sites import V1, look, serve, site
@@ -17,15 +17,7 @@ UNCHECKED, OTHER = Line("extensions", "unchecked", "d", "e"), Line("memory", "ok
 
 @pytest.mark.parametrize(
     ("lines", "code"),
-    [
-        ([GOOD, OTHER], 0),
-        ([GOOD, UNCHECKED], 0),
-        ([GOOD, UNCHECKED, BAD], 1),
-        ([UNCHECKED, BAD], 1),
-        ([UNCHECKED, OTHER], 77),
-        ([UNCHECKED], 77),
-        ([], 77),
-    ],
+    [([GOOD, UNCHECKED], 0), ([GOOD, UNCHECKED, BAD], 1), ([UNCHECKED, BAD], 1), ([UNCHECKED, OTHER], 77), ([], 77)],
 )
 def test_exit_codes(lines: list[Line], code: int) -> None:
     """77: no problem, and none of the essential checks could be done. The machine's memory is not essential."""
@@ -45,12 +37,10 @@ def test_a_command_that_is_none(words: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_the_json_is_stable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(checks, "lines", lambda setup: iter([GOOD, BAD]))
+    monkeypatch.setattr(checks, "lines", lambda setup: iter([BAD]))
     assert command.doctor([], json=True) == 1
-    assert json.loads(capsys.readouterr().out) == [
-        {"check": "installed", "status": "ok", "what": "a", "do": ""},
-        {"check": "memory", "status": "problem", "what": "b", "do": "c"},
-    ]
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row == {"check": "memory", "status": "problem", "what": "b", "do": "c"}
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
@@ -76,11 +66,10 @@ def test_a_check_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPa
 
     first, *others = checks.catalogue()
     monkeypatch.setattr(checks, "catalogue", lambda: (first._replace(look=broken), *others))
-    lines = list(checks.lines(look("", tmp_path)))
-    assert lines[0] == Line(
-        first.name, "unchecked", "this check failed: ZeroDivisionError: planted", "report this error to kvfix"
-    )
-    assert len(lines) > 1
+    failed, *rest = checks.lines(look("", tmp_path))
+    says = "this check failed: ZeroDivisionError: planted"
+    assert failed == Line(first.name, "unchecked", says, "report this error to kvfix")
+    assert rest
 
 
 def test_on_a_machine_without_anything(tmp_path: Path) -> None:
@@ -100,3 +89,56 @@ def test_every_check_says_what_it_looks_at(capsys: pytest.CaptureFixture[str]) -
 def test_the_page_tells_the_exit_codes() -> None:
     page = (ROOT / "docs/doctor.md").read_text()
     assert all(f"| {code} |" in page for code in (0, 1, 2, 77))
+
+
+TRANSFER = '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["vllm", "serve", "org/model", "--kv-transfer-config", TRANSFER, "--tensor-parallel-size", "2"],
+        ["vllm", "serve", "--enable-prefix-caching", "org/model", f"--kv_transfer_config={TRANSFER}", "-tp=2"],
+        ["A=1", "/opt/bin/vllm", "serve", "--model", "org/model", "-tp", "2", "--kv-transfer-config", TRANSFER],
+        ["python3", "-m", "vllm.entrypoints.openai.api_server", "--model=org/model", "--kv-transfer-config", TRANSFER,
+         "--tensor-parallel-size=2"],
+        ["kvfix", "run", "--mode", "check", "--", "vllm", "serve", "org/model", "-tp", "2", "--kv-transfer-config",
+         TRANSFER],
+        ["docker", "run", "--gpus", "all", "-p", "8000:8000", "vllm/vllm-openai:v0.32.0", "--model", "org/model",
+         "--kv-transfer-config", TRANSFER, "--tensor-parallel-size", "2"],
+        [f"vllm serve org/model --tensor-parallel-size 2 --kv-transfer-config '{TRANSFER}'"],
+        ["vllm", "serve", "org/model", "--kv-transfer-config.kv_connector", "LMCacheConnectorV1",
+         "--kv-transfer-config.kv_role=kv_both", "-tp", "2"],
+    ],
+)  # fmt: skip
+def test_one_engine_in_many_forms(words: list[str]) -> None:
+    command = command_line.read(words)
+    assert (command.program, command.model) == ("vllm serve", "org/model")
+    assert command.number("tensor-parallel-size", 1) == 2
+    assert command.json("kv-transfer-config") == {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+
+
+def test_the_environment_in_front_counts() -> None:
+    words = "env LMCACHE_CHUNK_SIZE=128 PYTHONHASHSEED=0 vllm serve m --port 8001"
+    command = command_line.read([words])
+    assert (command.environment, command.container) == ({"LMCACHE_CHUNK_SIZE": "128", "PYTHONHASHSEED": "0"}, False)
+    words = "docker run -e A=1 --env B=2 -v x=y:/z -eC=3 vllm/vllm-openai:latest --model m"
+    docker = command_line.read([words])
+    assert (docker.environment, docker.container) == ({"A": "1", "B": "2", "C": "3"}, True)
+
+
+def test_an_lmcache_server() -> None:
+    command = command_line.read(["lmcache", "server", "--port", "5600", "--no-l1-use-lazy", "--l1-size-gb=0.5"])
+    assert (command.program, command.model, command.serves) == ("lmcache server", "", False)
+    assert command.options == {"port": "5600", "no-l1-use-lazy": "", "l1-size-gb": "0.5"}
+
+
+def test_keys_of_a_connector_have_dots() -> None:
+    words = ["vllm", "serve", "m", "--kv-transfer-config.kv_connector_extra_config.lmcache.chunk_size", "64"]
+    command = command_line.read(words)
+    assert command.json("kv-transfer-config") == {"kv_connector_extra_config": {"lmcache.chunk_size": 64}}
+
+
+@pytest.mark.parametrize("words", [["ls"], ["python", "-m", "http.server"], ["vllm"], ["lmcache", "--help"], []])
+def test_other_programs_are_none(words: list[str]) -> None:
+    assert command_line.read(words) is None

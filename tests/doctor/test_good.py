@@ -12,17 +12,12 @@ import pytest
 from kvfix_tools.doctor import checks, extensions
 from kvfix_tools.roundtrip import real_engine
 from tests.conftest import Fresh
-from tests.doctor.sites import MP, look, site
+from tests.doctor.sites import MP, look, site, torch
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = site(tmp_path_factory.mktemp("site"))
-    (folder / "torch").mkdir()
-    (folder / "torch/version.py").write_text("cuda: str | None = None\nhip = None\n")
-    (folder / "torch-2.13.0.dist-info").mkdir()
-    (folder / "torch-2.13.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
-    return folder
+    return torch(site(tmp_path_factory.mktemp("site")))
 
 
 def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:

@@ -9,7 +9,7 @@ import tomllib
 
 from kvfix_tools.doctor import servers
 from kvfix_tools.doctor.command_line import Command
-from tests.doctor.sites import MP, V1, Planted, look, problems, say, serve, site
+from tests.doctor.sites import MP, V1, Planted, look, problems, say, serve, site, torch
 
 ROWS = tomllib.loads(Path(__file__).with_name("planted.toml").read_text())
 PLANTED = {name: Planted(**row) for name, row in ROWS.items()}
@@ -39,16 +39,14 @@ def test_without_a_fault_there_is_none(check: str, newest: Path) -> None:
     assert problems(look(serve(V1, "-tp", "2", extra=extra), newest, environment=environment), check) == []
 
 
-@pytest.mark.parametrize(("cuda", "supported", "count"), [("None", "", 1), ("None", "auto", 0), ("'13.0'", "", 0)])
+@pytest.mark.parametrize(("cuda", "supported", "count"), [(None, "", 1), (None, "auto", 0), ("13.0", "", 0)])
 def test_a_worker_without_a_gpu(
-    cuda: str, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: str | None, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server of LMCache 0.5.6 takes lmcache_driven only, unless its command line has another mode."""
     options = {"port": "5555", **({"supported-transfer-mode": supported} if supported else {})}
     monkeypatch.setattr(servers, "running", lambda port: Command("lmcache server", "", options, {}, False, ""))
-    here = site(tmp_path, vllm=False)
-    (here / "torch").mkdir()
-    (here / "torch/version.py").write_text(f"cuda = {cuda}\nhip = None\n")
+    here = torch(site(tmp_path, vllm=False), cuda=cuda)
     with socket.create_server(("127.0.0.1", 0)) as server:
         words = serve(MP, extra={"lmcache.mp.host": "localhost", "lmcache.mp.port": server.getsockname()[1]})
         assert len(problems(look(words, here), "transfer-mode")) == count
@@ -57,13 +55,9 @@ def test_a_worker_without_a_gpu(
 @pytest.mark.parametrize(
     ("url", "host", "port"),
     [
-        ("tcp://localhost:5555", "localhost", 5555),
-        ("grpc://10.0.0.1:1", "10.0.0.1", 1),
-        ("host:2", "host", 2),
-        ("tcp://[::1]:3", "::1", 3),
-        ("redis://user:pass@h:4/0", "h", 4),
-        ("tcp://localhost", "localhost", None),
+        ("tcp://localhost:5555", "localhost", 5555), ("grpc://10.0.0.1:1", "10.0.0.1", 1), ("host:2", "host", 2),
+        ("tcp://[::1]:3", "::1", 3), ("redis://user:pass@h:4/0", "h", 4), ("tcp://localhost", "localhost", None),
     ],
-)
+)  # fmt: skip
 def test_addresses(url: str, host: str, port: int | None) -> None:
     assert servers.address(url) == (url, host, port)

@@ -44,6 +44,15 @@ def lab_process(name: str) -> Iterator[int]:
         process.wait()
 
 
+@contextmanager
+def waiting(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that prints a line and then waits for its input."""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
 RUN = Fresh(120).run
 
 
@@ -78,13 +87,10 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
 def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     file = tmp_path / "state"
     with lab_process("locked_out_engine") as pid:
-        done = look(pid, "--json", "--save", str(file))
-        text = look(pid)
-        one = look(pid, "--request", "low")
-        none = look(pid, "--request", "other")
+        ways = (["--json", "--save", str(file)], [], ["--request", "low"], ["--request", "other"])
+        done, text, one, none = (look(pid, *options) for options in ways)
         code, drawn = watched(pid, 2)
-    assert (done.returncode, text.returncode, one.returncode, none.returncode) == (1, 1, 1, 2)
-    assert code == 1
+    assert (done.returncode, text.returncode, one.returncode, none.returncode, code) == (1, 1, 1, 2, 1)
     assert drawn.count("KVD202 nothing-moves") >= 2
     assert re.search(r"; \d+ steps, 0 tokens, 0\.0 requests ended a second", drawn), drawn
     answer = json.loads(done.stdout)
@@ -122,11 +128,10 @@ def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
 def test_without_rights() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with waiting("print(flush=True); input()") as process:
         code = "import os, sys; from kvfix_tools.look import command; os.setuid(65534)\n"
         code += "sys.exit(command.look(int(sys.argv[1]), watch=False, request='', json=False, save=''))"
         done = RUN([sys.executable, "-c", code, str(process.pid)])
-        process.kill()
     assert done.returncode == 77, done.stdout + done.stderr
     assert "Run kvfix as the user of the process (id 0), or as root." in done.stderr
 
@@ -135,13 +140,8 @@ def test_without_rights() -> None:
 def test_in_a_container_without_ptrace() -> None:
     """A container's root without SYS_PTRACE may not trace one that has more rights."""
     less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-    with subprocess.Popen(
-        [sys.executable, "-c", "import torch; print(flush=True); input()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        process.stdout.readline()
+    with waiting("import torch; print(flush=True); input()") as process:
         done = RUN([*less, *COMMAND, str(process.pid)])
-        process.kill()
     assert done.returncode == 77, done.stdout + done.stderr
     reason = "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
     assert reason in done.stderr
@@ -154,14 +154,13 @@ def test_there_is_no_such_process() -> None:
     assert look(4_190_000, "--core", "file").returncode == 2
 
 
-@pytest.mark.parametrize("command", [["sleep", "60"], [sys.executable, "-c", "print(flush=True); input()"]])
-def test_a_process_without_vllm_is_not_stopped(command: list[str]) -> None:
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        if "sleep" not in command:
-            process.stdout.readline()
+@pytest.mark.parametrize(
+    "code", ["print(flush=True); input()", "import os; print(flush=True); os.execlp('cat', 'cat')"]
+)
+def test_a_process_without_vllm_is_not_stopped(code: str) -> None:
+    with waiting(code) as process:
         done = look(process.pid)
         assert process.poll() is None
-        process.kill()
     assert done.returncode == 2
     assert f"process {process.pid} (" in done.stderr
     assert "has not loaded vLLM or LMCache" in done.stderr
@@ -202,30 +201,13 @@ def test_a_state_that_cannot_be_saved(tmp_path: Path) -> None:
     assert (done.returncode, error) == (2, f"kvfix look: {tmp_path}/nowhere/state: No such file or directory")
 
 
-#: As PyStack 1.7 prints it.
-CORE = """
-Core file information:
-pid: 30242 ppid: 30197 sid: 26492
-Traceback for thread 30242 [] (most recent call last):
-    (Python) File "/app/vllm/v1/engine/core.py", line 1547, in run_busy_loop
-        self._process_input_queue()
-    (Python) File "/app/lmcache/integration/vllm/lmcache_mp_connector.py", line 900, in start_load_kv
-        self.wait()
-Traceback for thread 30243 [] (most recent call last):
-    (Python) File "/usr/lib/python3.11/threading.py", line 327, in wait
-        waiter.acquire()
-"""
-
-
-def test_a_core_file() -> None:
-    threads = command.stacks(CORE)
-    found = {thread: looking.of_stack(frames) for thread, frames in threads.items()}
-    assert found[30242]["hook"] == "start_load_kv"
-    assert found[30242]["stack"][0] == "start_load_kv (vllm/lmcache_mp_connector.py:900)"
-    assert found[30243] == {"stack": ["wait (python3.11/threading.py:327)"], "hook": ""}
-
-
-def test_a_core_file_without_pystack(tmp_path: Path) -> None:
+def test_a_core_file(tmp_path: Path) -> None:
+    """Its stacks, as PyStack 1.7 prints them, and what to do without PyStack."""
+    main, other = map(looking.of_stack, command.stacks(Path(__file__).with_name("core.txt").read_text()).values())
+    assert (main["hook"], main["stack"][0]) == (
+        "start_load_kv", "start_load_kv (vllm/lmcache_mp_connector.py:900)"
+    )  # fmt: skip
+    assert other == {"stack": ["wait (python3.11/threading.py:327)"], "hook": ""}
     done = RUN([*COMMAND, "--core", "x"], PATH=str(tmp_path))
     assert done.returncode == 77
     assert "pip install pystack" in done.stderr

@@ -144,20 +144,19 @@ def test_resume_runs_what_has_no_result(fakes: Fakes) -> None:
 def test_a_stage_without_a_gpu_ends_with_77(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = [False]
-    stand_in = SimpleNamespace(__version__="2.11.0", cuda=SimpleNamespace(is_available=lambda: here[0]))
-    monkeypatch.setitem(sys.modules, "torch", stand_in)
+    cuda = SimpleNamespace(is_available=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.11.0", cuda=cuda))
     with pytest.raises(SystemExit) as ended:
         stages.device(["torch", "--device", "cuda"])
     assert ended.value.code == NOT_HERE
     assert capsys.readouterr().err == "no CUDA device: torch 2.11.0 sees none\n"
     assert stages.device(["torch", "--device", "cpu"]) == ("torch", "cpu")
-    here[0] = True
+    cuda.is_available = lambda: True
     assert stages.device(["torch", "--device", "cuda"]) == ("torch", "cuda")
 
 
-def report(*results: Result, speeds: tuple[Result, ...] = (), inject: str | None = None) -> RunReport:
-    made = RunReport(torch.device("cpu"), argparse.Namespace(inject=inject))
+def report(*results: Result, speeds: tuple[Result, ...] = ()) -> RunReport:
+    made = RunReport(torch.device("cpu"), argparse.Namespace(inject="stale"))
     made.results, made.speeds = list(results), list(speeds)
     return made
 
@@ -167,41 +166,40 @@ def result(verdict: str, kinds: tuple[str, ...] = (), layout: str = "nhd") -> Re
     return Result(Cell("lmcache-v2", layout=layout), verdict, findings)
 
 
-@pytest.mark.parametrize(
-    ("changes", "right"),
-    [({}, True), ({"store": 0.74}, False), ({"check_seconds": 3.0}, False), ({"verdict": "refused"}, False)],
-    ids=["both goals", "slower than a plain copy", "a slow check", "not timed"],
-)
-def test_the_goals_of_the_large_transfer(changes: dict[str, Any], right: bool) -> None:
+def large(**changes: Any) -> RunReport:
+    """Return the report of a large transfer, which reaches both goals but for these changes."""
     seconds = {"store": 0.7, "load": 0.7, "plain_store": 0.69, "plain_load": 0.69, "check_seconds": 2.0}
-    timed = replace(result("passed"), **{**seconds, **changes})
-    assert roundtrips.fast(report(result("passed"), speeds=(timed,))) is right
+    return report(result("passed"), speeds=(replace(result("passed"), **{**seconds, **changes}),))
+
+
+def engine(reason: str, loaded: int) -> RunReport:
+    operations = f"576 were promised and {loaded} loaded"
+    return report(replace(result("failed"), reason=reason, operations=operations))
+
+
+STALE, DIFFER = result("failed", ("stale",)), "warm: 3 of 3 outputs differ"
+KNOWN = result("passed"), result("failed", layout="packed")  # LMCache issue 4463
 
 
 @pytest.mark.parametrize(
-    ("cells", "right"),
+    ("judge", "made", "right"),
     [
-        ([result("failed", ("stale",)), result("failed", ("stale", "bit flip")), result("refused")], True),
-        ([result("failed", ("stale",)), result("failed", ("bit flip",))], False),
-        ([result("failed", ("stale",)), result("passed")], False),
-        ([result("refused")], False),
+        (roundtrips.fast, large(), True),
+        (roundtrips.fast, large(store=0.74), False),  # slower than a plain copy
+        (roundtrips.fast, large(check_seconds=3.0), False),
+        (roundtrips.fast, large(verdict="refused"), False),
+        # A planted fault is found if every cell names it.
+        (roundtrips.found, report(STALE, result("failed", ("stale", "bit flip")), result("refused")), True),
+        (roundtrips.found, report(STALE, result("failed", ("bit flip",))), False),
+        (roundtrips.found, report(STALE, result("passed")), False),
+        (roundtrips.found, report(result("refused")), False),
+        # Only a known bug is right as released, and an engine as released must be wrong.
+        (roundtrips.known, report(*KNOWN), True),
+        (roundtrips.known, report(*KNOWN, result("crashed")), False),
+        (roundtrips.differs, engine(DIFFER, 576), True),
+        (roundtrips.differs, engine("", 576), False),
+        (roundtrips.differs, engine(DIFFER, 0), False),
     ],
 )
-def test_a_planted_fault_is_found_if_every_cell_names_it(cells: list[Result], right: bool) -> None:
-    assert roundtrips.found(report(*cells, inject="stale")) is right
-
-
-def test_only_a_known_bug_is_right_as_released() -> None:
-    cells = [result("passed"), result("failed", layout="packed")]  # LMCache issue 4463
-    assert roundtrips.known(report(*cells))
-    assert not roundtrips.known(report(*cells, result("crashed")))
-
-
-@pytest.mark.parametrize(
-    ("reason", "loaded", "right"),
-    [("warm: 3 of 3 outputs differ", 576, True), ("", 576, False), ("warm: 3 of 3 outputs differ", 0, False)],
-    ids=["wrong KV", "as released it is right", "nothing loaded"],
-)
-def test_an_engine_as_released_must_be_wrong(reason: str, loaded: int, right: bool) -> None:
-    engine = replace(result("failed"), reason=reason, operations=f"576 were promised and {loaded} loaded")
-    assert roundtrips.differs(report(engine)) is right
+def test_the_judgement_of_a_report(judge: Any, made: RunReport, right: bool) -> None:
+    assert judge(made) is right

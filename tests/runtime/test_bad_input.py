@@ -18,6 +18,7 @@ import kvfix
 from kvfix import fixes
 from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
 from tests.conftest import ADAPTER, ROOT, ForkServer, Fresh, answers, release
+from tests.runtime.test_orders import status
 from tests.runtime.test_releases import copy
 
 STATUS = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
@@ -41,14 +42,10 @@ def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
     assert "look for a newer release of kvfix" in row[5]
 
 
-def status() -> str:
-    kvfix.apply()
-    return next(row.verdict for row in kvfix.status() if row.code == "KVF001")
-
-
 @answers("refused", release="0.3.10")
 def test_target_gone_in_the_live_module() -> str:
     del import_module(ADAPTER).LMCacheConnectorV1Impl
+    kvfix.apply()
     return status()
 
 
@@ -66,13 +63,9 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
     folder = package(tmp_path) / "fixes/lmcache"
     (folder / "kvf999_broken.py").write_text("raise RuntimeError('planted')")
     (folder / "kvf998_without_record.py").write_text("")
-    code = (
-        "import kvfix; kvfix.apply(); print([row.code for row in kvfix.status()], [row.code for row in kvfix.status()])"
-    )
+    code = "import kvfix; kvfix.apply(); print(kvfix.status(), kvfix.status())"
     done = fresh.run([sys.executable, "-c", code], PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0
-    assert "KVF001" in done.stdout
-    assert "KVF999" not in done.stdout
+    assert (done.returncode, "KVF001" in done.stdout, "KVF999" in done.stdout) == (0, True, False)
     assert done.stderr.count("planted") == 1
     assert done.stderr.count("loading kvfix.fixes.lmcache.kvf998_without_record: AttributeError") == 1
 
@@ -157,10 +150,8 @@ def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh)
     for fix in package(tmp_path).glob("fixes/*/kvf*.py"):
         fix.unlink()
     path = f"{tmp_path}:{ROOT / 'tools'}"
-    applied = fresh.run(
-        [sys.executable, "-c", "import kvfix; kvfix.apply(); kvfix.apply(); print(kvfix.status(), kvfix.status())"],
-        PYTHONPATH=path,
-    )
+    code = "import kvfix; kvfix.apply(); kvfix.apply(); print(kvfix.status(), kvfix.status())"
+    applied = fresh.run([sys.executable, "-c", code], PYTHONPATH=path)
     assert applied.stdout == "[] []\n"
     assert applied.stderr.count("this installation of kvfix is broken and fixes nothing") == 1
     status = fresh.run([sys.executable, "-m", "kvfix_tools.cli", "status"], PYTHONPATH=path)

@@ -3,9 +3,8 @@
 import logging
 import os
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -49,31 +48,29 @@ def test_texts_of_a_kind_do_not_flood_the_log(caplog: pytest.LogCaptureFixture, 
     assert "too soon" not in caplog.text
 
 
-@contextmanager
-def keeps_less_than(mebibytes: int) -> Iterator[None]:
+@pytest.fixture
+def memory() -> Iterator[Callable[[], int]]:
+    """The bytes that were allocated during the test and are kept. Nothing is logged meanwhile."""
     logging.disable(logging.CRITICAL)
     tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[0] < mebibytes << 20
-    finally:
-        tracemalloc.stop()
-        logging.disable(logging.NOTSET)
+    yield lambda: tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    logging.disable(logging.NOTSET)
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    with keeps_less_than(4):
-        for number in range(20_000):
-            engine_log.warning(f"KVF{number}: {number} {'x' * 10_000}")
+def test_what_is_remembered_is_bounded(memory: Callable[[], int]) -> None:
+    for number in range(20_000):
+        engine_log.warning(f"KVF{number}: {number} {'x' * 10_000}")
+    assert memory() < 4 << 20
     assert (len(session.reported), len(session.lines)) == (engine_log.TEXTS, engine_log.KINDS)
 
 
-def test_ids_of_clients_are_not_kept_whole() -> None:
+def test_ids_of_clients_are_not_kept_whole(memory: Callable[[], int]) -> None:
     connector = SimpleNamespace()
-    with keeps_less_than(1):
-        for number in range(1000):
-            request = SimpleNamespace(request_id=f"{'r' * 10_000}{number}", kv_transfer_params={})
-            assert _prefills.loads(connector, ("p", f"{'x' * 100_000}{number}"), request)
+    for number in range(1000):
+        request = SimpleNamespace(request_id=f"{'r' * 10_000}{number}", kv_transfer_params={})
+        assert _prefills.loads(connector, ("p", f"{'x' * 100_000}{number}"), request)
+    assert memory() < 1 << 20
     prefill = ("p", f"{'x' * 100_000}7")
     second = SimpleNamespace(request_id="second", kv_transfer_params={})
     assert _prefills.has_another(connector, prefill)

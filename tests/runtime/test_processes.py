@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvfix
-from kvfix.session import session
-from tests.conftest import Fresh, answers
+from tests.conftest import Fresh
 
 ACTIVE = "from kvfix.session import session; result = str(session.config) if session.config else None"
 RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
@@ -29,13 +28,7 @@ LOAD, APPLY = "from kvfix.activation import load; load()", "import kvfix; kvfix.
 
 @pytest.mark.parametrize(
     ("call", "text", "active"),
-    [
-        (LOAD, "", None),
-        (LOAD, "off", None),
-        (LOAD, "fix", "fix"),
-        (LOAD, "fix skip=KVF001", "fix skip=KVF001"),
-        (APPLY, "off", None),
-    ],
+    [(LOAD, "", None), (LOAD, "off", None), (LOAD, "fix skip=KVF001", "fix skip=KVF001"), (APPLY, "off", None)],
 )
 def test_plugin_and_apply_read_the_environment(call: str, text: str, active: str | None, fresh: Fresh) -> None:
     assert fresh(f"{call}; {ACTIVE}", KVFIX=text) == active
@@ -56,12 +49,9 @@ result = (dict(os.environ), list(sys.meta_path)) == before and "kvfix.applying" 
 def test_an_invalid_configuration_is_one_clear_line_and_applies_nothing(invalid: str, fresh: Fresh) -> None:
     code = "from kvfix.activation import load; load(); load(); from kvfix.session import session; print(session.config)"
     done = fresh.run([sys.executable, "-c", code], KVFIX=invalid)
-    assert done.returncode == 0
-    assert done.stdout.strip() == "None"
+    assert (done.returncode, done.stdout) == (0, "None\n")
     (line,) = done.stderr.strip().splitlines()
-    assert "KVFIX=" in line
-    assert "Nothing is patched" in line
-    assert "Write KVFIX=fix" in line
+    assert all(part in line for part in ("KVFIX=", "Nothing is patched", "Write KVFIX=fix"))
 
 
 @pytest.mark.parametrize(
@@ -82,20 +72,6 @@ result.append([os.environ.get(name) for name in names] == before)
     assert fresh(code, **environment, **{RAY: "NCCL_, MY_"})[2] == "NCCL_,MY_,KVFIX"
 
 
-@answers(["fix", True])
-def test_vllm_and_ray_read_the_configuration() -> list[object]:
-    """The configuration by vLLM's own loader of entry points, and whether its variables for Ray workers have it."""
-    os.environ["VLLM_PLUGINS"] = "something_else"
-    kvfix.apply()
-    session.config = None
-    import vllm.plugins
-    from vllm.ray.ray_env import get_env_vars_to_copy
-
-    vllm.plugins.plugins_loaded = False
-    vllm.plugins.load_general_plugins()
-    return [str(session.config), "KVFIX" in get_env_vars_to_copy()]
-
-
 def test_apply_warns_of_a_wrong_configuration_in_the_environment(fresh: Fresh) -> None:
     code = f"{APPLY}; {ACTIVE}; result = result, *session.reported"
     assert fresh(code, KVFIX="check skip=KVF001") == ["fix"]
@@ -104,11 +80,11 @@ def test_apply_warns_of_a_wrong_configuration_in_the_environment(fresh: Fresh) -
     assert warning.startswith("the environment has KVFIX='bogus': unknown mode 'bogus'")
 
 
-def test_an_unknown_name_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVFIX", raising=False)
+def test_an_unknown_name_changes_nothing() -> None:
+    before = dict(os.environ)
     with pytest.raises(ValueError, match="unknown fix 'nope'"):
         kvfix.apply(skip=["nope"])
-    assert "KVFIX" not in os.environ
+    assert dict(os.environ) == before
 
 
 class TestRun:
@@ -146,17 +122,14 @@ from kvfix_tools.cli import main; main()"""
         code = f"import sitecustomize, subprocess; subprocess.run({child!r})"
         bootstrap = str(Path(__file__).parents[2] / "patches/kvfix/bootstrap")
         done = fresh.run([sys.executable, "-S", "-c", code], PYTHONPATH=bootstrap, KVFIX="fix")
-        assert done.stdout == "ran\n"
         (line,) = done.stderr.splitlines()
-        assert "cannot import kvfix" in line
-        assert "Install kvfix there" in line
+        assert (done.stdout, "cannot import kvfix" in line, "Install kvfix there" in line) == ("ran\n", True, True)
 
     def test_errors_are_clear(self, fresh: Fresh) -> None:
         for arguments, code, text in (
             (["--", "no-such-program"], 127, "no-such-program: no such program"),
             (["--only", "KVF999", "--", "true"], 2, "unknown fix 'KVF999'"),
             (["--mode", "heal", "--", "true"], 2, "known: fix"),
-            (["--", os.devnull], 127, "no such program"),
         ):
             done = fresh.run([*self.KVFIX, *arguments])
             assert (done.returncode, "Traceback" in done.stderr) == (code, False)

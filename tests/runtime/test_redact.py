@@ -19,7 +19,6 @@ TEXTS = {
     "a URL": (URL, SHOWN),
     "only a user": ("https://hush@host/path", "https://<hidden>@host/path"),
     "a password with characters that a URL may not have": ("redis://user:hu/sh@hush@host", "redis://<hidden>@host"),
-    "JSON": ('{"a": [{"b": {"password": "hush", "c": 1}}]}', '{"a": [{"b": {"password": "<hidden>", "c": 1}}]}'),
     "JSON in JSON": (
         json.dumps({"extra": json.dumps({"remote_url": URL, "apiKey": "hush"})}),
         json.dumps({"extra": json.dumps({"remote_url": SHOWN, "apiKey": "<hidden>"})}),
@@ -76,51 +75,30 @@ NAMES = [
     "Authorization", "accesstoken",
 ]  # fmt: skip
 #: Ways to write a name and its value: `{n}` and `{s}`.
-FORMS = {
-    "assigned": "{n}={s}",
-    "exported": "export {n}='{s}'",
-    "YAML": "a: 1\n  {n}: {s}\n",
-    "log": "INFO 11-28 using {n}={s}, size=3",
-    "repr": "config: {{'size': 3, '{n}': '{s}'}}",
-    "JSON": '{{"a": [{{"{n}": "{s}"}}]}}',
-    "escaped JSON": 'got {{\\"{n}\\": \\"{s}\\"}}',
-    "item": 'os.environ["{n}"] = "{s}"',
-    "option": "vllm serve m --{n} {s} --port 1",
-    "option with =": "vllm serve m --{n}={s} --port 1",
-    "list of words": "argv: ['serve', '--{n}', '{s}']",
-    "XML": "<{n}>{s}</{n}>",
-    "Kubernetes": "- name: {n}\n  value: {s}\n",
-    "query": "GET /v1?{n}={s}&n=2",
-    "nested": "env={n}={s}",
-}
+FORMS = [
+    "{n}={s}", "export {n}='{s}'", "a: 1\n  {n}: {s}\n", "INFO 11-28 using {n}={s}, size=3",
+    "config: {{'size': 3, '{n}': '{s}'}}", '{{"a": [{{"{n}": "{s}"}}]}}', 'got {{\\"{n}\\": \\"{s}\\"}}',
+    'os.environ["{n}"] = "{s}"', "vllm serve m --{n} {s} --port 1", "vllm serve m --{n}={s} --port 1",
+    "argv: ['serve', '--{n}', '{s}']", "<{n}>{s}</{n}>", "- name: {n}\n  value: {s}\n", "GET /v1?{n}={s}&n=2",
+    "env={n}={s}",
+]  # fmt: skip
 #: Secrets without a name.
-NAMELESS = {
-    "URL": "connect to redis://user:{s}@host:6379/0",
-    "URL without a user": "rediss://:{s}@host",
-    "two URLs": "postgres://u:{s}@a:1/b,postgres://v:x@c:1/d",
-    "scheme Token": "Authorization: Token {s}",
-    "scheme Bearer": "sent Bearer {s}",
-    "scheme Basic": 'curl -H "Authorization: Basic {s}" http://host',
-    "scheme of its own": "Proxy-Authorization: Custom id=1 {s}",
-    "cookies": "Cookie: a=1; session={s}; b=2",
-    "curl": "curl -u admin:{s} http://host",
-    "JWT": "with eyJhbGciOiJI.eyJzdWIiOi{s}.{s} for",
-    "Azure": "https://a.blob/b?sv=1&sig={s}&se=2",
-    "AWS": "?X-Amz-Credential={s}/20260101&X-Amz-Signature={s}",
-    "connection string": "Server=a;Uid=b;Password={s};Encrypt=yes",
-    "private key": "-----BEGIN " + "EC PRIVATE KEY-----\\n{s}\\n-----END " + "EC PRIVATE KEY-----",
-    "PGP": "-----BEGIN " + "PGP PRIVATE KEY BLOCK-----\n{s}\n",
-    "header without a colon": "X-Api-Key {s}",
-    "a list": "auth: ['user', '{s}']",
-    "escaped quotes": 'password = "a \\" {s}" rest',
-    "a comma and a space": "secret: first, {s}",
-}
+NAMELESS = [
+    "connect to redis://user:{s}@host:6379/0", "rediss://:{s}@host", "postgres://u:{s}@a:1/b,postgres://v:x@c:1/d",
+    "Authorization: Token {s}", "sent Bearer {s}", 'curl -H "Authorization: Basic {s}" http://host',
+    "Proxy-Authorization: Custom id=1 {s}", "Cookie: a=1; session={s}; b=2", "curl -u admin:{s} http://host",
+    "with eyJhbGciOiJI.eyJzdWIiOi{s}.{s} for", "https://a.blob/b?sv=1&sig={s}&se=2",
+    "?X-Amz-Credential={s}/20260101&X-Amz-Signature={s}", "Server=a;Uid=b;Password={s};Encrypt=yes",
+    "-----BEGIN " + "EC PRIVATE KEY-----\\n{s}\\n-----END " + "EC PRIVATE KEY-----",
+    "-----BEGIN " + "PGP PRIVATE KEY BLOCK-----\n{s}\n", "X-Api-Key {s}", "auth: ['user', '{s}']",
+    'password = "a \\" {s}" rest', "secret: first, {s}",
+]  # fmt: skip
 LETTERS = string.ascii_letters + string.digits
 SIGNS = "/+._~!@#$%^*|-"
 
 
-def corpus() -> list[tuple[str, str, str]]:
-    """(what, text, secret), of random letters. Each name stands in some forms, and each form has several names."""
+def corpus() -> list[tuple[str, str]]:
+    """(text, secret), of random letters. Each name stands in some forms, and each form has several names."""
     draw = random.Random(0)
 
     def letters(count: int, of: str = LETTERS) -> str:
@@ -129,23 +107,20 @@ def corpus() -> list[tuple[str, str, str]]:
     found = []
     for prefix in PREFIXES:
         secret = letters(16, string.ascii_uppercase) if prefix in ("AKIA", "ASIA") else letters(36)
-        found.append((prefix, f"uses {prefix}{secret} here", secret))
-    for at, (what, form) in enumerate([*FORMS.items()] * 6):
+        found.append((f"uses {prefix}{secret} here", secret))
+    for at, form in enumerate(FORMS * 6):
         name = NAMES[at % len(NAMES)]
         secret = letters(3) + letters(12, LETTERS + SIGNS) + letters(3)
-        found.append((f"{what} {name}", form.format(n=name, s=secret), secret))
-    for what, form in NAMELESS.items():
-        found += [(what, form.format(s=secret), secret) for secret in (letters(20), letters(24))]
+        found.append((form.format(n=name, s=secret), secret))
+    for form in NAMELESS:
+        found += [(form.format(s=secret), secret) for secret in (letters(20), letters(24))]
     for sign in "-,;&)]":
         secret = f"{letters(6)}{sign}{letters(6)}"
-        found.append((f"a secret with {sign}", f"password={secret} and more", secret))
+        found.append((f"password={secret} and more", secret))
     return found
 
 
-SECRETS = corpus()
-
-
-@pytest.mark.parametrize(("words", "secret"), [each[1:] for each in SECRETS], ids=[each[0] for each in SECRETS])
+@pytest.mark.parametrize(("words", "secret"), corpus())
 def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
     """Neither in what the tools print nor in what the engine writes, which does not parse JSON."""
     for hide in (redact.text, kvfix.redact.text):

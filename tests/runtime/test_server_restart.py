@@ -27,16 +27,13 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
     return context, server, port, client, key
 
 
-def after_loss(connected: bool, failed: bool) -> dict[str, Any]:
-    return {"connected": [False, connected, False], "failed": failed, "question": False}
-
-
 @pytest.mark.parametrize(
-    ("fixes", "patience", "answer"), [(False, 0, after_loss(False, False)), (["KVF122"], 30, after_loss(True, True))]
+    ("fixes", "patience", "answer"), [(False, 0, [False] * 5), (["KVF122"], 30, [False, True, False, True, False])]
 )
 @answers(also="fixes answer")
-def test_the_load_has_failed_and_nothing_else(patience: float) -> dict[str, Any]:
-    """A load and a question are in flight when the server goes.
+def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
+    """A load and a question are in flight when the server goes. Return whether KVF122 sees a connection (at first,
+    after an answer, and after the loss), whether the load has failed, and whether the question has an answer.
 
     A stream of LMCache ends when its client notices that the server is gone.
     """
@@ -55,7 +52,7 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> dict[str, Any]
     assert list(stream) == []
     failed = load.wait(patience) and load.result() == (b"", False)
     found.append(getattr(queue, "_kvfix_connected", False))
-    return {"connected": found, "failed": failed, "question": question.query()}
+    return [*found, failed, question.query()]
 
 
 def answered(in_flight: list[str], lost: list[str], sent: list[str]) -> dict[str, list[str]]:

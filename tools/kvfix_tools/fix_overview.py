@@ -1,6 +1,7 @@
 """The connector, the effect and the releases of each fix."""
 
 import json as jsonlib
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -55,11 +56,13 @@ def concerns(fix: Fix, chosen: frozenset[str]) -> bool:
 
 
 def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
-    """Return (connectors, the option that names them) by the values of both options. Raise ValueError."""
+    """Return (connectors, the option or variable that names them). Raise ValueError for a wrong value."""
     if named:
         return _checked(named.split(",")), "--connector"
     if transfer_config:
         return _checked(_of_config(transfer_config)), "--kv-transfer-config"
+    if from_environment := os.environ.get("KVFIX_CONNECTOR", ""):
+        return _checked(from_environment.split(",")), "KVFIX_CONNECTOR"
     return frozenset(), ""
 
 
