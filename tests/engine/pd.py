@@ -23,8 +23,7 @@ import httpx
 from kvfix_tools.dump import processes
 from kvfix_tools.roundtrip import real_engine
 from tests.conftest import ROOT, clean_environment
-from tests.fork_server import FORK_WORKERS
-from tests.forked import Forked
+from tests.fork_server import FORK_WORKERS, Forked
 
 PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 SIZES = {"max-model-len": 1024, "num-gpu-blocks-override": 97, "max-num-batched-tokens": 512}

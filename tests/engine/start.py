@@ -17,8 +17,7 @@ from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import PLUGIN, clean_environment
-from tests.fork_server import FORK_WORKERS
-from tests.forked import Forked
+from tests.fork_server import FORK_WORKERS, Forked
 
 HERE = Path(__file__).parent
 #: Seconds for a whole engine; it needs one minute, and two or three while others run.

@@ -17,7 +17,7 @@ import pytest
 from kvfix_tools.look import attach, inject, ptrace
 from kvfix_tools.roundtrip import real_engine
 from tests.conftest import ROOT, clean_environment, release
-from tests.forked import Forked
+from tests.fork_server import Forked
 
 PROGRAM = Path(__file__).with_name("plays.py")
 #: Names of the functions that do not have their original again.
