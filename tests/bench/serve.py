@@ -23,7 +23,7 @@ import httpx
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip.real_engine import MODEL, api_server, in_process, wait_for, write_tokenizer
-from tests.bench.row import Row
+from tests.bench import Row
 from tests.conftest import PLUGIN, clean_environment
 from tests.engine import pd
 
