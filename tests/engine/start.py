@@ -112,17 +112,16 @@ def run(
     - more: fields of serve.py's job
     """
     folder.mkdir(parents=True, exist_ok=True)
-    spoil = str(folder / "spoil")
     settings = clean_environment(
         *([lmcache] if lmcache else []),
         PLUGIN,
         KVFIX_TEST_REPORT=str(folder / "report"),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
-        KVFIX_TEST_SPOIL=spoil,
+        KVFIX_TEST_SPOIL=str(folder / "spoil"),
         **{FORK_WORKERS: ""},
         **(environment or {}),
     )
-    job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "engine": engine, "spoil": spoil}
+    job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "before": {}, "engine": engine}
 
     def while_it_runs(process: Any) -> None:
         if when is not None:
