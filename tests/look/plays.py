@@ -1,4 +1,5 @@
 """The lab's engine in a separate process, without kvfix: it holds a request until the file of a flag is there.
+Then another request comes.
 
 `plays.py LMCACHE FLAG`
 """
@@ -20,6 +21,8 @@ with runner.quiet():
     print("holds", flush=True)
     while not Path(flag).exists():
         time.sleep(0.01)
+    engine.run()
+    engine.admit("later", list(range(600, 900)), max_tokens=40)
     engine.run()
     print("ended", flush=True)
     time.sleep(600)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvfix_tools.look import attach, ptrace
+from kvfix_tools.look import attach, inject, ptrace
 from kvfix_tools.roundtrip import real_engine
 from tests.conftest import clean_environment, release
 from tests.fork_server import Forked
@@ -37,7 +37,7 @@ def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
         pid = process.pid
         assert attach.attach(pid, "fix", None, True, 20, json=False) == 1
         assert "busy" in capsys.readouterr().out
-        assert attach.attach(pid, "fix", None, False, 60, json=True) == 0
+        assert attach.attach(pid, "check", None, False, 60, json=True) == 0
         found = rows()
         assert found["KVF002"]["verdict"] == found["KVF024"]["verdict"] == "applied"
         assert found["KVF024"]["reason"].endswith("; does not change 1 requests that began before")
@@ -47,6 +47,12 @@ def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
         assert real_engine.wait_for("ended", log, process, 120), log.read_text()
         assert attach.status(pid, json=True) == 0
         assert "before" not in rows()["KVF024"]["reason"]
+        code = (
+            "from kvfix.session import session; open(ANSWER, 'w').write(f'{session.violations} {len(session.events)}')"
+        )
+        violations, _, events = inject.run(pid, code, seconds=20).rpartition(" ")
+        assert violations == "{}"  # mode `check` reports nothing of the request that began before
+        assert int(events) > 4  # of the later one
         assert attach.detach(pid, 60, json=True) == 0
         assert not rows()
         assert attach.attach(pid, "fix", ["KVF002"], True, 60, json=True) == 0
