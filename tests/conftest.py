@@ -16,8 +16,8 @@ from typing import Any
 import filelock
 import pytest
 
-from tests import fork_server as server
-from tests import forked, quick
+from tests import fork_server as forks
+from tests import quick
 from tests.quick import (  # noqa: F401  hooks of pytest
     pytest_addoption,
     pytest_configure,
@@ -130,7 +130,7 @@ class ForkServer:
     def __init__(self, first: str = "", **settings: str) -> None:
         """first: Python that it runs before the first fork. settings: of its environment."""
         self._connection, there = multiprocessing.Pipe()
-        self._process = forked.start(server.serve, there, first, clean_environment(**settings))
+        self._process = forks.start(forks.serve, there, first, clean_environment(**settings))
         there.close()
 
     def __call__(
@@ -155,7 +155,7 @@ def run_forked(command: list[str], folder: Path, **environment: str) -> subproce
     """Run a Python program in a fork of a process that has imported vLLM. folder: for its output."""
     files = [folder / "stdout", folder / "stderr"]
     with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
-        process = forked.Forked(command, env=clean_environment(**environment), stdout=stdout, stderr=stderr, cwd=ROOT)
+        process = forks.Forked(command, env=clean_environment(**environment), stdout=stdout, stderr=stderr, cwd=ROOT)
         code = process.wait(300)
     return subprocess.CompletedProcess(command, code, *(file.read_text() for file in files))
 

@@ -1,0 +1,23 @@
+"""`make bench` (__main__.py)."""
+
+from math import inf
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """A measured promise, in `unit`. context: other values of the same run, such as the value to compare with."""
+
+    what: str
+    measured: float
+    unit: str
+    context: str
+    at_most: float = inf
+    at_least: float = -inf
+
+    @property
+    def promise(self) -> str:
+        return f"<= {self.at_most:g} {self.unit}" if self.at_most < inf else f">= {self.at_least:g} {self.unit}"
+
+    @property
+    def kept(self) -> bool:
+        return self.at_least <= self.measured <= self.at_most

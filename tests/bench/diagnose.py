@@ -1,7 +1,7 @@
 """Measure kvfix-diagnose: its time on one core, relative to a search in Python for the same needles, and its memory.
 
-It reads lives of engines, repeated with and without new request ids and times. It also reads a sparse log, of which 99
-of 100 lines count for nothing, and a stream of 200 MB. Seconds are processor time without the start of Python.
+It reads lives of engines, each with new request ids and times. It also reads a sparse log, of which 99 of 100 lines
+count for nothing, and a stream of 200 MB. Seconds are processor time without the start of Python.
 """
 
 import json
@@ -11,21 +11,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from kvfix_tools.diagnose.grammar import NEEDLES
-from tests.bench.engine_logs import FIXTURES, lives
-from tests.bench.row import Row
+from tests.bench import Row
 from tests.conftest import clean_environment
+from tests.diagnose.lines import real
 
+FIXTURES = ("healthy-0.5.6", "crash-0.3.10", "mp-0.5.6", "degraded-0.5.6")
+#: A request, or a time of LMCache's.
+OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 MEGABYTES = 48
 ROUNDS = 3
-#: Times the search in Python at most, for lives of engines: repeated ones, and lives with new request ids and times.
-REAL = {False: 2.5, True: 4}
-#: The same for a sparse log.
-SPARSE = 0.5
+#: Times the search in Python at most, for lives of engines and for a sparse log.
+REAL, SPARSE = 4, 0.5
 GIGABYTES = 0.2
 #: What stands between: vLLM's access log and its requests.
 OTHERS = [
@@ -55,9 +57,7 @@ print(json.dumps({"cpu": took, "bytes": log.bytes,
 def measure() -> Iterator[Row]:
     logs = {"sparse log": (sparse(), SPARSE)}
     for name in FIXTURES:
-        for fresh, most in REAL.items():
-            what = f"lives of {name}{', requests of their own' if fresh else ''}"
-            logs[what] = (lives(name, MEGABYTES << 20, fresh), most)
+        logs[f"lives of {name}"] = (lives(name, MEGABYTES << 20), REAL)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         for what, (blocks, most) in logs.items():
@@ -73,7 +73,7 @@ def measure() -> Iterator[Row]:
 
 def sparse() -> Iterator[bytes]:
     """Lines of engines, each after 99 others, which have the bytes of 75 lines of engines."""
-    for life in lives("healthy-0.5.6", (MEGABYTES << 20) // 75, fresh=True):
+    for life in lives("healthy-0.5.6", (MEGABYTES << 20) // 75):
         for number, line in enumerate(life.splitlines(keepends=True)):
             for other in range(99 * number, 99 * number + 99):
                 yield OTHERS[other % 3].format(other % 250, other).encode()
@@ -90,12 +90,12 @@ def stream() -> Iterator[Row]:
     """Lives of all kinds through standard input."""
     with tempfile.NamedTemporaryFile() as log:
         for name in FIXTURES:
-            log.writelines(lives(name, int(GIGABYTES * 1e9 / len(FIXTURES)), fresh=True))
+            log.writelines(lives(name, int(GIGABYTES * 1e9 / len(FIXTURES))))
         log.seek(0)
         found, peer = read("-", log), search(Path(log.name))
     what = f"{found['bytes'] / 1e9:.1f} GB through standard input"
     yield Row(f"memory for {what}", found["rss"], "MB", "", at_most=200)
-    yield row(f"{what}, requests of their own", found, peer, REAL[True])
+    yield row(what, found, peer, REAL)
 
 
 def read(log: Path | str, stdin: Any = None) -> dict[str, Any]:
@@ -111,3 +111,19 @@ def search(log: Path) -> float:
     with log.open("rb") as file:
         assert sum(needles.search(line) is not None for line in file)
     return time.process_time() - start
+
+
+def lives(name: str, size: int, first: int = 0) -> Iterator[bytes]:
+    """Yield about `size` bytes. Each life has new request ids and times. first: number of the first life."""
+    life = real(name)
+    parts = OWN.split(life)
+    for number in range(first, first + max(1, size // len(life))):
+        own = {part: _in_life(part, number) for part in set(parts[1::2])}
+        yield b"".join(own[part] if at % 2 else part for at, part in enumerate(parts))
+
+
+def _in_life(part: bytes, number: int) -> bytes:
+    if b":" in part:
+        return str(datetime.fromisoformat(part.decode()) + number * timedelta(minutes=2)).encode()
+    count, _, name = part.partition(b"-")
+    return b"%d-%08x" % (int(count) + 100 * number, (int(name, 16) + number * 2654435761) % (1 << 32))

@@ -6,15 +6,13 @@ relative to one play of the schedule.
 
 from collections.abc import Iterator
 
-from tests.bench.row import Row
+from tests.bench import Row
 from tests.conftest import RELEASES, Fresh
 
-#: What every seed had before there were several KV groups and ranks, drafts and sessions.
-ONE_GROUP = "async_scheduling context drafter offloading pause ranks roles sessions states stops use_layerwise windows"
-#: Schedules of each kind that are measured.
+#: Schedules that are measured.
 SCHEDULES = 200
 SPEED = """
-import gc, itertools, time
+import gc, time
 from unittest import mock
 from kvfix_tools.lab import runner
 from tests.engine.plugin.kvfix_engine_times import timed
@@ -26,27 +24,20 @@ with runner.quiet():
     from kvfix_tools.lab.fuzz.schedule import draw
 gc.freeze()  # as the command does
 spent = []
-def of_several(options):
-    return options.several_groups or options.ranks > 1
-def measured(first, many, lacks, wanted):
-    drawn = (draw(seed, {connector!r}, lacks=lacks) for seed in range(first, first + 10 * many))
-    schedules = list(itertools.islice((each for each in drawn if wanted(each.options)), many))
+def measured(seeds):
+    schedules = [draw(seed, {connector!r}, lacks=known) for seed in seeds]
     spent.clear()
     start = time.process_time()
     steps = sum(play(each).steps for each in schedules)
     seconds = time.process_time() - start
-    return [steps / seconds, seconds / sum(spent)] if len(schedules) == many else None
+    return [steps / seconds, seconds / sum(spent)]
 names = "schedule", "update_from_output", "add_request", "finish_requests"
 patched = mock.patch.multiple(Scheduler, **{{name: timed(vars(Scheduler)[name], spent) for name in names}})
-result = []
 with runner.applied(False), patched:
     known = releases.lacking()
-    for lacks, wanted in ((known, bool), (known, of_several), (known.union({left_out!r}.split()), bool)):
-        measured(10**6, 10, lacks, bool)
-        result.append(measured(0, {schedules}, lacks, wanted))
+    measured(range(10**6, 10**6 + 10))
+    result = measured(range({schedules}))
 """
-#: {what: times the scheduler's own time at most}
-KINDS = {"all options": 3.5, "several groups or ranks": 4, "one group, one rank": 3}
 #: Steps after which memory is measured. The first ones fill caches and the allocator.
 FEW, MANY = 10_000, 40_000
 #: As a night's run is: with the fixes, in mode `check`.
@@ -87,14 +78,8 @@ with runner.quiet():
 def measure() -> Iterator[Row]:
     fresh, path = Fresh(limit=None), str(RELEASES / "0.5.6")
     for connector, release in (("v1", "0.5.6"), ("mp", "0.5.6"), ("mp-in-tree", "0.4.6")):
-        own = str(RELEASES / release)
-        code = SPEED.format(path=own, connector=connector, left_out=ONE_GROUP, schedules=SCHEDULES)
-        for (what, most), found in zip(KINDS.items(), fresh(code), strict=True):
-            if found is None:  # this connector has too few of them
-                continue
-            rate, times = found
-            context = f"{rate:.0f} steps/s"
-            yield Row(f"lab fuzz, {connector}, {what}", times, "x the scheduler's time", context, at_most=most)
+        rate, times = fresh(SPEED.format(path=str(RELEASES / release), connector=connector, schedules=SCHEDULES))
+        yield Row(f"lab fuzz, {connector}", times, "x the scheduler's time", f"{rate:.0f} steps/s", at_most=3.5)
     for connector in ("v1", "mp"):
         (before, _), (after, rate) = fresh(MEMORY.format(path=path, connector=connector, few=FEW, many=MANY))
         context = f"{before:.0f} MiB after {FEW}; {rate:.0f} steps/s in check"

@@ -6,7 +6,6 @@ stopped, without the time that it waits, and the processor time that the engine'
 """
 
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from unittest import mock
 
 from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import inject, looking, ptrace
-from tests.bench.row import Row
+from tests.bench import Row
 from tests.engine import start
 
 LOOKS = 1000
@@ -60,7 +59,6 @@ def _waited(threads: Iterable[int]) -> float:
 
 def measure() -> Iterator[Row]:
     looks: list[Look] = []
-    outside: list[float] = []
     seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="kvfix-bench-") as place, start.server() as transfer:
         folder = Path(place)
@@ -77,14 +75,12 @@ def measure() -> Iterator[Row]:
                 looker.look()  # brings the modules
                 for file in (stopped, run):
                     file.write_text("")
-                outside.append(_seconds())
                 seconds.append(time.monotonic())
                 while len(looks) < LOOKS:
                     now = time.monotonic()
                     looks.append(looker.look())
                     time.sleep(max(0.0, now + PAUSE - time.monotonic()))
                 seconds.append(time.monotonic())
-                outside.append(_seconds())
             finally:
                 (folder / "stop").touch()
 
@@ -111,10 +107,3 @@ def measure() -> Iterator[Row]:
     shares = [100 * sum(each) / whole for each in (stops, runs)]
     context = f"stopped {shares[0]:.3f}, at work {shares[1]:.3f} in {len(runs)} runs, of {whole:.0f} s"
     yield Row("stopped by looks, or at work for them", sum(shares), "%", context, 1)
-    yield Row("a look, outside of the engine", 1000 * (outside[1] - outside[0]) / LOOKS, "ms of a core", "", 20)
-
-
-def _seconds() -> float:
-    """Return the processor seconds of the looker and its ended children."""
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)

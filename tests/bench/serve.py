@@ -10,22 +10,20 @@ wait for one another spin, and two servers would then measure that more than kvf
 
 import json
 import random
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import permutations
-from math import inf, sqrt
+from math import sqrt
 from pathlib import Path
 from statistics import geometric_mean, median, stdev
 
-import httpx
-
 from kvfix_tools.diagnose.diagnosis import diagnosed
-from kvfix_tools.roundtrip.real_engine import MODEL, api_server, in_process, wait_for, write_tokenizer
-from tests.bench.row import Row
-from tests.conftest import PLUGIN, clean_environment
-from tests.engine import pd
+from kvfix_tools.roundtrip.real_engine import MODEL, in_process
+from tests.bench import Row
+from tests.engine.vllm_server import Server, ask_all
 
 #: Prompts for the server in mode `strict`.
 PROMPTS = 96
@@ -34,9 +32,9 @@ PROMPTS = 96
 SHORT, TURNS = 16, 60
 #: Tokens of a prompt, and that are generated for it. 32 blocks of 32 tokens hold three such requests.
 INPUT, OUTPUT = 300, 40
-SIZES = ["--block-size", "32", "--num-gpu-blocks-override", "33", "--max-model-len", "1024"]
-SIZES += ["--distributed-executor-backend", "uni", "--max-num-batched-tokens", "352", "--no-scheduler-reserve-full-isl"]
+SIZES = {"num-gpu-blocks-override": 33, "max-num-batched-tokens": 352}
 
+PREEMPTIONS = "vllm:num_preemptions_total"
 #: Percent of the time that kvfix may take, in each mode.
 BUDGET = {"fix": 1, "check": 3}
 #: The servers, in each order. One that has just run is faster than one that rested.
@@ -46,32 +44,29 @@ ORDERS = list(permutations(("", *BUDGET)))
 def measure() -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="kvfix-bench-") as place, ExitStack() as stack:
         folder = Path(place)
-        (folder / "config.json").write_text(json.dumps(MODEL))
-        write_tokenizer(folder)
         (folder / "metrics").mkdir()
-        with server(folder, "strict", PROMETHEUS_MULTIPROC_DIR=str(folder / "metrics")) as port:
-            answered, _ = ask(port, PROMPTS, seed=0)
-            fixes = [line for line in metrics(port).splitlines() if line.startswith("kvfix_fixes{")]
-            assert any('code="KVF013"' in line and 'verdict="applied"' in line for line in fixes), fixes
-            context = f"{preemptions(port)} preemptions, {PROMPTS} requests"
+        with running(folder, "strict", PROMETHEUS_MULTIPROC_DIR=str(folder / "metrics")) as server:
+            answered, _ = ask(server, PROMPTS, seed=0)
+            assert server.metric("kvfix_fixes", code="KVF013", verdict="applied") > 0
+            context = f"{server.metric(PREEMPTIONS):.0f} preemptions, {PROMPTS} requests"
         yield Row("vllm serve in strict, succeeded", answered, "requests", context, at_least=PROMPTS)
         times = {"KVFIX_TEST_TIMES": "1"}
-        ports = {mode: stack.enter_context(server(folder, mode, **(times if mode else {}))) for mode in ORDERS[0]}
-        took: dict[str, list[float]] = {mode: [] for mode in ports}
+        servers = {mode: stack.enter_context(running(folder, mode, **(times if mode else {}))) for mode in ORDERS[0]}
+        took: dict[str, list[float]] = {mode: [] for mode in servers}
         before = dict.fromkeys(BUDGET, 0.0)
         for turn in range(-1, TURNS):
             for mode in ORDERS[turn % len(ORDERS)]:
-                answered, seconds = ask(ports[mode], SHORT, seed=turn + 1)
+                answered, seconds = ask(servers[mode], SHORT, seed=turn + 1)
                 assert answered == SHORT
                 if turn >= 0:
                     took[mode].append(seconds)
             if turn < 0:
-                before = {mode: own_seconds(folder, mode) for mode in BUDGET}
-        for port in ports.values():
-            assert preemptions(port) > 0, "no request was preempted: it tests nothing"
+                before = {mode: own_seconds(servers[mode]) for mode in BUDGET}
+        for server in servers.values():
+            assert server.metric(PREEMPTIONS) > 0, "no request was preempted: it tests nothing"
         speed = f"{SHORT / median(took['']):.1f} requests/s without kvfix"
         for mode, percent in BUDGET.items():
-            own, all_of_it = own_seconds(folder, mode) - before[mode], sum(took[mode])
+            own, all_of_it = own_seconds(servers[mode]) - before[mode], sum(took[mode])
             context = f"{own:.2f} s of {all_of_it:.0f} s in which requests ran"
             yield Row(f"vllm serve in {mode}, kvfix itself", 100 * own / all_of_it, "%", context, at_most=percent)
             ratios = [
@@ -83,18 +78,18 @@ def measure() -> Iterator[Row]:
             yield Row(f"vllm serve in {mode}, throughput", geometric_mean(ratios), "of it", context, at_least=least)
 
 
-def ask(port: int, prompts: int, seed: int) -> tuple[int, float]:
+def ask(server: Server, prompts: int, seed: int) -> tuple[int, float]:
     """Return the number of answered requests, and the seconds of all."""
     drawn = random.Random(seed)
     requests = [(drawn.choices(range(MODEL["vocab_size"]), k=INPUT), OUTPUT) for _ in range(prompts)]
     start = time.perf_counter()
-    answers = pd.ask_all(f"http://127.0.0.1:{port}", requests)
+    answers = ask_all(server.url, requests)
     return prompts - answers.count(None), time.perf_counter() - start
 
 
-def own_seconds(folder: Path, mode: str) -> float:
+def own_seconds(server: Server) -> float:
     """Return the seconds that all wrappers in the server's EngineCore have taken."""
-    lines = [json.loads(line) for file in folder.glob(f"report-{mode}.*") for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for file in server.folder.glob("report.*") for line in file.read_text().splitlines()]
     return max((line["seconds"] for line in lines if line["what"] == "own"), default=0.0)
 
 
@@ -103,29 +98,13 @@ def in_all_orders(runs: list[float]) -> list[float]:
 
 
 @contextmanager
-def server(folder: Path, mode: str, weights: str = "dummy", **settings: str) -> Iterator[int]:
-    """A server that answers, in this mode of kvfix; "": without it. Its port. weights: `--load-format`. settings: of
-    its environment."""
-    environment = clean_environment(
-        PLUGIN,
-        KVFIX_TEST_REPORT=str(folder / f"report-{mode}"),
-        KVFIX_DUMP_DIR=str(folder / "dumps"),
-        **({"KVFIX": mode} if mode else {}),
-        **settings,
-    )
-    log = folder / f"log-{mode}"
-    options = ["--load-format", weights, *SIZES, "--kv-transfer-config", json.dumps(in_process(64))]
-    with api_server(folder, log, options, environment) as (port, process):
-        assert wait_for("Application startup complete", log, process, inf), log.read_text()[-3000:]
-        yield port
-        assert "SUMMARY" not in log.read_text()
-        assert diagnosed(log.read_bytes()).findings == []
-
-
-def metrics(port: int) -> str:
-    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=600).text
-
-
-def preemptions(port: int) -> int:
-    lines = [line.split() for line in metrics(port).splitlines()]
-    return sum(int(float(line[-1])) for line in lines if line and line[0].startswith("vllm:num_preemptions_total"))
+def running(folder: Path, mode: str, **settings: str) -> Iterator[Server]:
+    """A server that answers, in this mode of kvfix; "": without it. settings: of its environment."""
+    server = Server(
+        folder / (mode or "plain"), in_process(64), mode, ["--no-scheduler-reserve-full-isl"], subprocess.Popen,
+        KVFIX_TEST_REAL_CONNECTOR="", **settings,
+    )  # fmt: skip
+    with server.running(**SIZES):
+        yield server
+        assert "SUMMARY" not in server.log.read_text()
+        assert diagnosed(server.log.read_bytes()).findings == []

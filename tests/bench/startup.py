@@ -1,14 +1,13 @@
 """The start of a process: `kvfix.apply()` by itself, and all of kvfix while the modules of an engine are imported."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from statistics import median
 from time import perf_counter
 
-from tests.bench.row import Row
-from tests.conftest import clean_environment
+from tests.bench import Row
+from tests.conftest import Fresh, clean_environment
 
 PAIRS = 25
 IMPORTS = 3
@@ -16,7 +15,6 @@ IMPORTS = 3
 #: Processor time in kvfix, and of the whole process. Every entry of kvfix is timed: two processes would differ by more
 #: than kvfix takes.
 WHOLE = """
-import json
 from time import thread_time
 from tests.engine.plugin.kvfix_engine_times import timed
 
@@ -29,7 +27,7 @@ for name in ("_settle", "_is_target"):
     setattr(activation, name, timed(getattr(activation, name), own))
 import vllm.v1.core.sched.scheduler, vllm.v1.engine.core
 import lmcache.integration.vllm.vllm_v1_adapter, lmcache.v1.cache_engine
-print(json.dumps([sum(own), thread_time() - started]))
+result = [sum(own), thread_time() - started]
 """
 
 
@@ -40,7 +38,7 @@ def measure() -> Iterator[Row]:
         with_kvfix.append(run("import kvfix; kvfix.apply()"))
     added = median(with_kvfix) - median(bare)
     yield Row("import kvfix; kvfix.apply()", added, "ms", f"python -c pass {median(bare):.1f} ms", at_most=15)
-    figures = [whole() for _ in range(IMPORTS)]
+    figures = [Fresh(limit=None)(WHOLE) for _ in range(IMPORTS)]
     share = median(own / (total - own) * 100 for own, total in figures)
     total = median(total for _, total in figures)
     context = f"imports of vLLM's scheduler and core and of LMCache's adapter and engine, {total:.1f} s of a core"
@@ -51,10 +49,3 @@ def run(code: str) -> float:
     start = perf_counter()
     subprocess.run([sys.executable, "-c", code], env=clean_environment(), check=True)
     return (perf_counter() - start) * 1000
-
-
-def whole() -> tuple[float, float]:
-    """Processor seconds of kvfix and of all."""
-    done = subprocess.run([sys.executable, "-c", WHOLE], env=clean_environment(), check=True, capture_output=True)
-    own, total = json.loads(done.stdout.splitlines()[-1])
-    return own, total

@@ -6,7 +6,7 @@ and ends eight store jobs), or with NixlConnector (a lease). A real step takes m
 
 from collections.abc import Iterator
 
-from tests.bench.row import Row
+from tests.bench import Row
 from tests.conftest import RELEASES, Fresh
 
 CASE = """

@@ -10,7 +10,7 @@ import pytest
 from kvfix_tools.diagnose import diagnosis, ledger_events, line_scanner
 from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
-from tests.bench.engine_logs import FIXTURES, lives
+from tests.bench.diagnose import FIXTURES, lives
 
 #: Code, which is never a part of a log: `kept` does not count it.
 CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)
@@ -52,7 +52,7 @@ def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> N
     counted: list[int] = []
     size = 0
     for part in range(10):
-        parts = [lives(name, 1 << 20, fresh=True, first=part * 100) for name in FIXTURES if "crash" not in name]
+        parts = [lives(name, 1 << 20, first=part * 100) for name in FIXTURES if "crash" not in name]
         for block in chain(*parts, requests(part * 3000, 3000)):
             size += len(block)
             for line in scanner.scan(block):
@@ -65,7 +65,7 @@ def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_crashes_without_end() -> None:
     log, scanner = diagnosis.Diagnosis(), line_scanner.Scanner()
-    for life in lives("crash-0.3.10", 36 << 20, fresh=True):
+    for life in lives("crash-0.3.10", 36 << 20):
         for line in scanner.scan(life):
             log.take(line)
     assert FINDINGS <= len(log._found) < FINDINGS + 10

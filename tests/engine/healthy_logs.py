@@ -10,10 +10,9 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.conftest import RELEASES
 from tests.diagnose.lines import diagnose_files
@@ -24,46 +23,28 @@ from tests.engine.test_bugs import ABORT, ONE
 WORKLOADS: dict[str, dict[str, Any]] = {
     "preemptions": {"rounds": [CROWD, CROWD]},
     "long prompts": {"rounds": [REPORT, REPORT, REPORT]},
-    "aborts": {"rounds": [[(ONE, 5)], [(ONE, 5)], [(ONE, 5)]], "abort": ABORT, "abort_before": 1},
+    "aborts": {"rounds": [[(ONE, 5)], [(ONE, 5)], [(ONE, 5)]], "before": {1: [["abort_waiting", ABORT]]}},
     "two ranks": {"rounds": [CROWD, CROWD], "engine": {**start.ENGINE, "tensor_parallel_size": 2}},
 }
-#: In process with these, and in the multi-process mode with the newest. Those before 0.5.5 warn that they guess the
-#: layout of this vLLM (KVD777): theirs is not a healthy log.
-IN_PROCESS = ("0.5.6", "0.5.5")
+#: The multi-process mode with the newest LMCache, and in process. Those before 0.5.5 warn that they guess the layout of
+#: this vLLM (KVD777): theirs is not a healthy log.
+CONNECTORS = (("mp", "0.5.6"), ("v1", "0.5.6"), ("v1", "0.5.5"))
 
 
-class Case(NamedTuple):
-    connector: str
-    lmcache: str
-    workload: str
-    level: str
-    mode: str
-
-    def __str__(self) -> str:
-        return "-".join(self).replace(" ", "_")
-
-
-def cases() -> Iterator[Case]:
-    connectors = [("mp", IN_PROCESS[0]), *(("v1", each) for each in IN_PROCESS)]
-    drawn = itertools.product(("DEBUG", "INFO"), WORKLOADS, ("fix", "check"), connectors)
-    return (Case(connector, lmcache, workload, level, mode) for level, workload, mode, (connector, lmcache) in drawn)
-
-
-def run(case: Case, folder: Path) -> dict[str, Any]:
+def run(folder: Path, level: str, workload: str, mode: str, connector: str, lmcache: str) -> dict[str, Any]:
     """Return the findings in the logs of this engine and its server, and True if the engine worked."""
-    logs = [folder / "log", folder / "server.log"][: 2 if case.connector == "mp" else 1]
-    levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level}
+    mp = connector == "mp"
+    logs = [folder / "log", folder / "server.log"][: 1 + mp]
+    levels = {"LMCACHE_LOG_LEVEL": level, "VLLM_LOGGING_LEVEL": level}
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        mp = case.connector == "mp"
-        transfer = stack.enter_context(start.server(log=logs[1], **levels)) if mp else start.v1(64)
+    with start.server(log=logs[1], **levels) if mp else nullcontext(start.v1(64)) as transfer:
         ran = start.run(
-            folder, True, transfer, mode=case.mode, lmcache=RELEASES / case.lmcache, environment=levels,
-            forked=False, **WORKLOADS[case.workload],
+            folder, True, transfer, mode=mode, lmcache=RELEASES / lmcache, environment=levels,
+            forked=False, **WORKLOADS[workload],
         )  # fmt: skip
     whole = diagnose_files(*logs)
     return {
-        "case": str(case),
+        "case": folder.name,
         "healthy": ran.written is not None and ran.count("load") > 0,
         "lines": sum(path.read_bytes().count(b"\n") for path in logs),
         "lookups": whole.counts["asked"] + whole.counts["mp_prefetched"],
@@ -77,8 +58,10 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.healthy_logs", description=__doc__)
     parser.add_argument("folder", type=Path)
     folder, wrong = parser.parse_args(arguments).folder, 0
-    for number, case in enumerate(cases()):
-        ran = run(case, folder / f"{number:02}-{case}")
+    cases = itertools.product(("DEBUG", "INFO"), WORKLOADS, ("fix", "check"), CONNECTORS)
+    for number, (level, workload, mode, (connector, lmcache)) in enumerate(cases):
+        words = (level, workload, mode, connector, lmcache)
+        ran = run(folder / "-".join((f"{number:02}", *words)).replace(" ", "_"), *words)
         wrong += bool(ran["findings"]) or not ran["healthy"]
         print(json.dumps(ran), flush=True)
     return int(wrong > 0)

@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import string
+import subprocess
 import sys
 import tarfile
 import threading
@@ -37,14 +38,14 @@ from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import ROOT
 from tests.diagnose.lines import diagnose_files
-from tests.engine import fake_redis, pd, start
-from tests.verify import served
+from tests.engine import fake_redis, start, vllm_server
+from tests.engine.vllm_server import Request, Server
 
 #: Seconds for an answer, and for an engine that was told to end.
 ANSWER, END = 60, 40
 #: Checks of kvfix doctor that say nothing about the planted fault: they are about this machine.
 _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
-REQUESTS: list[pd.Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
+REQUESTS: list[Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
 #: {name in planted_logs.toml: kv_transfer_config}
 TRANSFERS: dict[str, dict[str, Any]] = {
     "v1": real_engine.in_process(64),
@@ -58,7 +59,7 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "nixl": {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"},
     "multi": {"kv_connector": "MultiConnector", "kv_role": "kv_both"},
     "offloading": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
-    "offloading on the CPU": served.OFFLOADING,
+    "offloading on the CPU": vllm_server.OFFLOADING,
 }  # fmt: skip
 
 
@@ -120,56 +121,19 @@ class Case:
 CASES = [Case(name, **row) for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()]
 
 
-class Engine(served.Served):
-    """vLLM's server, as released. For LMCache in process, the plugin puts in a stand-in for the GPU connector."""
-
-    def __init__(self, folder: Path, transfer: str, options: list[str], **environment: str) -> None:
-        super().__init__(folder, "off", transfer, **environment)
-        del self.environment["KVFIX_TEST_REAL_CONNECTOR"]
-        self.options = [*served.Served.options, *options]
-        if "PORT" in environment:
-            self.port = int(environment["PORT"])
-            self.url = f"http://127.0.0.1:{self.port}"
-
-    def begin(self) -> bool:
-        """False if it does not start."""
-        self.start(**served.SIZES)
-        with suppress(AssertionError):
-            self.until_started()
-            return True
-        return False
-
-    def command(self) -> list[str]:
-        return ["vllm", "serve", str(self.folder.parent / "model"), *self.words(served.SIZES)]
-
-    def ask(self, *requests: pd.Request, **more: Any) -> dict[str, Any]:
-        """Return the last answer; {} if there is none."""
-        answer: dict[str, Any] = {}
-        for request in requests:
-            answer = {}
-            with suppress(httpx.HTTPError):
-                answer = pd.post(self.url, request, ANSWER, **more)
-        return answer
-
-    def twice(self) -> None:
-        """Send four prompts of four or more chunks each. Then reset vLLM's prefix cache and send them again."""
-        self.ask(*REQUESTS)
+def ask(server: Server, *requests: Request, **more: Any) -> dict[str, Any]:
+    """Return the last answer; {} if there is none."""
+    answer: dict[str, Any] = {}
+    for request in requests:
+        answer = {}
         with suppress(httpx.HTTPError):
-            httpx.post(f"{self.url}/reset_prefix_cache", timeout=ANSWER)
-        self.ask(*REQUESTS)
+            answer = vllm_server.post(server.url, request, ANSWER, **more)
+    return answer
 
-    def process_named(self, name: str) -> int:
-        """Return the pid that the log has for this process name."""
-        found = re.findall(rf"\({name} pid=(\d+)\)", self.log.read_text())
-        return int(found[-1])
 
-    def end(self) -> None:
-        """As an orderly shutdown: SIGTERM to the API server."""
-        if self.process.poll() is None:
-            with suppress(Exception):
-                os.kill(self.process.pid, signal.SIGTERM)
-                self.process.wait(END)
-        self.kill()
+def process_named(server: Server, name: str) -> int:
+    """Return the pid that the log has for this process name."""
+    return int(re.findall(rf"\({name} pid=(\d+)\)", server.log.read_text())[-1])
 
 
 class Run:
@@ -200,17 +164,34 @@ class Run:
             self.values["SERVER"] = str(transfer["kv_connector_extra_config"]["lmcache.mp.port"])
 
     @contextmanager
-    def running(self, name: str = "engine", **settings: Any) -> Iterator[Engine | None]:
+    def running(self, name: str = "engine", **settings: Any) -> Iterator[Server | None]:
         """Start the engine and yield it, or None if it does not start.
 
         End it afterwards. settings: fields that differ from the case's own.
         """
-        engine = self._engine(replace(self.case, **settings), name)
-        self.doctor(engine.command(), {**os.environ, **engine.environment})
-        try:
-            yield engine if engine.begin() else None
-        finally:
-            engine.end()
+        case = replace(self.case, **settings)
+        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # a stand-in, for LMCache in process
+        words |= {name: self.filled(text) for name, text in case.environment.items()}
+        if case.file is not None:
+            file = self.folder / "lmcache.yaml"
+            file.write_text(self.filled(case.file))
+            words["LMCACHE_CONFIG_FILE"] = str(file)
+        config = case.config()
+        text = config if isinstance(config, str) else json.dumps(config).replace('"$SERVER"', "$SERVER")  # a number
+        engine = Server(self.folder / name, self.filled(text), "off", [*map(self.filled, case.options)], **words)
+        self.logs[name] = engine.log
+        self.doctor(["vllm", "serve", str(self.folder / "model"), *engine.words()], engine.environment)
+        with engine.started():
+            try:
+                engine.until_it_answers()
+            except AssertionError:
+                yield None
+            else:
+                yield engine
+            if engine.process.poll() is None:  # an orderly shutdown: SIGTERM to the API server
+                os.kill(engine.process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    engine.process.wait(END)
 
     def doctor(self, words: list[str], environment: Mapping[str, str]) -> None:
         """Note the problems that kvfix doctor sees before the launch."""
@@ -223,18 +204,6 @@ class Run:
 
     def filled(self, text: str) -> str:
         return string.Template(text).substitute(self.values)
-
-    def _engine(self, case: Case, name: str) -> Engine:
-        words = {name: self.filled(text) for name, text in case.environment.items()}
-        if case.file is not None:
-            file = self.folder / "lmcache.yaml"
-            file.write_text(self.filled(case.file))
-            words["LMCACHE_CONFIG_FILE"] = str(file)
-        config = case.config()
-        text = config if isinstance(config, str) else json.dumps(config).replace('"$SERVER"', "$SERVER")  # a number
-        engine = Engine(self.folder / name, self.filled(text), [*map(self.filled, case.options)], **words)
-        self.logs[name] = engine.log
-        return engine
 
     # Whole cases
 
@@ -249,7 +218,7 @@ class Run:
         for name, fields in (("first", {}), ("engine", second)):
             with self.running(name, **fields) as engine:
                 if engine is not None:
-                    engine.twice()
+                    self.twice(engine)
 
     def server_alone(self) -> None:
         """Only an `lmcache server`, which does not start."""
@@ -269,54 +238,58 @@ class Run:
             assert prefill is not None
             assert decode is not None
             for number, (tokens, count) in enumerate(REQUESTS):
-                params = prefill.ask((tokens, 1), kv_transfer_params=asks).get("kv_transfer_params") or {}
+                params = ask(prefill, (tokens, 1), kv_transfer_params=asks).get("kv_transfer_params") or {}
                 if number and self.case.change:
                     getattr(self, self.case.change)(params, prefill)
-                decode.ask((tokens, count), kv_transfer_params=params)
+                ask(decode, (tokens, count), kv_transfer_params=params)
 
     # While an engine runs
 
-    def twice(self, engine: Engine) -> None:
-        engine.twice()
+    def twice(self, engine: Server) -> None:
+        """Send four prompts of four or more chunks each. Then reset vLLM's prefix cache and send them again."""
+        ask(engine, *REQUESTS)
+        with suppress(httpx.HTTPError):
+            httpx.post(f"{engine.url}/reset_prefix_cache", timeout=ANSWER)
+        ask(engine, *REQUESTS)
 
-    def redis_silent(self, engine: Engine) -> None:
+    def redis_silent(self, engine: Server) -> None:
         self.redis.fault = "silent"
-        engine.twice()
+        self.twice(engine)
 
-    def redis_closes(self, engine: Engine) -> None:
-        engine.ask(*REQUESTS)
+    def redis_closes(self, engine: Server) -> None:
+        ask(engine, *REQUESTS)
         self.redis.fault = "closes"
-        engine.twice()
+        self.twice(engine)
 
-    def disk_deleted(self, engine: Engine) -> None:
-        engine.twice()
+    def disk_deleted(self, engine: Server) -> None:
+        self.twice(engine)
         shutil.rmtree(self.folder / "data/cache")
-        engine.twice()
+        self.twice(engine)
 
-    def rank_killed(self, engine: Engine, name: str = "Worker_TP1") -> None:
-        engine.ask(*REQUESTS)
-        os.kill(engine.process_named(name), signal.SIGKILL)
-        engine.ask(REQUESTS[0])
+    def rank_killed(self, engine: Server, name: str = "Worker_TP1") -> None:
+        ask(engine, *REQUESTS)
+        os.kill(process_named(engine, name), signal.SIGKILL)
+        ask(engine, REQUESTS[0])
 
-    def core_killed(self, engine: Engine) -> None:
+    def core_killed(self, engine: Server) -> None:
         self.rank_killed(engine, "EngineCore")
 
-    def core_paused(self, engine: Engine) -> None:
-        engine.ask(*REQUESTS)
-        paused(engine.process_named("EngineCore"), 25, lambda: engine.ask(REQUESTS[0]))
-        engine.twice()
+    def core_paused(self, engine: Server) -> None:
+        ask(engine, *REQUESTS)
+        paused(process_named(engine, "EngineCore"), 25, lambda: ask(engine, REQUESTS[0]))
+        self.twice(engine)
 
-    def server_paused(self, engine: Engine) -> None:
-        engine.twice()
-        port = self.values["SERVER"]
-        paused(next(pid for pid, each in servers.local() if each.options["port"] == port), 60, engine.twice)
+    def server_paused(self, engine: Server) -> None:
+        self.twice(engine)
+        pid = next(pid for pid, each in servers.local() if each.options["port"] == self.values["SERVER"])
+        paused(pid, 60, lambda: self.twice(engine))
 
     # Between prefill and decode
 
-    def wrong_port(self, params: dict[str, Any], prefill: Engine) -> None:
+    def wrong_port(self, params: dict[str, Any], prefill: Server) -> None:
         params.update(remote_port=real_engine.free_port(), remote_engine_id="9d3c1f0a-0b6e-4a52-8f0e-1f6f0c4d7a11")
 
-    def prefill_killed(self, params: dict[str, Any], prefill: Engine) -> None:
+    def prefill_killed(self, params: dict[str, Any], prefill: Server) -> None:
         if prefill.process.poll() is None:
             prefill.kill()
         params.update(remote_request_id=params.get("remote_request_id"))
@@ -334,7 +307,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     shutil.rmtree(folder / case.name, ignore_errors=True)
     here = folder / case.name
     (here / "data").mkdir(parents=True)
-    served.write_model(folder / "model")
+    vllm_server.write_model(folder / "model")
     (here / "model").symlink_to(folder / "model")
     with ExitStack() as stack:
         this = Run(case, here, stack)

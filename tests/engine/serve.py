@@ -2,13 +2,10 @@
 
 The job has these fields:
 
-- `apply`: mode, or None; `transfer`; `engine`: arguments of LLM; `rounds`: requests of each round; `spoil`
+- `apply`: mode, or None; `transfer`; `engine`: arguments of LLM; `rounds`: requests of each round
+- `before`: {number of a round: what is done before it: [name of a function of this module, more arguments]}
 - optional: `config` of the model, `counters` of vLLM to return
-- `l2`: the L2 of a real `lmcache server`: its `server` (a URL), and the `folder` of its files
 - `calm`, `hard`, `flags`: in place of `rounds`, see `until_told()`
-- `abort`: requests `running` and `waiting`, `extra_args` of the latter, `steps`
-- numbers of rounds: `apply_before` (in this process), `abort_before`, `spoil_from`, `mix_before`, `l2_before`,
-  `one_by_one_in` (each request has a higher priority than the last one, whose load has begun)
 
 A request is a prompt, and the number of tokens to generate. A number as the prompt means that request of the previous
 round, with its answer.
@@ -20,11 +17,14 @@ import signal
 import sys
 import time
 import traceback
-import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from kvfix_tools.roundtrip import real_engine
+
+SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
 
 
 def main(job: dict[str, Any]) -> None:
@@ -41,20 +41,8 @@ def main(job: dict[str, Any]) -> None:
     preempted: list[int] = []
     for number, asked in enumerate(job["rounds"]):
         requests = [(continued(each, requests, rounds), tokens) for each, tokens in asked]
-        if number == job.get("apply_before"):
-            import kvfix
-
-            kvfix.apply()
-        if number == job.get("abort_before"):
-            abort_waiting(llm.llm_engine, job["abort"])
-        if number == job.get("spoil_from"):
-            Path(job["spoil"]).touch()
-        if number in job.get("l2_before", ()):
-            empty_l1(job["l2"])
-        if number == job.get("mix_before"):
-            mix_l2(job["l2"])
-        if number == job.get("one_by_one_in"):
-            one_by_one(llm.llm_engine, requests, Path(job["spoil"]))
+        for name, *arguments in job["before"].get(str(number), ()):
+            globals()[name](llm.llm_engine, *arguments)
         rounds.append(real_engine.generate(llm, requests))
         preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
     ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
@@ -92,8 +80,18 @@ def ask_for_recorders(folder: Path) -> None:
         time.sleep(0.05)
 
 
+def apply(engine: Any) -> None:
+    import kvfix
+
+    kvfix.apply()
+
+
+def spoil(engine: Any) -> None:
+    SPOIL.touch()
+
+
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """One request runs, another waits behind it and is aborted; the first one runs to its end.
+    """The request `running` runs, `waiting` waits behind it and is aborted; the first one runs to its end.
 
     `steps` of each are between these. An engine in another process does not wait for this one: there steps are 0, and
     the plugin holds the engine until the abort is there (`abort_comes_first` of kvfix_engine_hangs.py).
@@ -114,12 +112,12 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
         engine.step()
 
 
-def one_by_one(engine: Any, requests: list[tuple[list[int], int]], spoil: Path) -> None:
-    """Read the begun loads from the file next to `spoil` (plugin/kvfix_engine_hangs.py)."""
+def one_by_one(engine: Any, requests: list[tuple[list[int], int]]) -> None:
+    """Each request has a higher priority than the last one, whose load has begun: plugin/kvfix_engine_hangs.py."""
     for number, (prompt, tokens) in enumerate(requests, 1):
         more = {"priority": len(requests) - number}
         engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, real_engine.greedy(tokens), **more)
-        while not spoil.with_suffix(f".{number}").exists():
+        while not SPOIL.with_suffix(f".{number}").exists():
             time.sleep(0.01)
     while engine.has_unfinished_requests():
         engine.step()
@@ -130,34 +128,27 @@ def l2_options(folder: Path) -> tuple[str, ...]:
     return ("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)}))
 
 
-def empty_l1(job: dict[str, Any]) -> None:
-    """Empty L1, so that later hits come from the L2, which has all chunks."""
+def empty_l1(engine: Any, server: str) -> None:
+    """Empty the L1 of a real `lmcache server` at this URL. Later hits come from its L2, which has all chunks."""
+
+    def status() -> dict[str, Any]:
+        return dict(httpx.get(f"{server}/status", timeout=10).json()["storage_manager"])
+
     idle, until = 0, time.monotonic() + 60
     while idle < 3:  # a key that is taken from the queue is not counted for a moment
         assert time.monotonic() < until, "the L2 still stores"
-        stores = _storage(job)["store_controller"]
+        stores = status()["store_controller"]
         idle = 0 if stores["pending_keys_count"] or stores["in_flight_task_count"] else idle + 1
         time.sleep(0.05)  # the server sends no event: ask again
-    while objects := _storage(job)["l1_manager"]["total_object_count"]:
+    while objects := status()["l1_manager"]["total_object_count"]:
         assert time.monotonic() < until, f"the L1 still has {objects} objects"
-        _asked(job, "/cache/clear", b"{}")
+        httpx.post(f"{server}/cache/clear", json={}, timeout=10).raise_for_status()
 
 
-def _storage(job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = _asked(job, "/status")["storage_manager"]
-    return found
-
-
-def _asked(job: dict[str, Any], path: str, body: bytes | None = None) -> Any:
-    request = urllib.request.Request(job["server"] + path, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
-
-
-def mix_l2(job: dict[str, Any]) -> None:
-    """A negative control: each chunk of the L2 gets the bytes of another one of its size."""
+def mix_l2(engine: Any, folder: str) -> None:
+    """A negative control: each chunk of the L2 in this folder gets the bytes of another one of its size."""
     by_size: dict[int, list[Path]] = {}
-    for file in sorted(Path(job["folder"]).glob("*.data")):
+    for file in sorted(Path(folder).glob("*.data")):
         by_size.setdefault(file.stat().st_size, []).append(file)
     for files in by_size.values():
         contents = [file.read_bytes() for file in files]

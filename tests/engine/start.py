@@ -17,8 +17,7 @@ from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import PLUGIN, clean_environment
-from tests.fork_server import FORK_WORKERS
-from tests.forked import Forked
+from tests.fork_server import FORK_WORKERS, Forked
 
 HERE = Path(__file__).parent
 #: Seconds for a whole engine; it needs one minute, and two or three while others run.
@@ -113,17 +112,16 @@ def run(
     - more: fields of serve.py's job
     """
     folder.mkdir(parents=True, exist_ok=True)
-    spoil = str(folder / "spoil")
     settings = clean_environment(
         *([lmcache] if lmcache else []),
         PLUGIN,
         KVFIX_TEST_REPORT=str(folder / "report"),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
-        KVFIX_TEST_SPOIL=spoil,
+        KVFIX_TEST_SPOIL=str(folder / "spoil"),
         **{FORK_WORKERS: ""},
         **(environment or {}),
     )
-    job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "engine": engine, "spoil": spoil}
+    job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "before": {}, "engine": engine}
 
     def while_it_runs(process: Any) -> None:
         if when is not None:

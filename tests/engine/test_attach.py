@@ -8,15 +8,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from kvfix_tools.look import attach, inject, ptrace
-from kvfix_tools.roundtrip import real_engine
 from tests.bench import serve
 from tests.conftest import release
-from tests.engine import pd, start
+from tests.engine import start
 from tests.engine.start import CROWD, REPORT
+from tests.engine.vllm_server import ask_all
 
 #: Of attach and detach after one another. A hundred take ten minutes.
 PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
@@ -38,6 +37,12 @@ left = [f.name for f in session.wrapped.values() if inspect.getattr_static(f.own
 memory = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
 open(ANSWER, "w").write(json.dumps([left, len(session.wrapped), memory]))
 """
+
+
+def applied(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """Return the codes of applied fixes in all processes."""
+    found = json.loads(capsys.readouterr().out)
+    return {row["code"] for each in found for row in each["rows"] or () if row["verdict"] == "applied"}
 
 
 def wait_for_rounds(folder: Path, kind: str, more: int) -> None:
@@ -77,17 +82,12 @@ def test_it_comes_and_goes_under_load(
     folder = tmp_path / "engine"
     memory: list[dict[int, int]] = []
 
-    def rows(verdict: str) -> set[str]:
-        """Codes, of all processes."""
-        found = json.loads(capsys.readouterr().out)
-        return {row["code"] for each in found for row in each["rows"] or () if row["verdict"] == verdict}
-
     def come_and_go(pid: int) -> None:
         try:
             capsys.readouterr()
             wait_for_rounds(folder, "calm", 2)
             assert attach.attach(pid, "fix", None, False, 120, json=True) == 0
-            assert codes <= rows("applied")
+            assert codes <= applied(capsys)
             (folder / "hard").touch()
             wait_for_rounds(folder, "hard", 2)
             (folder / "hard").unlink()
@@ -101,9 +101,9 @@ def test_it_comes_and_goes_under_load(
                 assert any(wrapped for _, wrapped, _ in found.values())
                 memory.append({each: kilobytes for each, (_, _, kilobytes) in found.items()})
                 assert attach.attach(pid, mode, None, False, 120, json=True) == 0
-                assert codes <= rows("applied")
+                assert codes <= applied(capsys)
             assert attach.status(pid, json=True) == 0
-            assert codes <= rows("applied")
+            assert codes <= applied(capsys)
             (folder / "hard").touch()
             wait_for_rounds(folder, "hard", 1)
         finally:
@@ -131,14 +131,12 @@ def test_it_comes_and_goes_under_load(
 @start.LONG
 def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Requests over HTTP go on meanwhile, and preempt one another."""
-    real_engine.write_model(tmp_path, "float32", {})
-    real_engine.write_tokenizer(tmp_path)
     answers: list[Any] = []
     stop = threading.Event()
 
     def load() -> None:
         while not stop.is_set():
-            answers.append(pd.ask_all(f"http://127.0.0.1:{port}", HARD))
+            answers.append(ask_all(server.url, HARD))
 
     def after(rounds: int) -> None:
         more = len(answers) + rounds
@@ -146,9 +144,8 @@ def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixt
             assert loading.is_alive()
             time.sleep(0.1)
 
-    with serve.server(tmp_path, "", weights="auto") as port:
-        here = psutil.Process().children(recursive=True)
-        (pid,) = (each.pid for each in here if str(port) in each.cmdline())
+    with serve.running(tmp_path, "") as server:
+        pid = server.process.pid
         loading = threading.Thread(target=load, daemon=True)
         loading.start()
         try:
@@ -158,14 +155,12 @@ def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixt
                 after(2)
                 capsys.readouterr()
                 assert attach.status(pid, json=True) == 0
-                found = json.loads(capsys.readouterr().out)
-                rows = [row for each in found for row in each["rows"] or ()]
-                assert "KVF007" in {row["code"] for row in rows if row["verdict"] == "applied"}
+                assert "KVF007" in applied(capsys)
                 assert attach.detach(pid, 120, json=True) == 0
                 after(1)
         finally:
             stop.set()
             loading.join(300)
-        assert serve.preemptions(port) > 0
+        assert server.metric(serve.PREEMPTIONS) > 0
     assert len(answers) >= 7
     assert [at for at, each in enumerate(answers) if each != plain[1]] == []

@@ -55,7 +55,7 @@ def test_preempt_min_retrieve(apply: bool, tmp_path: Path) -> None:
 @APPLY
 def test_aborted_while_waiting_then_max_load_unaligned(apply: bool, tmp_path: Path) -> None:
     transfer = start.v1(64, max_tokens_per_load=128)
-    ran = run(tmp_path, apply, transfer, rounds=ON_TOP, abort=ABORT, abort_before=1)
+    ran = run(tmp_path, apply, transfer, rounds=ON_TOP, before={1: [["abort_waiting", ABORT]]})
     kept = [line for line in ran.notes if line["what"] == "kept"]
     assert any(line["lookups"] for line in kept), "the request that was aborted had no hit"
     left = (kept[-1]["load_specs"], kept[-1]["priorities"], kept[-1]["lookups"])
@@ -85,7 +85,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
     asks = {"kv_transfer_params": {"cached_token_stats": True}}
     abort = {**ABORT, "steps": 0, "running": (prompt(100, 9), 30), "extra_args": asks}
     ran = start.run(
-        tmp_path, apply, newest_server, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
+        tmp_path, apply, newest_server, rounds=[[(ONE, 2)]], before={0: [["abort_waiting", abort]]},
         engine={**start.TWO_PROCESSES, "max_num_seqs": 1}, environment={"KVFIX_TEST_HANG": "abort_comes_first"},
     )  # fmt: skip
     assert died(ran, "Request tracker for request_id") is not apply
@@ -133,7 +133,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
     transfer = start.v1(64, lookup_timeout_ms=300)
     environment = {"KVFIX_TEST_HANG": "lookup_thread_waits", **({} if apply else {"KVFIX": "observe only="})}
     ran = run(
-        tmp_path, apply, transfer, rounds=[CROWD], environment=environment, spoil_from=0,
+        tmp_path, apply, transfer, rounds=[CROWD], environment=environment, before={0: [["spoil"]]},
         when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,
     )  # fmt: skip
     assert ran.answer["rounds"]
@@ -158,7 +158,7 @@ def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path:
         return [[other, preempted], [preempted]]
 
     ran = run(
-        tmp_path, False, start.v1(64), rounds=[*twice(31), *twice(41)], apply_before=2,
+        tmp_path, False, start.v1(64), rounds=[*twice(31), *twice(41)], before={2: [["apply"]]},
         engine={**start.ENGINE, "max_num_batched_tokens": 64},
     )  # fmt: skip
     assert {process["pid"] for process in ran.processes().values()} == {ran.pid}

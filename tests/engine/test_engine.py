@@ -5,6 +5,7 @@ LMCache's GPU connector (plugin/kvfix_engine_stand_ins.py) in the in-process mod
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """The newest LMCache, in mode `check`. In the fifth round the loaded KV is wrong."""
-    rounds = [*ROUNDS, CROWD]
-    folder = tmp_path_factory.mktemp("v1")
-    return start.run(folder, apply=True, transfer=start.v1(64), rounds=rounds, spoil_from=4, mode="check")
+    more: dict[str, Any] = {"rounds": [*ROUNDS, CROWD], "before": {4: [["spoil"]]}, "mode": "check"}
+    return start.run(tmp_path_factory.mktemp("v1"), apply=True, transfer=start.v1(64), **more)
 
 
 @pytest.fixture(scope="module")

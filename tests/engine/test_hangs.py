@@ -1,5 +1,5 @@
 """Hangs planted in a real engine: `kvfix look` explains each in one line where kvfix was not started, and the watchdog
-where it was."""
+where it was. In a healthy engine under load `kvfix look` finds nothing."""
 
 import json
 import os
@@ -7,14 +7,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
-from kvfix.ledger import standstill
-from kvfix.ledger.standstill import Verdict
+from kvfix.ledger import liveness, standstill
+from kvfix.ledger.standstill import Look, Verdict
 from kvfix_tools import recording
 from kvfix_tools.dump import processes
 from kvfix_tools.look import command, lmcache_server, looking
@@ -25,6 +26,8 @@ from tests.engine.start import TWO_PROCESSES, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 #: Seconds for the hang to begin and to be explained.
 LIMIT = 150
+#: At a healthy engine.
+LOOKS = 12
 #: Ten short prompts, and an engine that asks for all of them in one step: its budget is more than their tokens.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
@@ -101,8 +104,8 @@ def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: di
         planted = {"KVFIX_TEST_HANG": what, "KVFIX_TEST_SERVER": " ".join(map(str, servers)), **environment}
         return start.run(
             folder, False, transfer, rounds=hang.rounds, engine={**TWO_PROCESSES, **hang.engine}, environment=planted,
-            when=("Initializing a V1 LLM engine", do), spoil_from=1,
-            **({"one_by_one_in": 1} if what == "locked_out" else {}),
+            when=("Initializing a V1 LLM engine", do),
+            before={1: [["spoil"], *([["one_by_one", BOTH]] if what == "locked_out" else [])]},
         )  # fmt: skip
 
 
@@ -160,3 +163,51 @@ def test_the_watchdog_explains_it(what: str, tmp_path: Path) -> None:
     lines = recording.read(bundle).lines
     assert {each["pid"] for each in lines["stacks"]} == {each["pid"] for each in lines["state"]}
     assert sorted(each["process"] for each in lines["state"]) == ["EngineCore", "VllmWorker-0"]
+
+
+def test_a_healthy_engine(tmp_path: Path) -> None:
+    looks: list[Look] = []
+    decided: list[Look] = []
+    servers: list[dict[str, Any]] = []
+    clients: set[int] = set()
+
+    def do(pid: int) -> None:
+        until = time.monotonic() + 200
+        while time.monotonic() < until and not (looks and _busy(looks[-1])):
+            time.sleep(0.5)
+            looker = looking.Looker(looking.engine_of(pid), full=False)
+            looks[:] = [looker.look()]
+        for _ in range(LOOKS):
+            looks.append(looker.look())
+            if liveness.engines(looks[-1].processes):
+                servers[:] = lmcache_server.of(looks[-1].processes)
+                clients.update(lmcache_server.client_of(each["pid"]) for each in servers)
+        decided.extend(command.enough(looker))
+        (tmp_path / "stop").touch()  # however long the looks take, the engine has requests until now
+
+    with start.server() as transfer:
+        ran = start.run(
+            tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES, forked=False,
+            when=("Initializing a V1 LLM engine", do),
+        )  # fmt: skip
+    assert all(each == ran.answer["rounds"][0] for each in ran.answer["rounds"])
+    inside = [each for each in looks if liveness.engines(each.processes)]
+    assert len(inside) > LOOKS // 2
+    assert sum(map(_busy, inside)) > 2
+    (engine,) = liveness.engines(inside[-1].processes)
+    assert engine.sees_transfers
+    assert [each["class"] for each in engine.connectors] == ["LMCacheMPConnector"]
+    for first, second in pairwise(inside):
+        assert standstill.verdicts([first, second]) == []
+    assert standstill.verdicts(decided) == []
+    (server_of_it,) = servers
+    assert server_of_it["answers"]
+    assert 0 < server_of_it["used_bytes"] < server_of_it["total_bytes"]
+    assert server_of_it["objects"] > 0
+    assert clients - {0}
+    assert clients - {0} <= {each["pid"] for look in inside for each in look.processes}
+    assert f"LMCache server ({server_of_it['pid']}): L1 " in lmcache_server.line(server_of_it)
+
+
+def _busy(look: Look) -> bool:
+    return any(engine.requests for engine in liveness.engines(look.processes))

@@ -23,8 +23,8 @@ from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.look import command, looking
 from kvfix_tools.peer_recordings import Peers
 from kvfix_tools.roundtrip.real_engine import BLOCK, MODEL, prompt
-from tests.engine import pd, start
-from tests.engine.pd import Engine, Pair, Request
+from tests.engine import start, vllm_server
+from tests.engine.vllm_server import Pair, Request, Server, ask, ask_all, post
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -52,7 +52,7 @@ Answers = dict[str, list[list[int]]]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    engine = {name.replace("-", "_"): size for name, size in pd.SIZES.items()}
+    engine = {name.replace("-", "_"): size for name, size in vllm_server.FEW_BLOCKS.items()}
     rounds = list(ROUNDS.values())
     folder = tmp_path_factory.mktemp("plain")
     ran = start.run(folder, False, None, rounds=rounds, engine=engine, environment=start.ONE_PROCESS)
@@ -66,9 +66,10 @@ def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     Decode waits 5 s for the handshake (nixl/base_worker.py 0.32.0:1044), and then its request fails. With other engines
     on the machine this can happen. Then both engines are started again, so that no log has the failure.
     """
+    extra = {"kv_lease_duration": LEASE}
     for _ in range(STARTS):
-        with pd.running(Pair(tmp_path_factory.mktemp("pd"), kv_lease_duration=LEASE)) as pair:
-            answer = pd.ask(pair.url, ROUNDS["load"][0])
+        with vllm_server.pair(tmp_path_factory.mktemp("pd"), "check", kv_connector_extra_config=extra) as pair:
+            answer = ask(pair.url, ROUNDS["load"][0])
             if answer is not None:
                 assert answer == expected["load"][0]
                 yield pair
@@ -77,7 +78,7 @@ def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     pytest.fail(f"prefill did not answer decode's handshake in 5 s, in {STARTS} starts")
 
 
-def findings(engine: Engine) -> set[str]:
+def findings(engine: Server) -> set[str]:
     """Return the findings in its log, after the statistics of the last answer."""
     found: set[str] = set()
 
@@ -90,7 +91,7 @@ def findings(engine: Engine) -> set[str]:
     return found
 
 
-def computed(engine: Engine) -> dict[str, float]:
+def computed(engine: Server) -> dict[str, float]:
     """Tokens of prompts, by where their KV came from."""
     sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
     return {source: engine.metric("vllm:prompt_tokens_by_source_total", source=source) for source in sources}
@@ -100,7 +101,7 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
     """All prompts come by NIXL, byte for byte as many as their blocks have."""
     asked = ROUNDS["load"]
     tokens, blocks = sum(len(each) for each, _ in asked), sum(-(-len(each) // BLOCK) for each, _ in asked)
-    assert pd.ask_all(pair.url, asked[1:]) == expected["load"][1:]
+    assert ask_all(pair.url, asked[1:]) == expected["load"][1:]
     assert computed(pair.prefill) == {"local_compute": tokens, "local_cache_hit": 0, "external_kv_transfer": 0}
     assert computed(pair.decode) == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": tokens}
     assert pair.decode.metric("vllm:nixl_xfer_time_seconds_count") == len(asked)
@@ -132,9 +133,9 @@ def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixtur
     together show it, neither alone."""
     tokens, count = prompt(100, next(SEEDS)), 4
     asked = {"do_remote_decode": True}
-    params = pd.post(pair.prefill.url, (tokens, 1), kv_transfer_params=asked)["kv_transfer_params"]
+    params = post(pair.prefill.url, (tokens, 1), kv_transfer_params=asked)["kv_transfer_params"]
     del params["remote_host"]
-    assert pd.ask(pair.decode.url, (tokens, count), kv_transfer_params=params) is not None
+    assert ask(pair.decode.url, (tokens, count), kv_transfer_params=params) is not None
     files: list[list[Path]] = []
 
     def shows() -> bool:
@@ -152,19 +153,19 @@ def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
     """The negative control: decode is told to read the KV of a prompt as long, and answers something else."""
     (((tokens, count),), (right,)) = ROUNDS["crossed"], expected["crossed"]
     other = prompt(len(tokens), next(SEEDS))
-    params = pd.post(pair.prefill.url, (other, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
-    assert pd.ask(pair.decode.url, (tokens, count), kv_transfer_params=params) not in (None, right)
+    params = post(pair.prefill.url, (other, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
+    assert ask(pair.decode.url, (tokens, count), kv_transfer_params=params) not in (None, right)
 
 
-def killed(pair: Pair, dies: Engine, asked: list[Request], right: list[list[int]]) -> None:
+def killed(pair: Pair, dies: Server, asked: list[Request], right: list[list[int]]) -> None:
     """Decode is stopped, so that prefills end whose KV is still to be read; then one of the two is killed. The client
     gets the right text or an error."""
     ended = "vllm:request_success_total"
     before = pair.prefill.metric(ended)
     with ThreadPoolExecutor(1) as clients:
         pair.decode.signal(signal.SIGSTOP)
-        got = clients.submit(pd.ask_all, pair.url, asked)
-        pair.prefill.until(lambda: pair.prefill.metric(ended) >= before + pd.CLIENTS, "no prefill ends")
+        got = clients.submit(ask_all, pair.url, asked)
+        pair.prefill.until(lambda: pair.prefill.metric(ended) >= before + vllm_server.CLIENTS, "no prefill ends")
         dies.kill()
         if dies is not pair.decode:
             pair.decode.signal(signal.SIGCONT)
@@ -173,7 +174,7 @@ def killed(pair: Pair, dies: Engine, asked: list[Request], right: list[list[int]
     assert None in got.result()
 
 
-def verdicts(engine: Engine) -> list[standstill.Verdict]:
+def verdicts(engine: Server) -> list[standstill.Verdict]:
     return standstill.verdicts(command.enough(looking.Looker(looking.engine_of(engine.process.pid), full=False)))
 
 
@@ -182,7 +183,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
-    assert pd.ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]
+    assert ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]
     # KVD1156: a notice to the killed prefill instance that was not sent yet cannot be sent.
     assert findings(pair.decode) - {"KVD1156"} == {"KVD591", *LOST_HOST}
 
@@ -191,12 +192,11 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
 def test_decode_is_killed(pair: Pair, expected: Answers) -> None:
     """Prefill is started again for this test. It keeps the blocks until the lease ends."""
     pair.prefill.kill()
-    pair.prefill.start()
-    pair.prefill.until_started()
-    assert pd.ask_all(pair.url, ROUNDS["prefill"]) == expected["prefill"]
-    assert findings(pair.prefill) == set()
-    killed(pair, pair.decode, ROUNDS["decode"], expected["decode"])
-    pair.prefill.until(lambda: "Releasing expired KV blocks" in pair.prefill.log.read_text(), "it keeps the blocks")
-    assert verdicts(pair.prefill) == []
-    assert pd.ask(pair.prefill.url, ROUNDS["decode"][0]) == expected["decode"][0]
-    assert findings(pair.prefill) == {"KVD574"}
+    with pair.prefill.running(**vllm_server.FEW_BLOCKS) as prefill:
+        assert ask_all(pair.url, ROUNDS["prefill"]) == expected["prefill"]
+        assert findings(prefill) == set()
+        killed(pair, pair.decode, ROUNDS["decode"], expected["decode"])
+        prefill.until(lambda: "Releasing expired KV blocks" in prefill.log.read_text(), "it keeps the blocks")
+        assert verdicts(prefill) == []
+        assert ask(prefill.url, ROUNDS["decode"][0]) == expected["decode"][0]
+        assert findings(prefill) == {"KVD574"}

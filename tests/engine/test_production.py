@@ -70,7 +70,7 @@ class Engines:
         self.port: int = self.transfer["kv_connector_extra_config"]["lmcache.mp.port"]
         command = servers.running(self.port)
         assert command is not None
-        self.http = f"localhost:{command.options['http-port']}"
+        self.http = f"http://localhost:{command.options['http-port']}"
         self._plain: dict[int, Ran] = {}
 
     def plain(self, job: dict[str, Any]) -> Ran:
@@ -85,11 +85,11 @@ class Engines:
         """After the first round, all hits come from the L2."""
         extra = {f"lmcache.mp.{key}": value for key, value in settings.items()}
         extra |= self.transfer["kv_connector_extra_config"]
-        tier = {"server": f"http://{self.http}", "folder": str(self.folder / "l2")}
-        before = [*range(1, len(job["rounds"]))]
+        before = {number: [["empty_l1", self.http]] for number in range(1, len(job["rounds"]))}
+        before.setdefault(mix_before, []).append(["mix_l2", str(self.folder / "l2")])
         return start.run(
             self.folder / name, True, {**self.transfer, "kv_connector_extra_config": extra}, mode="check",
-            l2=tier, l2_before=before, mix_before=mix_before, **job,
+            before=before, **job,
         )  # fmt: skip
 
 

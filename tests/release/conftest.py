@@ -40,7 +40,10 @@ def checkout(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
-    """Runs a line as a user types it. kvfix is installed as the README says; what it needs comes from pip's index."""
+    """Runs a line as a user types it, which must end with `code`. kvfix is installed as the README says.
+
+    The packages that kvfix needs come from pip's index.
+    """
     place = tmp_path_factory.mktemp("machine")
     home = place / "home"
     home.mkdir()
@@ -51,12 +54,13 @@ def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
         "PATH": os.pathsep.join([str(place / "venv/bin"), "/usr/local/bin", "/usr/bin", "/bin"]),
     }  # fmt: skip
 
-    def run(line: str, folder: Path = home, timeout: int = 300, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+    def run(line: str, folder: Path = home, code: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
             ["bash", "-c", line], cwd=folder, env={**environment, **more}, capture_output=True, text=True,
-            timeout=timeout, check=False,
+            timeout=300, check=False,
         )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
 
-    done = run("pip install --quiet .", folder=checkout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("pip install --quiet .", folder=checkout)
     return run

@@ -79,10 +79,8 @@ def died(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempPath
     (lines,) = (block.text for block in of(DIED) if block.language == "python")
     folder = tmp_path_factory.mktemp("engine")
     (folder / "serve.py").write_text(f"{lines}\n{ENGINE}")
-    off = shell("python serve.py", folder=folder, **engine, KVFIX="off")
-    assert off.returncode == 1, off.stdout + off.stderr
+    off = shell("python serve.py", folder=folder, code=1, **engine, KVFIX="off")
     fixed = shell("python serve.py", folder=folder, **engine)
-    assert fixed.returncode == 0, fixed.stdout + fixed.stderr
     return {"off": off.stderr, "fixed": fixed.stdout + fixed.stderr}
 
 
@@ -114,14 +112,13 @@ def test_the_two_other_ways_reach_the_program(shell: Shell) -> None:
     (both,) = (block.text for block in of(DIED) if "vllm serve" in block.text)
     for line in both.splitlines():
         done = shell(line.replace("vllm serve ...", "python -c 'import os; print(os.environ[\"KVFIX\"])'"))
-        assert (done.returncode, done.stdout) == (0, "fix\n"), done.stderr
+        assert done.stdout == "fix\n", done.stderr
 
 
 def test_the_log_is_diagnosed(shell: Shell, tmp_path: Path) -> None:
     (line,) = (block.text for block in of(ELSE) if block.text.startswith("kvfix-diagnose"))
     (tmp_path / "engine.log").write_bytes(real("crash-0.3.10"))
-    done = shell(line, folder=tmp_path)
-    assert done.returncode == 1
+    done = shell(line, folder=tmp_path, code=1)
     assert "KVD101" in done.stdout
     assert "Do now: kvfix run -- CMD, or kvfix.apply() (KVF001 lookup-cache-ignores-computed)" in done.stdout
 
@@ -130,14 +127,12 @@ def test_the_text_of_the_readme_is_diagnosed_too(shell: Shell, tmp_path: Path) -
     text = of(DIED)[0].text.replace("\n", " ").removesuffix("...") + "cmpl-1"
     where = '  File "/lmcache/integration/vllm/vllm_v1_adapter.py", line 1, in update_state_after_alloc'
     (tmp_path / "engine.log").write_text(f"Traceback (most recent call last):\n{where}\n    assert (\n{text}\n")
-    done = shell("kvfix-diagnose engine.log", folder=tmp_path)
-    assert "KVF001" in done.stdout
+    assert "KVF001" in shell("kvfix-diagnose engine.log", folder=tmp_path, code=1).stdout
 
 
 def test_the_installation_is_asked(shell: Shell, engine: dict[str, str]) -> None:
     assert "`kvfix status` lists the bugs of your releases" in (ROOT / "README.md").read_text()
-    done = shell("kvfix status", **engine)
-    assert done.returncode == 1
+    done = shell("kvfix status", code=1, **engine)
     assert "lmcache 0.3.10" in done.stdout
     assert "to be fixed by kvfix.apply()" in done.stdout
 
@@ -146,13 +141,11 @@ def test_the_patch_is_exported_and_applies(shell: Shell, tmp_path: Path) -> None
     (lines,) = (block.text.splitlines() for block in of(UPSTREAM))
     listed, export = lines
     assert "KVF003" in shell(listed).stdout
-    refused = shell(export, folder=tmp_path)
-    assert refused.returncode == 2
+    refused = shell(export, folder=tmp_path, code=2)
     commands = re.findall(r"git config --global user\.\w+ [A-Z]+", refused.stderr)
     assert len(commands) == 2, refused.stderr
     shell("; ".join(commands).replace("NAME", "'A User'").replace("ADDRESS", "user@example.org"))
-    done = shell(export, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    shell(export, folder=tmp_path)
     (patch,) = (tmp_path / "patches").iterdir()
     assert "Signed-off-by: A User <user@example.org>" in patch.read_text()
     checkout = tmp_path / "LMCache"
@@ -161,8 +154,7 @@ def test_the_patch_is_exported_and_applies(shell: Shell, tmp_path: Path) -> None
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_bytes((RELEASES / "0.5.6" / name).read_bytes())
     shell("git init -q && git add -A && git commit -qm 0.5.6", folder=checkout)
-    applied = shell(f"git am --3way {patch}", folder=checkout)
-    assert applied.returncode == 0, applied.stdout + applied.stderr
+    shell(f"git am --3way {patch}", folder=checkout)
     assert "A User" in shell("git log -1 --format=%an", folder=checkout).stdout
 
 
@@ -170,8 +162,7 @@ def test_the_other_commands_are_there(shell: Shell) -> None:
     for line in "\n".join(block.text for block in of(MORE) if "kvfix" in block.text).splitlines():
         command = re.split(r"\s{2,}", line)[0]
         name = " ".join(word for word in command.split() if word.islower() or word.startswith("--"))
-        done = shell(f"{name} --help")
-        assert done.returncode in (0, 77), f"{line}: {done.stderr}"
+        shell(f"{name} --help")
 
 
 def test_the_targets_of_make_are_there() -> None:

@@ -1,6 +1,7 @@
 """`kvfix status --released`: what the newest releases of a package index have changed. The index is a folder."""
 
 import json
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -60,15 +61,19 @@ def index(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ask(fresh: Fresh, index: Path, more: str = "--json") -> tuple[int, Any, str]:
+def ask(fresh: Fresh, index: Path, code: int, *more: str) -> subprocess.CompletedProcess[str]:
     nowhere = {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "0"}
-    done = fresh.run([*RELEASED, *more.split()], **nowhere, PIP_INDEX_URL=index.as_uri())
-    return done.returncode, json.loads(done.stdout) if "--json" in more and done.stdout else done.stdout, done.stderr
+    done = fresh.run([*RELEASED, *more], **nowhere, PIP_INDEX_URL=index.as_uri())
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def rows_of(fresh: Fresh, index: Path, code: int) -> Any:
+    return json.loads(ask(fresh, index, code, "--json").stdout)
 
 
 def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
-    code, rows, _ = ask(fresh, index)
-    assert code == 0
+    rows = rows_of(fresh, index, 0)
     assert {row["change"] for row in rows} == {"unchanged"}
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.6"), ("vllm", "0.33.0")}
     verdicts = {row["code"]: row["verdict"] for row in rows}
@@ -89,8 +94,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     publish(index, "lmcache", "0.5.7", {ADAPTER: changed, f"{gone.replace('.', '/')}.py": None})
     publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # no release, and so not the newest
     publish(index, "vllm", "0.34.0", {SCHEDULER: "this is no Python"})
-    code, rows, _ = ask(fresh, index)
-    assert code == 1
+    rows = rows_of(fresh, index, 1)
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.34.0")}
     found = {row["code"]: (row["change"], row["verdict"], row["reason"]) for row in rows}
     assert found["KVF003"][:2] == ("changed", "unknown")
@@ -100,8 +104,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     assert found["KVF201"][0] == "unknown"
     assert "cannot be read as Python" in found["KVF201"][2]
     assert found["KVF005"][:2] == ("unchanged", "applicable")
-    code, text, _ = ask(fresh, index, "")
-    assert code == 1
+    text = ask(fresh, index, 1).stdout
     assert "newest lmcache: 0.5.7 (kvfix knows up to 0.5.6)" in text
     assert "KVF003" in text
     assert "KVF005" not in text
@@ -111,16 +114,15 @@ def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
     """Changed code that kvfix knows from another release is recognized."""
     before = (RELEASES / "0.3.10" / ADAPTER).read_text()
     publish(index, "lmcache", "0.5.7", {ADAPTER: before})
-    code, rows, _ = ask(fresh, index)
-    assert code == 1
+    rows = rows_of(fresh, index, 1)
     row = next(row for row in rows if row["code"] == "KVF001")
     assert (row["change"], row["verdict"]) == ("changed", "applicable")
     assert "0.3.10" in row["reason"]
 
 
 def test_without_an_index_it_says_so(fresh: Fresh, tmp_path: Path) -> None:
-    code, text, error = ask(fresh, tmp_path / "nowhere")
-    assert (code, text) == (77, "")
-    assert "pip could not fetch lmcache" in error
-    assert "Traceback" not in error
+    done = ask(fresh, tmp_path / "nowhere", 77, "--json")
+    assert done.stdout == ""
+    assert "pip could not fetch lmcache" in done.stderr
+    assert "Traceback" not in done.stderr
     assert fresh.run([*RELEASED, "--probe"]).returncode == 2

@@ -50,7 +50,7 @@ def test_what_is_compared_at_once_makes_no_difference(monkeypatch: pytest.Monkey
     assert check.run(TorchCopy(check)).verdict == "passed"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: mock.Mock())
     monkeypatch.setattr(torch.cuda, "stream", cuda_stand_in.CUDA.stream)
@@ -70,7 +70,6 @@ def staged(copy: TorchCopy) -> TorchCopy:
     return copy
 
 
-@pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
 @pytest.mark.parametrize(("skip", "loads"), [("none", [2, 2]), ("chunk", [2, 1])])
 def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> None:
@@ -88,7 +87,6 @@ def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> No
         assert stream.kept == []
 
 
-@pytest.mark.usefixtures("no_cuda")
 def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
     """Its content from the previous chunk is copied to the host."""
 
@@ -103,7 +101,6 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
     assert set(check.run(staged(Stale(check))).findings[0].classes) == {"wrong slot"}
 
 
-@pytest.mark.usefixtures("no_cuda")
 def test_what_the_host_does_waits_for_what_its_stream_waits_for() -> None:
     """A stream does not stop the host from writing to a buffer that the stream still reads."""
     stream, done = CudaStream(CUDA), list[str]()
@@ -112,7 +109,6 @@ def test_what_the_host_does_waits_for_what_its_stream_waits_for() -> None:
     assert done == ["wait_event", "synchronize"]
 
 
-@pytest.mark.usefixtures("no_cuda")
 def test_a_stream_of_a_race_is_one_of_cuda() -> None:
     """Its work runs after the current stream's work, which made the operands.
 

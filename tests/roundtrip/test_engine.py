@@ -13,8 +13,7 @@ from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.backends import engine
 from kvfix_tools.roundtrip.backends.engine import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
 from tests.conftest import release
-from tests.fork_server import FORK_WORKERS
-from tests.forked import Forked
+from tests.fork_server import FORK_WORKERS, Forked
 from tests.roundtrip.test_command import output_of
 
 PLAIN: dict[str, Any] = {

@@ -12,8 +12,6 @@ from kvfix_tools.roundtrip.cell_check import everywhere
 from kvfix_tools.roundtrip.element import FIRST, Identity
 from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
-HS = 8
-
 
 def every_identity(seed: int) -> torch.Tensor:
     """[rows, 16] words: four layers, K and V, 64 slots, 3 heads."""
@@ -47,17 +45,12 @@ def test_every_kind_of_float_occurs(name: str) -> None:
         assert bool(((held == 0) & held.signbit()).any())
 
 
-def cache(name: str) -> regions.Region:
-    heads = 1 if LAYOUTS[name].latent else 2
-    geometry = Geometry(LAYOUTS[name], torch.float32, layers=3, blocks=5, block=4, heads=heads, head_size=HS)
-    region = regions.kv_cache(geometry, torch.device("cpu"), seed=1)
-    region.fill(everywhere(FIRST))
-    return region
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_row_lies_where_the_torch_backend_reads_it(name: str) -> None:
-    region = cache(name)
+    heads = 1 if LAYOUTS[name].latent else 2
+    geometry = Geometry(LAYOUTS[name], torch.float32, layers=3, blocks=5, block=4, heads=heads, head_size=8)
+    region = regions.kv_cache(geometry, torch.device("cpu"), seed=1)
+    region.fill(everywhere(FIRST))
     sizes = region.geometry
     of_backend = [paged(tensor, sizes) for tensor in layers(region.typed(), sizes)]
     for at in product(range(3), range(sizes.planes), range(5), range(4), range(sizes.heads)):
@@ -65,10 +58,3 @@ def test_each_row_lies_where_the_torch_backend_reads_it(name: str) -> None:
         number = torch.tensor([Identity(FIRST, layer, kv, block * 4 + offset, head, 0).number()])
         wanted = element.rows(number, sizes.row_words, region.seed)[0]
         assert torch.equal(of_backend[layer][block, offset, kv, head], wanted), at
-
-
-def test_two_kv_heads_make_two_layouts_of_one_shape() -> None:
-    """LMCache PR 4467: nothing about the tensor tells them apart."""
-    packed, inside = cache("packed"), cache("kv-inside")
-    assert packed.geometry.tensor_shape() == inside.geometry.tensor_shape() == (5, 4, 2, 2 * HS)
-    assert not torch.equal(packed.words, inside.words)

@@ -5,7 +5,7 @@ the patch applied, its regression test, kvfix's status, the fix's scenarios and 
 release without the patches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,27 +120,18 @@ def regression_tests(row: upstream.Ready) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def releases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Release]]:
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     """One at a time: each needs almost a gigabyte."""
-    kept: dict[str, Release] = {}
-
-    def of(lmcache: str) -> Release:
-        if lmcache not in kept:
-            close()
-            kept[lmcache] = Release(lmcache, tmp_path_factory.mktemp("unpatched"))
-        return kept[lmcache]
-
-    def close() -> None:
-        while kept:
-            kept.popitem()[1].fork_server.close()
-
-    yield of
-    close()
+    made = Release(request.param, tmp_path_factory.mktemp("unpatched"))
+    yield made
+    made.fork_server.close()
 
 
-@pytest.mark.parametrize("row", PATCHES, ids=IDS)
-def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release], tmp_path: Path) -> None:
-    release, tests = releases(lmcache_of(row)), regression_tests(row)
+@pytest.mark.parametrize(
+    ("release", "row"), [(lmcache_of(row), row) for row in PATCHES], indirect=["release"], ids=IDS, scope="module"
+)
+def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -> None:
+    tests = regression_tests(row)
     assert tests, "a patch has a regression test"
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
     before, found = release.unpatched, release.ask(folder, row.dist, tests, row.code, connectors(row))
@@ -201,3 +192,51 @@ def test_every_fix_has_a_patch_or_a_reason() -> None:
 def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert upstream.export("no-such", tmp_path) == 2
     assert "no patch for 'no-such'. " in capsys.readouterr().err
+
+
+#: If more test files than this import a changed module, only those named after a changed file run.
+MANY = 20
+#: Depends on time, and fails on a busy machine. `python -m maintain.peers` runs it, and again alone where it fails.
+TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
+
+
+def theirs(row: upstream.Ready) -> list[str]:
+    """Upstream's tests of the changed files: those that import one; if they are many, those named after one."""
+    if not released_tests(row).is_dir():
+        return []
+    files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
+    modules = [".".join(file.with_suffix("").parts) for file in files]
+    found = [path for path in peers.importing(row.dist, released_tests(row), modules) if path != TIMED]
+    named = {f"test_{file.stem}" for file in files}
+    return found if len(found) <= MANY else [path for path in found if Path(path).stem in named]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """A process without network for upstream's tests, which look up models."""
+    process = ForkServer(**peers.environment(tmp_path_factory.mktemp("peers")))
+    yield process
+    process.close()
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("row", [row for row in PATCHES if theirs(row)], ids=lambda row: f"{row.slug}-{row.dist}")
+def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -> None:
+    """Upstream's tests of the changed files: those that pass on the release pass with the patch.
+
+    `make peers` runs them: they take a quarter of an hour.
+    """
+    known = peers.baseline(peers.suite(row.dist))["not passed"]
+    patched.copy(row.path, released(row), tmp_path / "released")
+    folder = patched.apply(row.path, released(row), tmp_path / "patched")
+
+    def failing(folder: Path, tests: list[str]) -> set[str]:
+        patched.link(released(row), folder)
+        found = offline(patched.theirs, folder, str(folder), row.dist, tests)
+        assert found, f"{tests} do not run"
+        return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
+
+    for file in {
+        name.partition("::")[0] for name in failing(folder, theirs(row))
+    }:  # one file at a time: some disturb others
+        assert failing(folder, [file]) <= failing(tmp_path / "released", [file])

@@ -22,15 +22,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvfix_tools.roundtrip import real_engine
-from tests.engine import pd, start
-from tests.verify import served, test_compare
-from tests.verify.served import Served
+from tests.conftest import Fresh
+from tests.engine import start, vllm_server
+from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Server
+from tests.verify import test_compare
 
 #: With the exit codes that are right. A bit flip changes one element of all that are loaded: bit 30 is the exponent's
 #: highest, bit 23 its lowest, bit 0 the mantissa's lowest.
@@ -53,9 +55,15 @@ FAULTS = {
 }
 
 
+def verify(*arguments: str) -> tuple[int, str]:
+    """Run `kvfix verify` and return its exit code and output."""
+    done = Fresh(1000).run([sys.executable, "-m", "kvfix_tools.cli", "verify", *arguments])
+    return done.returncode, done.stdout + done.stderr
+
+
 def run(name: str, expected: tuple[int, ...], *arguments: str) -> bool:
     began = time.monotonic()
-    code, text = served.verify(*arguments, "--json")
+    code, text = verify(*arguments, "--json")
     answer = json.loads(text.splitlines()[-1]) if text else {}
     kinds = answer.get("kinds", {}).values()
     sizes = [max(each["largest_difference"].values()) for each in kinds]
@@ -69,51 +77,32 @@ def run(name: str, expected: tuple[int, ...], *arguments: str) -> bool:
 def planted(
     faults: dict[str, tuple[int, ...]],
     folder: Path,
-    arguments: tuple[str, ...] = (),
-    transfer: dict[str, Any] = served.IN_PROCESS,
-    ranks: int = 1,
+    *arguments: str,
+    transfer: dict[str, Any] | None = IN_PROCESS,
+    mode: str = "fix",
+    options: Sequence[str] = (),
     **environment: str,
 ) -> bool:
     """Plant these faults in a server, one after the other. Return True if all answers are right."""
-    results = []
-    with Served(folder / "fixed", "fix", transfer, **environment).running(**{"tensor-parallel-size": ranks}) as server:
-        for fault, expected in faults.items():
-            server.plant(fault)
-            results.append(run(fault, expected, server.url, *arguments))
+    print(f"KVFIX={mode!r}, {transfer and transfer['kv_connector']}:", flush=True)
+    with Server(Path(tempfile.mkdtemp(dir=folder)), transfer, mode, options, **environment).running() as server:
+        results = [plant(server, fault, expected, server.url, *arguments) for fault, expected in faults.items()]
     return all(results)
 
 
+def plant(server: Server, fault: str, expected: tuple[int, ...], *arguments: str) -> bool:
+    server.plant(fault)
+    return run(fault, expected, *arguments)
+
+
 def connectors(folder: Path) -> bool:
+    """LMCacheConnectorV1 as released and with kvfix, LMCacheMPConnector, OffloadingConnector, none."""
     with start.server() as mp:
-        cases: list[tuple[str, str, Any, int]] = [
-            ("LMCacheConnectorV1 as released", "off", served.IN_PROCESS, 1),
-            ("LMCacheConnectorV1 with kvfix", "fix", served.IN_PROCESS, 0),
-            ("LMCacheMPConnector", "off", mp, 0),
-            ("OffloadingConnector", "off", served.OFFLOADING, 0),
-            ("no connector", "off", None, 77),
-        ]
-        results = []
-        for number, (name, mode, transfer, expected) in enumerate(cases):
-            with Served(folder / str(number), mode, transfer).running() as server:
-                results.append(run(name, (expected,), server.url))
-        return all(results)
-
-
-class Pair(pd.Pair):
-    """Prefill and decode instances with a tokenizer."""
-
-    def __init__(self, folder: Path) -> None:
-        served.write_model(folder / "model")
-        self.folder = folder
-        transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
-        self.prefill: Served = Served(folder / "prefill", "off", {**transfer, "kv_role": "kv_producer"})
-        self.decode: Served = Served(
-            folder / "decode", "off",
-            {**transfer, "kv_role": "kv_consumer", "kv_connector": "FaultyNixl",
-             "kv_connector_module_path": "kvfix_engine_verify_nixl"},
-        )  # fmt: skip
-        self.port = real_engine.free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        cases: list[tuple[str, Any, int]] = [
+            ("off", IN_PROCESS, 1), ("fix", IN_PROCESS, 0), ("off", mp, 0), ("off", OFFLOADING, 0), ("off", None, 77),
+        ]  # fmt: skip
+        results = [planted({"": (code,)}, folder, transfer=transfer, mode=mode) for mode, transfer, code in cases]
+    return all(results)
 
 
 KEY = "KVFIX_TEST_API_KEY"
@@ -122,20 +111,16 @@ KEY = "KVFIX_TEST_API_KEY"
 def refusals(folder: Path) -> bool:
     os.environ[KEY] = "secret"
     key = ("--api-key-env", KEY)
-    server = Served(folder / "keyed", "fix", served.IN_PROCESS)
-    server.options = [*Served.options, "--api-key", os.environ[KEY]]
-    server.environment["VLLM_SERVER_DEV_MODE"] = "0"
-    with server.running():
+    keyed = Server(folder / "keyed", IN_PROCESS, "fix", ["--api-key", os.environ[KEY]], VLLM_SERVER_DEV_MODE="0")
+    with keyed.running() as server:
         results = [run("without the key", (2,), server.url), run("without /reset_prefix_cache", (0,), server.url, *key)]
         threading.Thread(target=kill_within_an_answer, args=(server,)).start()
         results.append(run("ends in the middle", (2,), server.url, *key))
-    longer = {**real_engine.in_process(1024), **served.FAULTY}
-    with Served(folder / "longer", "fix", longer).running() as server:
-        results.append(run("no prompt has a whole chunk", (77,), server.url))
-    return all(results)
+    longer = {**real_engine.in_process(1024), **FAULTY}
+    return all(results) & planted({"": (77,)}, folder, transfer=longer)  # no prompt has a whole chunk
 
 
-def kill_within_an_answer(server: Served) -> None:
+def kill_within_an_answer(server: Server) -> None:
     """Kill the server when it computes its third request from now on."""
     before = server.metric("vllm:request_success_total")
     while server.metric("vllm:request_success_total") < before + 3:
@@ -144,13 +129,11 @@ def kill_within_an_answer(server: Served) -> None:
 
 
 def lora(folder: Path) -> bool:
+    """KVFIX=fix, and with KVF017."""
     write_adapter(folder / "adapter")
-    results = []
-    for number, (mode, expected) in enumerate([("fix", 1), ("fix plus=KVF017", 0)]):
-        server = Served(folder / str(number), mode, served.IN_PROCESS)
-        server.options = [*Served.options, "--enable-lora", "--lora-modules", f"adapter={folder / 'adapter'}"]
-        with server.running():
-            results.append(run(f"LoRA, KVFIX={mode!r}", (expected,), server.url, "--model", "adapter"))
+    options = ["--enable-lora", "--lora-modules", f"adapter={folder / 'adapter'}"]
+    ways = [("fix", 1), ("fix plus=KVF017", 0)]
+    results = [planted({"": (code,)}, folder, "--model", "adapter", mode=mode, options=options) for mode, code in ways]
     return all(results)
 
 
@@ -177,31 +160,27 @@ def write_adapter(folder: Path) -> None:
 
 
 def prefill_decode(folder: Path) -> bool:
-    with pd.running(Pair(folder)) as pair:
-        results = []
-        for fault, expected in (("", 0), ("zeros", 1)):
-            pair.decode.plant(fault)  # type: ignore[attr-defined]
-            small = ("--requests", "16", "--seconds", "900")  # NIXL's threads poll, and each takes a core
-            results.append(run(f"NIXL pair {fault}", (expected,), pair.url, "--decode", pair.decode.url, *small))
-        return all(results)
+    faulty = {"kv_connector": "FaultyNixl", "kv_connector_module_path": "kvfix_engine_verify_vllm"}
+    with vllm_server.pair(folder, "off", **faulty) as pair:
+        small = (pair.url, "--decode", pair.decode.url, "--requests", "16", "--seconds", "900")  # NIXL's threads poll
+        results = [plant(pair.decode, fault, (expected,), *small) for fault, expected in (("", 0), ("zeros", 1))]
+    return all(results)
 
 
 def healthy(folder: Path, count: int) -> bool:
     codes: Counter[int] = Counter()
-    with Served(folder / "fixed", "fix", served.IN_PROCESS).running(dtype="bfloat16") as server:
+    with Server(folder / "fixed", IN_PROCESS, "fix").running(dtype="bfloat16") as server:
         ended = threading.Event()
-        others = [threading.Thread(target=other_client, args=(server.url, seed, ended)) for seed in range(2)]
-        for other in others:
-            other.start()
-        try:
-            for number in range(count):
-                code, text = served.verify(server.url)
-                codes[code] += 1
-                print(number, code, text.splitlines()[-1], dict(codes), flush=True)
-        finally:
-            ended.set()
-            for other in others:
-                other.join()
+        with ThreadPoolExecutor(2) as others:
+            for seed in range(2):
+                others.submit(other_client, server.url, seed, ended)
+            try:
+                for number in range(count):
+                    code, text = verify(server.url)
+                    codes[code] += 1
+                    print(number, code, text.splitlines()[-1], dict(codes), flush=True)
+            finally:
+                ended.set()
     return codes[1] == 0
 
 
@@ -210,7 +189,7 @@ def other_client(url: str, seed: int, ended: threading.Event) -> None:
     drawn = random.Random(seed)
     while not ended.is_set():
         prompt = [drawn.randrange(256) for _ in range(drawn.randrange(50, 500))]
-        pd.ask(url, (prompt, drawn.randrange(1, 30)))
+        vllm_server.ask(url, (prompt, drawn.randrange(1, 30)))
         ended.wait(drawn.random())
 
 
@@ -227,17 +206,17 @@ NOISY = {
     "": (0, 77), "last_chunk_wrong": (1,), "other_weights:0.05": (1,),
     **{f"one_bit:{bit}": (0, 1, 77) for bit in range(30, 21, -2)},
 }  # fmt: skip
-PARTIAL = {**served.IN_PROCESS["kv_connector_extra_config"], "lmcache.save_unfull_chunk": True}
+PARTIAL = {**IN_PROCESS["kv_connector_extra_config"], "lmcache.save_unfull_chunk": True}
 TRIALS: dict[str, Callable[..., bool]] = {
     "connectors": connectors,
     "faults": partial(planted, FAULTS),
-    "partial": partial(
-        planted, {"": (0,), "last_partial_chunk_wrong": (1,)}, arguments=("--chunk", str(served.CHUNK)),
-        transfer={**served.IN_PROCESS, "kv_connector_extra_config": PARTIAL},
+    "partial": lambda folder: planted(
+        {"": (0,), "last_partial_chunk_wrong": (1,)}, folder, "--chunk", str(CHUNK),
+        transfer={**IN_PROCESS, "kv_connector_extra_config": PARTIAL},
     ),
     "noisy": partial(planted, NOISY, KVFIX_TEST_NOISE="0.01"),
     "refusals": refusals,
-    "ranks": partial(planted, {"": (0,), "one_rank_wrong": (1,)}, ranks=2),
+    "ranks": partial(planted, {"": (0,), "one_rank_wrong": (1,)}, options=["--tensor-parallel-size", "2"]),
     "lora": lora, "pd": prefill_decode, "healthy": healthy, "noise": noise,
 }  # fmt: skip
 

@@ -16,10 +16,9 @@ WHAT, SERVER = os.environ.get("KVFIX_TEST_HANG", ""), os.environ.get("KVFIX_TEST
 
 
 def plant(connector: Any) -> None:
-    """Into the connector of the role in which it begins; "" plants nothing."""
-    role, planted = PLANTS.get(WHAT, ("", None))
-    if planted is not None and connector.role.name == role:
-        planted(connector)
+    """Call the function WHAT of this module for the connector of the role in which the hang begins."""
+    if connector.role.name == ("SCHEDULER" if WHAT in ("server_stops", "abort_comes_first") else "WORKER"):
+        globals()[WHAT](connector)
 
 
 def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
@@ -84,7 +83,7 @@ def abort_comes_first(connector: Any) -> None:
     EngineCoreProc._process_engine_step = _process_engine_step  # type: ignore[method-assign]
 
 
-def loads_end_together(connector: Any) -> None:
+def locked_out(connector: Any) -> None:
     """Two loads, of which the second is as fast as the first is slow."""
     adapter = connector.worker_adapter
     begin, finished, held = adapter.batched_submit_retrieve_requests, adapter.get_finished, set[str]()
@@ -114,14 +113,3 @@ def hook_waits(connector: Any) -> None:
     reading, _ = os.pipe()
     read, buffer = ctypes.CDLL(None).read, ctypes.create_string_buffer(1)
     _before(connector.worker_adapter, "create_recorded_event", lambda: read(reading, buffer, 1))
-
-
-PLANTS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "lookup_thread_ends": ("WORKER", lookup_thread_ends),
-    "lookup_thread_waits": ("WORKER", lookup_thread_waits),
-    "server_stops": ("SCHEDULER", server_stops),
-    "abort_comes_first": ("SCHEDULER", abort_comes_first),
-    "load_is_lost": ("WORKER", load_is_lost),
-    "hook_waits": ("WORKER", hook_waits),
-    "locked_out": ("WORKER", loads_end_together),
-}

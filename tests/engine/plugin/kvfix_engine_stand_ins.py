@@ -68,18 +68,16 @@ def current_releases(gpu_connector: Any) -> None:
 
 def early_releases(adapter: Any) -> None:
     """0.3: the adapter itself makes engine and connector, and refuses without a GPU."""
-    if not hasattr(adapter, "_init_lmcache_engine") or not hasattr(adapter, "LMCacheEngineBuilder"):
+    if not hasattr(adapter, "_init_lmcache_engine"):
         return
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     torch.cuda.Stream = cuda_stand_in.Stream
 
     def init(config: Any, vllm_config: Any, role: str) -> Any:
+        from lmcache.integration.vllm.utils import create_lmcache_metadata
         from lmcache.v1.gpu_connector import GPUConnectorInterface
 
-        make_metadata = getattr(adapter, "create_lmcache_metadata", None)
-        if make_metadata is None:
-            from lmcache.integration.vllm.utils import create_lmcache_metadata as make_metadata
-        metadata, _ = make_metadata(vllm_config)
+        metadata, _ = create_lmcache_metadata(vllm_config)
         metadata.role = role
         return adapter.LMCacheEngineBuilder.get_or_create(
             adapter.ENGINE_NAME,
@@ -92,12 +90,10 @@ def early_releases(adapter: Any) -> None:
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
-    # What vLLM 0.32's side of the connector asks for and an LMCache of another age does not have.
-    if not hasattr(impl, "register_kv_caches"):
-        # It would look for the tensors in vLLM's forward context, at a name that is gone.
-        impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
-    if not hasattr(impl, "get_kv_events"):
-        impl.get_kv_events = lambda self: []
+    # What vLLM 0.32's side of the connector asks for and an LMCache of another age does not have. It would look for the
+    # tensors in vLLM's forward context, at a name that is gone.
+    impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
+    impl.get_kv_events = lambda self: []
 
 
 def in_tree(connector: Any) -> None:
@@ -124,6 +120,5 @@ def in_tree(connector: Any) -> None:
 
 def patient_pings(module: Any) -> None:
     """A busy machine may take more than 10 s, after which LMCache continues without its server."""
-    send_ping = getattr(module, "send_ping", None)
-    if send_ping is not None:
-        module.send_ping = lambda client, timeout, **more: send_ping(client, timeout=100.0, **more)
+    send_ping = module.send_ping
+    module.send_ping = lambda client, timeout, **more: send_ping(client, timeout=100.0, **more)

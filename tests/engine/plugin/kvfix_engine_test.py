@@ -8,13 +8,14 @@ vLLM's CPU platform: the stand-in is set after LMCache's own import.
 import itertools
 import json
 import os
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
 #: {module: function of kvfix_engine_stand_ins}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
 STAND_INS = {
-    **({} if "KVFIX_TEST_REAL_CONNECTOR" in os.environ else {"lmcache.v1.gpu_connector": "current_releases"}),
+    **({} if os.environ.get("KVFIX_TEST_REAL_CONNECTOR") else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
     "lmcache.integration.vllm.vllm_multi_process_adapter": "patient_pings",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",
@@ -44,7 +45,7 @@ def load() -> None:
         connector = create(*args, **kwargs)
         choice, rows = session.config, [row._asdict() for row in kvfix.status()]
         note("connector", role=connector.role.name, choice=str(choice) if choice else None, status=rows)
-        if "KVFIX_TEST_HANG" in os.environ:
+        if os.environ.get("KVFIX_TEST_HANG"):
             from kvfix_engine_hangs import plant
 
             plant(connector)
@@ -106,37 +107,43 @@ def note(what: str, **more: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def note_grants_and_loads(connector: Any) -> None:
-    """Count on the instance: grants in the scheduler, finished loads in the worker."""
-    granted, finished = connector.update_state_after_alloc, connector.get_finished
+def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
+    """Call `act` with the answer and the arguments of this method, on the instance."""
+    original = getattr(connector, name)
 
-    def update_state_after_alloc(request: Any, blocks: Any, external: int) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
+        act(answer, *args)
+        return answer
+
+    setattr(connector, name, method)
+
+
+def note_grants_and_loads(connector: Any) -> None:
+    """Note grants in the scheduler, and finished loads in the worker."""
+
+    def grant(_: Any, request: Any, blocks: Any, external: int) -> None:
         if external:
             note("grant", tokens=external, request=request.request_id)
-        return granted(request, blocks, external)
 
-    def get_finished(*args: Any, **kwargs: Any) -> Any:
-        sending, receiving = finished(*args, **kwargs)
-        for request in receiving or ():
+    def load(answer: Any, *_: Any) -> None:
+        for request in answer[1] or ():
             note("load", request=request)
-        return sending, receiving
 
-    built, impl = connector.build_connector_meta, getattr(connector, "_lmcache_engine", None)
+    impl = getattr(connector, "_lmcache_engine", None)
     client = getattr(impl, "lookup_client", None)  # in the scheduler only
     kept: list[int] = []
 
-    def build_connector_meta(*args: Any, **kwargs: Any) -> Any:
-        metadata = built(*args, **kwargs)
+    def keep(*_: Any) -> None:
         now = [len(impl.load_specs), len(impl._requests_priority), len(client.reqs_status)]
         if now != kept:
             kept[:] = now
             note("kept", load_specs=now[0], priorities=now[1], lookups=now[2])
-        return metadata
 
+    after(connector, "update_state_after_alloc", grant)
+    after(connector, "get_finished", load)
     if hasattr(impl, "load_specs") and hasattr(client, "reqs_status"):
-        connector.build_connector_meta = build_connector_meta
-    connector.update_state_after_alloc = update_state_after_alloc
-    connector.get_finished = get_finished
+        after(connector, "build_connector_meta", keep)
 
 
 def note_own_time(connector: Any) -> None:
@@ -145,12 +152,10 @@ def note_own_time(connector: Any) -> None:
 
     from kvfix.session import session
 
-    own = OwnTime(function for function in session.wrapped.values() if function._wrappers)
-    built, steps = connector.build_connector_meta, itertools.count(1)
+    own, steps = OwnTime(each for each in session.wrapped.values() if each._wrappers), itertools.count(1)
 
-    def build_connector_meta(*args: Any, **kwargs: Any) -> Any:
+    def step(*_: Any) -> None:
         if next(steps) % 64 == 0:
             note("own", seconds=own.seconds, calls=own.calls)
-        return built(*args, **kwargs)
 
-    connector.build_connector_meta = build_connector_meta
+    after(connector, "build_connector_meta", step)

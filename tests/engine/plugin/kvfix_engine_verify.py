@@ -9,11 +9,12 @@ move K without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "" is
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 
 from kvfix_tools.roundtrip.engine_connector import InProcess
 
@@ -60,7 +61,7 @@ class Faulty(InProcess):
             if len(slots):
                 rows = [rows_of(cache, slots).chunk(2, dim=2) for cache in self.packed.values()]
                 kv = torch.stack([torch.stack(each) for each in rows], dim=1)
-                globals()[name](kv, chunks_of(len(slots)), argument or str(len(loads)))
+                plant(name, kv, argument or str(len(loads)))
                 for cache, layer in zip(self.packed.values(), kv.unbind(1), strict=True):
                     cache[slots // cache.shape[2], :, slots % cache.shape[2]] = torch.cat([*layer], dim=2)
         for cache, packed, blocks in self.blocks(each.slot_mapping for each in loads):
@@ -107,6 +108,14 @@ def chunks_of(tokens: int) -> list[slice]:
     return [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
 
 
+def plant(fault: str, kv: torch.Tensor, argument: str) -> None:
+    chunks = chunks_of(kv.shape[2])
+    if fault not in SOMETIMES:
+        globals()[fault](kv, chunks, argument)
+    elif SOMETIMES[fault](chunks, argument):
+        last_chunk_wrong(kv, chunks, "")
+
+
 # A function below is a fault. It changes `kv` in place: [K and V, layers, tokens, ...] of the loaded chunks. argument:
 # the text after the name and a colon; otherwise the number of requests for which the step loads.
 
@@ -143,11 +152,6 @@ def last_chunk_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
     kv[0, :, chunks[-1]] = kv[0, :, chunks[-1]].flip(1)
 
 
-def last_partial_chunk_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    if not is_whole(chunks[-1]):
-        last_chunk_wrong(kv, chunks, "")
-
-
 def other_weights(kv: torch.Tensor, _: list[slice], share: str) -> None:
     """KV as weights that differ by this share make it."""
     kv *= 1 + float(share) * torch.randn(kv.shape, generator=torch.Generator().manual_seed(0))
@@ -164,13 +168,6 @@ def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
 
 def one_layer_wrong(kv: torch.Tensor, _: list[slice], __: str) -> None:
     kv[0, -1] = kv[0, -1].flip(0)
-
-
-def one_rank_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    if get_tensor_model_parallel_rank() == 1:
-        last_chunk_wrong(kv, chunks, "")
 
 
 def one_bit(kv: torch.Tensor, _: list[slice], bit: str) -> None:
@@ -191,13 +188,10 @@ def zeros(kv: torch.Tensor, _: list[slice], __: str) -> None:
     kv.zero_()
 
 
-def only_one_chunk(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    """Wrong at one border: where exactly one chunk is loaded."""
-    if len(chunks) == 1:
-        last_chunk_wrong(kv, chunks, "")
-
-
-def only_together(kv: torch.Tensor, chunks: list[slice], loads: str) -> None:
-    """Wrong under load: where one step loads for two requests."""
-    if int(loads) > 1:
-        last_chunk_wrong(kv, chunks, "")
+#: {fault: when it is last_chunk_wrong. Its arguments are those of a fault, without `kv`}
+SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
+    "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
+    "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,
+    "only_one_chunk": lambda chunks, _: len(chunks) == 1,  # wrong at one border: exactly one chunk is loaded
+    "only_together": lambda _, loads: int(loads) > 1,  # wrong under load: one step loads for two requests
+}
