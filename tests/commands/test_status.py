@@ -81,7 +81,7 @@ TRANSFER = '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"co
 
 
 @pytest.mark.parametrize(
-    ("named", "config", "expected"),
+    ("named", "config", "environment", "expected"),
     [
         ("NixlConnector", "", "", ({"NixlConnector"}, "--connector")),
         ("", '{"kv_connector": "NixlPushConnector"}', "", ({"NixlConnector"}, "--kv-transfer-config")),

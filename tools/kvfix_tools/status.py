@@ -59,7 +59,9 @@ def status(
     names: Annotated[Names, typer.Argument(metavar="[PID|KVF...]", help=_PID_OR_FIX)] = None,
     json: Json = False,
     everything: Annotated[bool, flag("--all", "Show the row of every fix.")] = False,
-    connector: Annotated[str, value("NAME[,NAME]", "Count only bugs that concern these connectors.")] = "",
+    connector: Annotated[
+        str, value("NAME[,NAME]", "Count only bugs that concern these connectors. Default: $KVFIX_CONNECTOR.")
+    ] = "",
     transfer_config: Annotated[str, value("JSON", _OF_TRANSFER, "--kv-transfer-config")] = "",
     severity: Annotated[str, value("EFFECT", _EFFECT)] = "",
     probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
@@ -142,8 +144,9 @@ def _probed(target: Target) -> applicability.Applicability:
 
 
 def overview(selected: Selected) -> list[str]:
+    """Return at most 24 lines of 80 columns: releases, connector, what kvfix fixes, what it does not fix, SUMMARY."""
     by_state = sorted(selected.rows, key=lambda each: applicability.STATES.index(each[1].verdict), reverse=True)
-    #: The worst row of each fix, whose targets may be in two distributions.
+    # The worst row of each fix, whose targets may be in two distributions.
     worst = {fix.code: (fix, row) for fix, row in by_state if row.verdict in _PRESENT}
     fixed = [(fix, row) for fix, row in worst.values() if row.verdict in ("applicable", "applied")]
     others = [(fix, row) for fix, row in worst.values() if row.verdict not in ("applicable", "applied")]
@@ -157,21 +160,27 @@ def overview(selected: Selected) -> list[str]:
     here = "Is a running engine patched? kvfix status PID"
     if choice:
         here = f"KVFIX={choice!r} is set: kvfix acts in processes that you start from this shell."
-    counts = Counter(row.verdict for _, row in worst.values())
-    words = {"applied": "fixed here", "applicable": "to be fixed by kvfix.apply()", "unknown": "undecided"}
-    summed = [f"{counts[verdict]} {words.get(verdict, verdict)}" for verdict in _PRESENT[::-1] if counts[verdict]]
-    end = ["", here, f"SUMMARY: {', '.join(summed) or 'no known bug'}"]
+    end = ["", here, _summary(Counter(row.verdict for _, row in worst.values()))]
     if others:
         lines += ["", "Not fixed by kvfix.apply():"]
-        room = _LINES - len(lines) - len(end)
-        others.sort(key=lambda each: (EFFECTS.index(each[0].effect), each[1].code))
-        shown = others if len(others) <= room else others[: room - 1]
-        for fix, row in shown:
-            text = f"  {row.verdict:<10} {row.code}  {fix.title}"
-            lines.append(text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4].rsplit(' ', 1)[0]} ...")
-        if len(others) > len(shown):
-            lines.append(f"  and {len(others) - len(shown)} more: kvfix status --all")
+        lines += _not_fixed(others, _LINES - len(lines) - len(end))
     return [*lines, *end]
+
+
+def _not_fixed(others: list[tuple[Fix, FixRow]], room: int) -> list[str]:
+    """Return a line for each bug, the worst effects first, in at most `room` lines."""
+    others.sort(key=lambda each: (EFFECTS.index(each[0].effect), each[1].code))
+    shown = others if len(others) <= room else others[: room - 1]
+    texts = [f"  {row.verdict:<10} {row.code}  {fix.title}" for fix, row in shown]
+    lines = [text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4].rsplit(' ', 1)[0]} ..." for text in texts]
+    left = len(others) - len(shown)
+    return [*lines, f"  and {left} more: kvfix status --all"] if left else lines
+
+
+def _summary(counts: Counter[str]) -> str:
+    words = {"applied": "fixed here", "applicable": "to be fixed by kvfix.apply()", "unknown": "undecided"}
+    summed = [f"{counts[verdict]} {words.get(verdict, verdict)}" for verdict in _PRESENT[::-1] if counts[verdict]]
+    return f"SUMMARY: {', '.join(summed) or 'no known bug'}"
 
 
 def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
