@@ -127,7 +127,7 @@ def test_the_text_of_the_readme_is_diagnosed_too(shell: Shell, tmp_path: Path) -
     text = of(DIED)[0].text.replace("\n", " ").removesuffix("...") + "cmpl-1"
     where = '  File "/lmcache/integration/vllm/vllm_v1_adapter.py", line 1, in update_state_after_alloc'
     (tmp_path / "engine.log").write_text(f"Traceback (most recent call last):\n{where}\n    assert (\n{text}\n")
-    assert "KVF001" in shell("kvfix-diagnose engine.log", folder=tmp_path, code=1).stdout
+    assert "KVF001" in shell("kvfix-diagnose engine.log", folder=tmp_path).stdout
 
 
 def test_the_installation_is_asked(shell: Shell, engine: dict[str, str]) -> None:
@@ -162,7 +162,7 @@ def test_the_other_commands_are_there(shell: Shell) -> None:
     for line in "\n".join(block.text for block in of(MORE) if "kvfix" in block.text).splitlines():
         command = re.split(r"\s{2,}", line)[0]
         name = " ".join(word for word in command.split() if word.islower() or word.startswith("--"))
-        shell(f"{name} --help")
+        shell(f"{name} --help || [ $? = 77 ]")
 
 
 def test_the_targets_of_make_are_there() -> None:
