@@ -17,7 +17,7 @@ from tests.engine import start
 from tests.engine.start import CROWD, REPORT
 from tests.engine.vllm_server import ask_all
 
-#: Of attach and detach after one another. A hundred take ten minutes.
+#: Number of attach and detach pairs. A hundred pairs take ten minutes.
 PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: Whether each wrapped function has its original again, and kilobytes of memory.
+#: This program returns the functions that do not have their original again, and the memory in kilobytes.
 ORIGINALS = """
 import inspect
 import json
@@ -63,7 +63,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize(
     ("version", "server", "codes", "pairs"),
     [
-        # The schedule of the report kills this engine without the fix (test_engine.py).
+        # The requests of LMCache 2158 (REPORT) kill this engine without the fix (test_engine.py).
         ("0.3.10", False, {"KVF001", "KVF002"}, PAIRS),
         pytest.param("0.5.6", False, {"KVF007"}, 1, marks=start.LONG),
         ("0.5.6", True, {"KVF106"}, PAIRS // 3),

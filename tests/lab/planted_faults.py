@@ -1,4 +1,4 @@
-"""Faults planted in one engine of the lab: in its parts, and one and more for each feature that the fuzzer draws."""
+"""Faults planted in one engine of the lab: in its parts, and at least one for each feature that the fuzzer draws."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ row(
     "a_load_is_reported_before_it_is_done", f"{COPIES}.is_done", lambda *_: True, "LAB001 the step reads",
     on=(*OFFLOADING, *SIMPLE),
 )  # fmt: skip
-# the worker does not wait for the copies of blocks that others get
+# the worker does not wait for copies of blocks that vLLM gives to other requests
 row(
     "a_store_is_not_waited_for", "connector.offloading.ranks.0.connector.worker.wait", lambda *_: None,
     "LAB001 the OffloadingConnector stores", on=OFFLOADING,
@@ -80,7 +80,7 @@ def what_a_request_asks_for_is_not_read(engine: Any, on_new_request: Any, reques
 
 @fault("LAB001", "KVR006", "KVR011", at="scheduler.connector.update_state_after_alloc", **LAST)
 def promise_is_granted_to_another(engine: Any, grant: Any, request: Any, blocks: Any, external: int) -> None:
-    """The MultiConnector has another one load than the one that has promised."""
+    """The MultiConnector loads with another connector than the one that has promised."""
     if external:
         engine.scheduler.connector._requests_to_connector[request.request_id] ^= 1
     grant(request, blocks, external)
@@ -101,7 +101,7 @@ def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
 
 
 def promise(name: str, change: Callable[..., Any], *shows: str, **more: Any) -> None:
-    """Register a fault of the hook: it promises otherwise. The lab's wrapper is put around the hook again.
+    """Register a fault: `get_num_new_matched_tokens` changes its promise. The lab wraps the hook again.
 
     change: called with the request, its computed tokens, the promise, and all earlier requests with their preemptions.
     """
@@ -220,7 +220,7 @@ def a_lookup_is_kept(engine: Any, settle: Any) -> None:
 
 @fault("LAB001", "KVR011", on=SIMPLE)
 def a_store_holds_no_blocks(engine: Any) -> None:
-    """Others get the blocks while they are copied."""
+    """Other requests get the blocks while the connector copies them."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     manager = engine.connector.in_scheduler.scheduler_manager
     manager._gpu_block_pool = SimpleNamespace(
@@ -297,7 +297,7 @@ def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer:
 
 @fault("LAB001 the step reads", on=MP, at="scheduler.kv_cache_manager.coordinator.find_longest_cache_hit", **DRAFTS)
 def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> Any:
-    """vLLM drops it for EAGLE, and counts its tokens as computed."""
+    """For EAGLE, vLLM drops the last block of a hit. Here it counts the block's tokens as computed."""
     blocks, hit, more = find(*args)
     return blocks, hit + 16 if hit else 0, more
 

@@ -1,4 +1,4 @@
-"""The element code; and each layout's definition, stated another way: where the torch backend reads a head's row."""
+"""Test the code of elements, and compare each layout with the place at which the torch backend reads a head's row."""
 
 from itertools import product
 
@@ -37,11 +37,11 @@ def test_no_two_words_are_alike_and_a_seed_changes_all() -> None:
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "uint8"])
 def test_every_kind_of_float_occurs(name: str) -> None:
-    """NaN and -0.0 would hide a difference, or show one that is none, if floats were compared."""
+    """A comparison of floats would miss differences (-0.0 and 0.0) and report false ones (NaN)."""
     held = every_identity(0).view(DTYPES[name]).float()
     assert bool(held.isnan().any())
     assert bool((held < 0).any())
-    if DTYPES[name].itemsize < 4:  # of four bytes there are too few here for such a rare one
+    if DTYPES[name].itemsize < 4:  # too few floats of four bytes are here to have -0.0
         assert bool(((held == 0) & held.signbit()).any())
 
 

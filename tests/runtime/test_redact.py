@@ -122,7 +122,7 @@ def corpus() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("words", "secret"), corpus())
 def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
-    """Neither in what the tools print nor in what the engine writes, which does not parse JSON."""
+    """The tools and the engine hide all of it. The engine does not parse JSON."""
     for hide in (redact.text, kvfix.redact.text):
         found = hide(words)
         assert [secret[at : at + 5] for at in range(len(secret) - 4) if secret[at : at + 5] in found] == []
@@ -130,7 +130,7 @@ def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
         assert hide(found) == found
 
 
-#: What begins a secret, or ends none.
+#: Texts that begin a secret, but do not complete one.
 PIECES = [
     "eyJhdX", "eyJaaaaaaaa.", "a-", "1.", "\\", "a=", "a://", "x:", "@", "'a", '"a":', "bearer ", "sk-", "-a", ".-a",
     "--token ", "password='", 'password=\\"', "name: a ", "<a", "<token>", "-u ", "a=[", "a,", "a=b,", "?sig=", " ",

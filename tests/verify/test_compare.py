@@ -38,7 +38,7 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
     "normal": lambda drawn: abs(drawn.gauss(0, 0.02)),
     "lognormal": lambda drawn: drawn.lognormvariate(-4, 2),
     "student with two degrees of freedom": lambda drawn: abs(drawn.gauss(0, 1)) / drawn.expovariate(1) ** 0.5,
-    # An expert of a mixture is chosen by the last bit now and then.
+    # The last bit sometimes makes a mixture of experts choose another expert.
     "jumps": lambda drawn: drawn.random() * (100 if drawn.random() < 0.01 else 1),
     "rarely not exact": lambda drawn: float(drawn.random() < 0.01),
 }
@@ -47,8 +47,8 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
 def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
-    """One run, as rounds.py decides it. wrong: draws the differences of one prompt in twelve, and of fresh ones."""
-    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # alone and at once
+    """Judge one run as rounds.py does. wrong: draws the differences of every twelfth prompt, and of new requests."""
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # a request alone, and among others
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
         return True
@@ -71,7 +71,7 @@ def false_alarms(name: str, runs: int) -> int:
 
 @pytest.mark.parametrize("name", NOISE)
 def test_noise_is_not_called_different(name: str) -> None:
-    """At most one in 10,000 runs; `python -m tests.verify.trials noise` plays 100,000 of each."""
+    """At most one run in 10,000 is a false alarm; `python -m tests.verify.trials noise` plays 100,000 of each."""
     assert false_alarms(name, 2000) == 0
 
 

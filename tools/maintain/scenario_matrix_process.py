@@ -31,7 +31,7 @@ def play(scenario: Scenario) -> dict[str, Any]:
     row |= {"released": released.outcome, "fixed": fixed.outcome}
     if released.outcome == "not-applicable":
         row["why"] = released.message
-    # A bug that has no fix stays. The exception: a bug that has a fix ended the schedule before.
+    # Without a fix, both outcomes are equal, unless another bug, which has a fix, ended the released schedule first.
     good = ("clean", "not-applicable") if scenario.fixes else (expected,)
     as_expected = released.outcome == expected and (fixed.outcome in good or bool(not scenario.fixes and released.also))
     return row | {"as_expected": as_expected}

@@ -1,7 +1,8 @@
 """Report an engine that stands still: its requests wait, and none has made progress for KVFIX_WATCHDOG seconds.
 
-Each process with a connector runs the watchdog in a daemon thread. The watchdog reads from time to time, takes no lock
-and calls no function of the engine. It reports each standstill once. A standstill is one of these, without a break:
+Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals,
+takes no lock and calls no function of the engine. It reports each standstill once. The engine stands still if one of
+these is true for the whole time:
 
 - the main thread is in one call of a hook, or of LMCache while the engine starts
 - requests wait, no request has computed a token or ended, and the workers compute nothing
@@ -139,7 +140,7 @@ class Watchdog:
         # The state and the stacks of this process come last.
         states = [{"kind": "state", **each} for each in reversed(look.processes)]
         path = violations.written(dump.write, "standstill", None, [*states, *stacks])
-        what = " The cause is not known: see its state and stacks."
+        what = " The cause is not known: read the state and the stacks of the engine."
         if found:
             code, name, _, message, now, _ = found[0]
             what = f" {code} {name}: {message}. Do now: {now}."

@@ -1,4 +1,4 @@
-"""Find the engine's objects in this process: on the stack of its main thread, or in a module of vLLM. Also kvfix's own.
+"""Find objects of the engine and of kvfix in this process: on the stack of its main thread, or in a module of vLLM.
 
 EngineCore's loop is on that stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
 engine in the user's own process is on the stack while it computes. Otherwise a variable of the user's program holds the
@@ -83,9 +83,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Return True for a frame of this package (also under another name) or of another package of kvfix, such as its
-    signal handler.
-    """
+    """Return True for a frame of kvfix. `kvfix look` loads this package under another name."""
     package = str(frame.f_globals.get("__package__") or "")
     return package == __package__ or package.startswith("kvfix.")
 

@@ -1,6 +1,6 @@
-"""Closed answers: `on_fault` of the fixes of wrong KV, used if the code of the fix raises.
+"""Closed answers: the `on_fault` of fixes for wrong KV. kvfix uses such an answer if the code of the fix raises.
 
-They promise nothing, store nothing, or report a load as failed. They share no code with the fixes.
+Closed answers promise nothing, store nothing, or report a load as failed. They share no code with the fixes.
 """
 
 import time

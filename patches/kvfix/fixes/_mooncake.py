@@ -11,7 +11,7 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the names of the ended loads of the message that this coroutine sends to a prefill rank.
+    """Return the ids of the requests whose load by this coroutine's message to a prefill rank has ended.
 
     Each message has its own coroutine.
     """

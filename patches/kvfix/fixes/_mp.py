@@ -115,7 +115,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
     connector = owner.__new__(owner)
     vars(connector).update(
         _role=None, request_trackers={}, scheduler_adapter=Adapter(found), vllm_block_size=16, lazy_offload=False,
-        _abandoned_lookups={},  # of patches/upstream/mp-abort-before-alloc
+        _abandoned_lookups={},  # mp-abort-before-alloc in patches/upstream adds this
         _can_store=True, _save_decode_cache=False, _reserve_last_token_for_lookup=False, _hit_alignment_tokens=16,
         _group_tokens_per_block=[16], _mamba_relocation_window=0, _eager_prefetch=False,
         _connector_stats=stubs.Nothing(),

@@ -31,7 +31,7 @@ def scheduler_side(**more: Any) -> Any:
         _reqs_need_send={}, _reqs_need_save={}, _reqs_in_batch=set(), _reqs_not_processed=set(),
         _push_pending_registrations={}, _push_registration_deadlines={}, _push_registration_timeout=1.0,
         _finished_request_blocks={}, _newly_finished_push_blocks={},
-        _registered_prefills={},  # of patches/upstream/nixl-push-second-decode-waits
+        _registered_prefills={},  # nixl-push-second-decode-waits in patches/upstream adds this
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ NEEDS = {
 
 class Scenario(NamedTuple):
     name: str
-    rule: str  # of the contract, which it tests
+    rule: str  # the rule of the contract that the scenario tests
     title: str
     schedule: Sequence[Step]  # methods of `Player`, of the lab's engine or of its connector
     proof: tuple[str, ...] = ("loaded_tokens",)  # counts (request_events.py). If one is 0, the rule was not tested
@@ -100,7 +100,7 @@ SCENARIOS = (
     Scenario("without-prefix-caching", "granted", "vLLM's own prefix cache is off.",
         [store("a", prompt(64)), admit("b", prompt(64), 4), admit("c", prompt(70), 4), run()],
         needs=("uncached",), options={"prefix_caching": False}),
-    Scenario("other-lengths", "granted", "Prompts of one token, around a block, and around two.",
+    Scenario("other-lengths", "granted", "Prompts of one token, and of about one and two blocks.",
         [store("a", prompt(33)),
          *(admit(f"r{tokens}", prompt(tokens), 3) for tokens in (1, 15, 16, 17, 31, 32, 33)), run()]),
     Scenario("hit-then-chunks", "granted", "The tokens after a hit are computed in several steps.",

@@ -1,4 +1,4 @@
-"""The code of the releases: the statements that the grammar reads (`statements.json`), and the checks (`checks.json`).
+"""The logging statements (`statements.json`) and the checks (`checks.json`) of the releases.
 
 Statements give the level of a line, the releases that have a statement at a line number, and samples for tests. Checks
 are the exceptions, assertions and error logs of connectors. For a failure without a record, they give the condition
@@ -19,7 +19,7 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: Minimum number of letters in a text, without its values, to find the text in any function or line.
+#: A text with fewer letters (without its values) does not show its statement, unless its function or line is known.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
@@ -36,7 +36,7 @@ class Statement(NamedTuple):
 
 
 def sample(template: str, value: str = "7") -> str:
-    """Return the printed text with this value for every value."""
+    """Return the text with `value` in every placeholder."""
     return _PLACE.sub(lambda place: "%" if place[0] == "%%" else value, template)
 
 
@@ -153,7 +153,7 @@ def _condition(checks: set[Check]) -> str:
     if len(conditions) != 1:
         return ""
     (holds, condition), *_ = conditions
-    return f", because {'this must hold' if holds else 'this was true'}: `{condition}`"
+    return f", because this was {'false' if holds else 'true'}: `{condition}`"
 
 
 def _releases(name: str, releases: list[str], having: set[str]) -> str:

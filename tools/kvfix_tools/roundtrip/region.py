@@ -133,7 +133,7 @@ def make(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
-    """Make a region with these (sizes, first token) of its parts, for each layer if `layer` is no axis."""
+    """Make a region of `parts`: (sizes, first token). Each layer has these parts if `layer` is not an axis."""
     sections, at = [], BAND
     layers: list[dict[str, int]] = [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
     for sizes, token in parts:

@@ -12,8 +12,9 @@ Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the 
 are too few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. It subtracts
 neither the computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
 
-With a hit of 256 and 336 computed tokens, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right numbers,
-so `update_state_after_alloc` raises. After chunked prefill or a preemption, vLLM can have more tokens than LMCache.
+If the hit is 256 tokens and 336 tokens are computed, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right
+numbers, so `update_state_after_alloc` raises. After chunked prefill or a preemption, vLLM can have more tokens than
+LMCache.
 
 Fix: If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request
 else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.

@@ -38,7 +38,9 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     head.asked = asked
     same = f"the same answer: hit {f.get('hit')}, need to load {f.get('need')}"
-    busy = "" if moving is not None else "; the engine may be busy, because the log has no statistics of vLLM"
+    busy = (
+        "" if moving is not None else "; the engine may be busy: the log has no statistics of vLLM that would show it"
+    )
     return Answer(f"asked at least {POLLS} times in a row with {same}{busy}", sure=moving is not None)
 
 
@@ -51,7 +53,7 @@ def lookups_not_answered(log: Diagnosis, line: LogLine) -> Answer | None:
     if log.counts["lookup_timeout"] < 3:
         return None
     rank = line.fields["rank"]
-    elsewhere = "; a rank on another node never answers: lookup_server_worker_ids: [0] asks rank 0"
+    elsewhere = ". A rank on another node never answers. `lookup_server_worker_ids: [0]` asks only rank 0"
     return Answer(f"rank {rank} did not answer a lookup in time{elsewhere if rank != '0' else ''}")
 
 
@@ -62,7 +64,7 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
         return Answer(f"{f['what']}: {f['error']}")
     if "what" in f:  # an assertion without a text
         return Answer(f"{f['what']}, without a reason", sure=False)
-    # From 0.4.3 on the line with these words is the last line of a traceback.
+    # From 0.4.3 on, the line of this record is the last line of a traceback.
     raised = log.last.get("raised")
     if raised is None or raised.process != line.process:
         return Answer("LMCache failed to start; the beginning of the line is not in the log")
@@ -151,7 +153,7 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 #: All CacheBlend separators of a prompt together have fewer tokens than this. Lookups count them, but stores do not.
-#: CacheBlend loads layer by layer, and logs `out of total` for this.
+#: CacheBlend loads layer by layer, and its line about a load has `out of total`.
 _SEPARATORS = 64
 
 

@@ -35,7 +35,7 @@ class Copies:
         self._fails, self._done = False, nothing
 
     def take(self, handler: Any) -> None:
-        """Make this handler copy here. OffloadingConnector's worker has one handler for each direction."""
+        """Make this handler copy through this object. OffloadingConnector's worker has a handler for each direction."""
         handler._swap_blocks_batch = self._swap
         handler._event_pool = SimpleNamespace(pop=lambda: Event(self), append=nothing, clear=nothing)
 
@@ -76,7 +76,7 @@ class Copies:
 
 
 class Event:
-    """Replaces the GPU's event: the last copy before it was recorded. A stream has the copies of its rank."""
+    """Replaces a GPU's event: it is done when the last copy before `record` is done. A stream has its rank's copies."""
 
     _copy: byte_memory.Copy | None = None
 

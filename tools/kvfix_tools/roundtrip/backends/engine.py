@@ -69,7 +69,9 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
             return f"{name}: {differ} of {len(other['tokens'])} outputs differ from outputs without a connector"
     alike = sum(one == other for one, other in zip(plain["cold"]["tokens"], plain["changed"]["tokens"], strict=True))
     if alike:
-        return f"{alike} outputs do not change with the first tokens, so the model cannot show wrong KV"
+        return (
+            f"{alike} outputs stay the same if kvfix changes the first prompt tokens, so the model cannot show wrong KV"
+        )
     warm = ran["warm"]
     if not warm["hits"]:
         return "warm: no token came from the external cache, so nothing was checked"
@@ -114,8 +116,8 @@ def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> di
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
     if ended.code != 0 or ended.answer is None:
-        code = f"none after {LIMIT} s" if ended.code is None else ended.code
-        raise RuntimeError(f"the engine ended with {code}: {cause(ended.log)}")
+        how = f"did not end within {LIMIT} s" if ended.code is None else f"ended with exit code {ended.code}"
+        raise RuntimeError(f"the engine {how}: {cause(ended.log)}")
     return {**ended.answer, "violations": re.findall(r"SUMMARY: kvfix (.*)$", ended.log, re.MULTILINE)}
 
 
