@@ -50,7 +50,7 @@ def test_an_unknown_failure_is_in_it() -> None:
     assert all(part in text for part in ("KVD199", "mine.OddError: no such thing", "<file>:7 load"))
     assert "/home/ada" not in text
     found = diagnosed(log)
-    assert report_brief.issue(found, found.findings).startswith("# EngineCore died: mine.OddError: no such thing")
+    assert report_brief.issue(found, found.findings).startswith("# EngineCore_DP0 died: mine.OddError: no such thing")
 
 
 SECRETS = [

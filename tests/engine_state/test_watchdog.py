@@ -198,8 +198,8 @@ def test_a_start_that_hangs() -> list[Any]:
     ("engine", "verdict"),
     [
         ("locked_out_engine", "KVD202 nothing-moves: 1 request is loaded and waits behind r, which needs 8 blocks; 4"),
-        ("engine_without_load", "The cause is not known: see its state and stacks."),
-        ("silent_server", "The cause is not known: see its state and stacks."),
+        ("engine_without_load", "The cause is not known: read the state and the stacks of the engine."),
+        ("silent_server", "The cause is not known: read the state and the stacks of the engine."),
     ],
 )
 def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> None:

@@ -44,7 +44,10 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
             for name, each in PLAIN.items()
         ),
         # A model with vLLM's dummy weights gives the same answers to all prompts with the same last token.
-        ({"plain": {**PLAIN, "changed": PLAIN["cold"]}}, "2 outputs do not change with the first tokens"),
+        (
+            {"plain": {**PLAIN, "changed": PLAIN["cold"]}},
+            "2 outputs stay the same if kvfix changes the first prompt tokens",
+        ),
     ],
 )
 def test_judgement(changes: dict[str, Any], text: str) -> None:
@@ -84,7 +87,7 @@ def test_what_is_loaded_is_written_down(request_: Any, tokens: int, tmp_path: Pa
 
 def test_an_engine_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="the engine ended with 1"):
+    with pytest.raises(RuntimeError, match="the engine ended with exit code 1"):
         engine.run_engine(tmp_path, None, "cpu")
 
 

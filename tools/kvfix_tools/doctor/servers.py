@@ -60,6 +60,11 @@ def local() -> Iterator[tuple[int, Command]]:
                 yield process.pid, command
 
 
+def running(port: int) -> Command | None:
+    """Return the command of the `lmcache server` on this machine with this port; None if there is none."""
+    return next((command for _, command in local() if command.number("port", PORT) == port), None)
+
+
 def http_address(given: str, command: Command | None, host: str) -> tuple[str, int] | None:
     """Return the server's HTTP address: from --server-http, else from its command line, else None."""
     if given:
@@ -96,9 +101,7 @@ def inspect(each: Address, http_given: str) -> Server:
     why_not = "the address has no port" if each.port is None else connects(each.host, each.port)
     if each.port is None or why_not:
         return Server(each, why_not, {}, "")
-    is_here = each.host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
-    here = (command for _, command in local() if command.number("port", PORT) == each.port)
-    command = next(here, None) if is_here else None
+    command = running(each.port) if each.host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "") else None
     options: dict[str, Any] = {}
     if command:
         options = {name.replace("-", "_"): value for name, value in command.options.items()}
