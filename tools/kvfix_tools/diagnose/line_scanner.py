@@ -89,10 +89,8 @@ class Scanner:
     def end(self) -> Iterator[LogLine]:
         """Yield the tracebacks that are cut off by the end of the input."""
         for process, raised in self._tracebacks.cut():
-            last, place, number, body = self._placed
-            if process != last:
-                place, number, body = "", self._number, b""
-            yield self._raised(raised, "", process, number, body, place, None)
+            _, place, number, body = self._placed if self._placed[0] == process else ("", "", self._number, b"")
+            yield self._raised({**raised, "level": "", "place": place}, process, number, body, None)
         stack = self._stacks.end()
         if stack is not None:
             yield self._stack(stack, self._number)
@@ -120,19 +118,20 @@ class Scanner:
 
     def _unframed(self, other: Other, number: int, line: bytes, stamp: bytes = b"") -> list[LogLine]:
         found: list[LogLine] = []
-        if other.of_stack or self._stacks.open:
+        may_join = other.may_join or self._tracebacks.open or self._stacks.open
+        if may_join and (other.of_stack or self._stacks.open):
             inside, stack = self._stacks.take(other.body)
             if stack is not None:
                 found.append(self._stack(stack, number))
             if inside:
                 return found
-        inside, raised = self._tracebacks.take(other.process, other.part)
+        inside, raised = self._tracebacks.take(other.process, other.part) if may_join else (False, None)
         if inside:
             self._placed = (other.process, other.place, number, other.body)
         if raised is not None:
-            time = texts.clock(line, self._year, stamp)
-            found.append(self._raised(raised, other.level, other.process, number, other.body, other.place, time))
-        if not inside and other.body.lstrip().startswith(b"assert "):
+            fields = {**raised, "level": other.level, "place": other.place}
+            found.append(self._raised(fields, other.process, number, other.body, texts.clock(line, self._year, stamp)))
+        if may_join and not inside and other.body.lstrip().startswith(b"assert "):
             self._source[other.process] = other.body.strip().decode("utf-8", "replace")
         if not inside and other.found is not None:
             name, fields = other.found
@@ -144,10 +143,7 @@ class Scanner:
             found.append(LogLine(name, fields, time, other.process, self._file, number, other.body[:LONGEST_BODY]))
         return found
 
-    def _raised(
-        self, raised: Fields, level: str, process: str, number: int, body: bytes, place: str, time: float | None
-    ) -> LogLine:
-        fields = {**raised, "level": level, "place": place}
+    def _raised(self, fields: Fields, process: str, number: int, body: bytes, time: float | None) -> LogLine:
         return LogLine("raised", fields, time, process, self._file, number, body[: texts.LONGEST_BODY])
 
     def _stack(self, stack: Fields, number: int) -> LogLine:

@@ -215,9 +215,9 @@ def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
 
 def at(line: LogLine) -> tuple[Problem, ...]:
     """Return the specific records whose signs fit the line, for any connector and release."""
-    fields = line.fields
-    kind, text, source = (fields.get(name, "") for name in ("type", "text", "source"))
-    return _at(line.name, line.body, kind, text, source, tuple(fields.get("frames", ())), bool(fields.get("fault")))
+    get = line.fields.get
+    kind, text, source, frames = get("type", ""), get("text", ""), get("source", ""), tuple(get("frames", ()))
+    return _at(line.name, line.body, kind, text, source, frames, bool(get("fault")))
 
 
 #: Logs repeat. The arguments are everything that `fits` reads from a line.

@@ -135,6 +135,11 @@ class Other:
         return Part(self.body)
 
     @cached_property
+    def may_join(self) -> bool:
+        """True if the line may begin a stack or a traceback, or is a source line of an assertion."""
+        return self.of_stack or self.part.sure or self.body.lstrip().startswith(b"assert ")
+
+    @cached_property
     def level(self) -> str:
         """The level in vLLM's or another logger's prefix; "" if the line has none."""
         if self._head is not None:
@@ -145,7 +150,7 @@ class Other:
         name = other["level"] or other["glog"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
 
-    @property
+    @cached_property
     def place(self) -> str:
         """File and line of vLLM's statement, from its prefix; "" for other loggers."""
         return self._head[2].decode("utf-8", "replace") if self._head is not None else ""
