@@ -119,7 +119,7 @@ class Scanner:
     def _unframed(self, other: Other, number: int, line: bytes, stamp: bytes = b"") -> list[LogLine]:
         found: list[LogLine] = []
         may_join = other.may_join or self._tracebacks.open or self._stacks.open
-        if may_join and (other.of_stack or self._stacks.open):
+        if other.of_stack or self._stacks.open:
             inside, stack = self._stacks.take(other.body)
             if stack is not None:
                 found.append(self._stack(stack, number))
