@@ -66,7 +66,7 @@ CASES = {
         LONG, {"load": 704, "sharer": 256}, [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],
         ({"sharer"}, {"load", "sharer"}), sharer=LONG[:HIT] + prompt(108, 11),
     ),
-    # What is in flight is the first token already. The last case: as released the engine dies of it.
+    # The first token is in flight already. In the last case the engine as released dies of the failed load.
     "short": Case(prompt(200, 3), {"load": 192}, [{"other": 1, "load": 8}, {"other": 1, "load": 1}]),
 }  # fmt: skip
 

@@ -23,7 +23,11 @@ from kvfix_tools.recording import Recording
 
 
 class Judged(NamedTuple):
-    """A finding, and its entry. part: its process, of several. history: (label of a process, entry)."""
+    """A finding, and the entry at which it was found.
+
+    part: the process of the engine, if several were read. history: (label of the process, entry) of each entry, if the
+    finding is about several engines.
+    """
 
     finding: Finding
     entry: Entry

@@ -1,4 +1,8 @@
-"""`kvfix status --released`: show whether the newest LMCache and vLLM have changed the functions that fixes patch."""
+"""`kvfix status --released`: show whether the newest LMCache and vLLM have changed the functions that fixes patch.
+
+pip downloads the wheels with its own settings (index, mirrors, proxies, find-links, certificates). kvfix reads the
+functions from the wheels. It installs nothing and runs no code of the wheels.
+"""
 
 import json as jsonlib
 import subprocess

@@ -90,8 +90,8 @@ def early_releases(adapter: Any) -> None:
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
-    # What vLLM 0.32's side of the connector asks for and an LMCache of another age does not have. It would look for the
-    # tensors in vLLM's forward context, at a name that is gone.
+    # vLLM 0.32's side of the connector calls functions that the early LMCache does not have. The early LMCache would
+    # look for the tensors in vLLM's forward context, under a name that is gone.
     impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     impl.get_kv_events = lambda self: []
 
