@@ -76,7 +76,10 @@ def ready(process: Process) -> dict[str, Any]:
 
 
 def own_text(process: Process, path: Path) -> str:
-    """Read a file of this process. Raise OSError unless its user owns it and its folder, and neither is a link."""
+    """Read a file of this process. Raise OSError unless its user owns it and its folder, and neither is a link.
+
+    The reader may be root. A folder planted by another user must not make it signal a process or show another file.
+    """
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     shared = SharedFolder(folder, process.owner)
     if os.fstat(folder).st_uid != process.owner:
