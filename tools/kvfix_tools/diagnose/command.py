@@ -21,8 +21,6 @@ FORMATS = ("text", "json", "github")
 _CERTAIN = "certain"
 _WORDS = {"wrong" if each is Severity.WRONG else each.word: each for each in Severity if each is not Severity.NOTE}
 FAIL_ON = (_CERTAIN, *_WORDS)
-
-
 #: Minimum size of the input in bytes for a progress bar.
 _LONG = 32 << 20
 _INTERRUPTED = 130

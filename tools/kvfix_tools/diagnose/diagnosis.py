@@ -101,28 +101,32 @@ class Diagnosis:
             before, known.asked = known.asked, line.fields
             if before is line.fields or before == line.fields:  # vLLM asks about a waiting request in every step
                 self.failures.take(line)
-                for rule in self._rules.get(name, ()):
-                    if (answer := rule.look(self, line)) is not None:
-                        self.add(rule, answer, line)
+                self._run(name, line)
                 return
         self.who.take(line)
         self.failures.take(line)
         if name in self.releases.awaited:
             self.releases.take(line)
         make = ledger_events.MAKERS.get(name)
-        events = make(self.ledger, line.fields) if make is not None else ()
-        violated = [each for event in events for each in self._feed(event, line)]
-        self._look(line)
+        violated: list[Finding] = []
+        for event in make(self.ledger, line.fields) if make is not None else ():
+            violated += self._feed(event, line)
+        for note in self._notes.get(name, ()):
+            note(self, line)
+        self._answers(line)
         if violated:
             self._judge(violated, line)
 
     def end(self) -> list[LogFinding]:
         """Run the rules for the end of the log. Return the findings, causes first."""
-        for rule in self._rules.get("", ()):
-            answer = rule.look(self, None)
-            if answer is not None:
-                self.add(rule, answer, None)
+        self._run("", None)
         return self.findings
+
+    def _run(self, kind: str, line: LogLine | None) -> None:
+        """Run the rules for one kind of line that `findings` decides."""
+        for rule in self._rules.get(kind, ()):
+            if (answer := rule.look(self, line)) is not None:
+                self.add(rule, answer, line)
 
     @property
     def findings(self) -> list[LogFinding]:
@@ -174,11 +178,6 @@ class Diagnosis:
         violated = [each for each in judged if each.verdict != "unknown"]
         known.violated += violated[: VIOLATED - len(known.violated)]
         return violated
-
-    def _look(self, line: LogLine) -> None:
-        for note in self._notes.get(line.name, ()):
-            note(self, line)
-        self._answers(line)
 
     def _answers(self, line: LogLine) -> None:
         rules = self._rules.get(line.name, ())
@@ -242,8 +241,7 @@ class Diagnosis:
         if found.first is None:
             found.first = found.last = self._time
         found.history = self.requests.history(request)
-        known = self.requests.get(request)
-        if known is not None:
+        if (known := self.requests.get(request)) is not None:
             found.violated = list(known.violated)
         if self._on_found is not None:
             self._on_found(found)

@@ -155,13 +155,12 @@ def _is_failure(line: LogLine) -> bool:
         return fields["type"] not in TABLES.echoes and not text.startswith(TABLES.echoes)
     if line.name == "died":
         return True
-    # vLLM dumps the input of a failed step as an error, with words such as `num_corrupted_reqs=0`.
-    is_dump = "dump_input.py" in fields["place"]
-    # The API server prints this line above the exception that it has caught.
-    is_heading = b"Engine Exception caught." in line.body
+    if fields["level"] not in ("error", "critical") or _is_dead(line.body):
+        return False
     if fields["logger"] == "vllm" and line.body[:1].isspace():  # a traceback whose beginning is missing
         return False
-    return fields["level"] in ("error", "critical") and not (is_dump or is_heading or _is_dead(line.body))
+    # vLLM logs the input of a failed step as an error, and the API server a line above the exception that it caught.
+    return "dump_input.py" not in fields["place"] and b"Engine Exception caught." not in line.body
 
 
 @lru_cache(maxsize=256)

@@ -56,7 +56,8 @@ class Scanner:
         self._decide(lines)
         self.debug = self.debug or _DEBUG in text
         first, file, headless = self._number, self._file, self._headless or Headless.ALL
-        traces, stacks, behind_frame, parsed = self._tracebacks.open, self._stacks, texts.behind_frame, texts.parsed
+        traces, stacks = self._tracebacks.open, self._stacks
+        behind_frame, parsed, clock = texts.behind_frame, texts.parsed, texts.clock
         looked_at = headless is Headless.WHOLE
         numbers = count(first) if at is None else (first + number for number in at)
         for line, number in zip(lines, numbers, strict=False):
@@ -71,18 +72,21 @@ class Scanner:
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif framed.name:
                     yield _log_line(framed, line, place, file, number)
+                if place >= STAMP and not self._year.isdigit():
+                    self._year = line[place - STAMP :][:4]
             elif looked_at or traces or stacks.open or grammar.in_line(line):
                 other, stamp = parsed(line[:LONGEST_LINE], headless)
-                yield from self._unframed(other, number, line, stamp)
-            if place >= STAMP and not self._year.isdigit():
-                self._year = line[place - STAMP :][:4]
+                if traces or stacks.open or not other.is_alone:
+                    yield from self._unframed(other, number, line, stamp)
+                elif other.found is not None:
+                    name, fields = other.found
+                    time = clock(line, self._year, stamp)
+                    yield LogLine(name, fields, time, other.process, file, number, other.body[:LONGEST_BODY])
         self._number += block.count(b"\n")
 
     def _decide(self, lines: list[bytes]) -> None:
         """Decide which lines without a prefix count. A later block of a stream may change the decision."""
-        now = Headless.ALL
-        if not self.is_own:
-            now = Headless.WHOLE if _are_few_others(lines) else Headless.NONE
+        now = Headless.ALL if self.is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now
 
@@ -136,9 +140,8 @@ class Scanner:
         if not inside and other.found is not None:
             name, fields = other.found
             if name == "raised":
-                asserted = self._source.pop(other.process, "")  # the traceback of this exception is cut off
-                source = asserted if fields["type"] == "AssertionError" else fields["source"]
-                fields = {**fields, "source": source}
+                source = self._source.pop(other.process, "")  # the traceback of this exception is cut off
+                fields = {**fields, "source": source} if fields["type"] == "AssertionError" else fields
             time = texts.clock(line, self._year, stamp)
             found.append(LogLine(name, fields, time, other.process, self._file, number, other.body[:LONGEST_BODY]))
         return found

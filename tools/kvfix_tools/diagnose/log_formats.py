@@ -28,8 +28,6 @@ _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERR
 #: Part of a traceback in one string. Few blocks have one.
 _ESCAPED = b"\\n  File "
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
-
-
 #: Plain lines, and the number of each line in the input; None if the numbers are consecutive.
 Plain = tuple[bytes, list[int] | None]
 

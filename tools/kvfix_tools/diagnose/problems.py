@@ -215,6 +215,8 @@ def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
 
 def at(line: LogLine) -> tuple[Problem, ...]:
     """Return the specific records whose signs fit the line, for any connector and release."""
+    if line.name == "logged":
+        return _at("logged", line.body, "", "", "", (), False)
     get = line.fields.get
     kind, text, source, frames = get("type", ""), get("text", ""), get("source", ""), tuple(get("frames", ()))
     return _at(line.name, line.body, kind, text, source, frames, bool(get("fault")))

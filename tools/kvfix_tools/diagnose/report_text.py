@@ -51,8 +51,7 @@ def print_finding(
     console.print(head, soft_wrap=True)
     _print(console, rule.title, 2)
     _print(console, found.sentence, 2, "bold")
-    history = found.history if full else found.history[-EVENTS:]
-    for event in history:
+    for event in found.history if full else found.history[-EVENTS:]:
         _print(console, str(event), 4)
     for violated in found.violated[-2:]:
         _print(console, f"{violated.code} {violated.name}: {violated.message}", 4, "red")

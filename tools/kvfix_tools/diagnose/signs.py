@@ -9,8 +9,6 @@ from kvfix_tools.diagnose.log_line import LogLine, without_place
 PLACE = re.compile(r"<(\w+)>")
 #: {form of a sign: number of innermost frames in which to search it; 0: all}
 _FRAMES = {"raised": 8, "stack": 4, "died": 0}
-
-
 #: A place in a stack: `file.py:function`, `function()`, `folder/` or `namespace::function`.
 _PLACE = r"[\w./-]+\.\w+:[\w<>]+|[\w<>~]+\(\)|[\w./-]+/|[^\s`]+::[^\s`]+"
 #: The grammar of a sign (docs/knowledge.md).

@@ -140,6 +140,11 @@ class Other:
         return self.of_stack or self.part.sure or self.body.lstrip().startswith(b"assert ")
 
     @cached_property
+    def is_alone(self) -> bool:
+        """True if the lines before this line do not change its meaning, unless a stack or a traceback is open."""
+        return not self.may_join and (self.found is None or self.found[0] != "raised")
+
+    @cached_property
     def level(self) -> str:
         """The level in vLLM's or another logger's prefix; "" if the line has none."""
         if self._head is not None:
@@ -201,18 +206,20 @@ class Other:
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
     """Return the parse of a line, and the time in vLLM's prefix or b"". Lines that differ in it are parsed once."""
+    if len(line) > LONGEST_BODY:
+        return Other(line, headless), b""
     at = line.find(b" [")
-    stamp = line[at - 14 : at]
     if at > 14 and line[at - 15 : at].translate(None, _DIGITS) == b" - ::":
-        other = _parsed(line[: at - 14] + _NO_TIME + line[at:], headless)
+        other = _parsed(line[: at - 14], line[at:], headless)
         if other.place:
-            return other, stamp
-    return (Other(line, headless) if len(line) > LONGEST_BODY else _parsed(line, headless)), b""
+            return other, line[at - 14 : at]
+    return _parsed(line, b"", headless), b""
 
 
 @lru_cache(maxsize=2048)
-def _parsed(line: bytes, headless: Headless) -> Other:
-    return Other(line, headless)
+def _parsed(head: bytes, tail: bytes, headless: Headless) -> Other:
+    """Parse a line without its time, or a whole line if `tail` is empty."""
+    return Other(head + _NO_TIME + tail if tail else head, headless)
 
 
 @lru_cache(maxsize=256)
@@ -232,24 +239,22 @@ def second_and_process(prefix: bytes) -> tuple[float | None, str]:
     """Return the time and the last process in the text before the milliseconds of LMCache's frame."""
     if len(prefix) < _SECOND:
         return None, process(prefix)
-    return _second(prefix[-_SECOND:]), process(prefix[:-_SECOND])
+    return _second(prefix[-_SECOND:][:4], prefix[5 - _SECOND :]), process(prefix[:-_SECOND])
 
 
 def clock(line: bytes, year: bytes, stamp: bytes = b"") -> float | None:
     """Return the time of vLLM's line in seconds since 1970; None without a time or a year. stamp: as in `parsed`."""
     if stamp:
-        return _second(year + b"-" + stamp) if year.isdigit() else None
+        return _second(year, stamp)
     found = _CLOCK.search(line[:_LEVELLED])
-    if found is None or not (found[1] or year.isdigit()):
-        return None
-    return _second((found[1] or year) + b"-" + found[2])
+    return _second(found[1] or year, found[2]) if found is not None else None
 
 
 @lru_cache(maxsize=256)
-def _second(stamp: bytes) -> float | None:
-    """Convert `2026-11-21 01:41:27` to seconds since 1970, as if the log's clock were UTC; None if it is not a time."""
+def _second(year: bytes, stamp: bytes) -> float | None:
+    """Convert a year and `11-21 01:41:27` to seconds since 1970, as if the log's clock were UTC; None for others."""
     try:
-        year, month, day, hour, minute, second = map(int, re.split(rb"[- :]", stamp))
-        return float(calendar.timegm((year, month, day, hour, minute, second, 0, 0, 0)))
+        month, day, hour, minute, second = map(int, re.split(rb"[- :]", stamp))
+        return float(calendar.timegm((int(year), month, day, hour, minute, second, 0, 0, 0)))
     except (ValueError, OverflowError):
         return None
