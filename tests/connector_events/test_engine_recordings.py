@@ -57,27 +57,26 @@ class Split:
     """The lines of one recording, as files of separate processes for scheduler and ranks."""
 
     def __init__(self, text: str) -> None:
-        self._lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
-        self._connectors = [line for line in self._lines if line["kind"] == "connector" and line["role"]]
+        """The connectors get one engine name: the lab's roles may have two."""
+        self._lines: list[Lines] = [json.loads(line) for line in text.splitlines()]
+        self._connectors: dict[str, Lines] = {
+            line["role"]: {**line, "engine": "e", "replica": 0}
+            for line in self._lines
+            if line["kind"] == "connector" and line["role"]
+        }
 
-    def number(self, role: str) -> int:
-        (found,) = (line["number"] for line in self._connectors if line["role"] == role)
-        return int(found)
-
-    def events(self, role: str) -> list[dict[str, Any]]:
-        number = self.number(role)
+    def events(self, role: str) -> list[Lines]:
+        number = self._connectors[role]["number"]
         return [line for line in self._lines if line["kind"] == "event" and line["connector"] == number]
 
     def whole(self, path: Path) -> Path:
-        """Write the whole recording with one engine name: the lab's roles may have two."""
-        lines = [{**line, "engine": "e", "replica": 0} if line in self._connectors else line for line in self._lines]
+        lines = [self._connectors.get(line.get("role", ""), line) for line in self._lines]
         path.write_text("\n".join(map(json.dumps, lines)) + "\n")
         return path
 
-    def write(self, path: Path, role: str, rank: int, node: str, events: list[dict[str, Any]], **more: Any) -> Path:
+    def write(self, path: Path, role: str, rank: int, node: str, events: list[Lines], **more: Any) -> Path:
         """Write a recorder file of this rank on this node; more: fields of the connector's line."""
-        connector = next(line for line in self._connectors if line["role"] == role)
-        connector = {**connector, "engine": "e", "replica": 0, "rank": rank, "ranks": 2, **more}
+        connector = {**self._connectors[role], "rank": rank, "ranks": 2, **more}
         head = {**self._lines[0], "pid": 99 if role == "SCHEDULER" else 100 + rank}
         return on_node(path, head, [connector], events, node, CLOCKS[node])
 

@@ -25,10 +25,6 @@ def fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError("planted")
 
 
-def full(*_: Any, **__: Any) -> Any:
-    raise OSError(28, "No space left on device")
-
-
 class Odd:
     """An object that JSON cannot encode."""
 
@@ -138,10 +134,6 @@ def backwards(clock: str) -> Any:
     return mock.patch(clock, iter(range(10**9, 0, -1)).__next__)
 
 
-def read_only() -> Any:
-    return mock.patch.dict(os.environ, KVFIX_DUMP_DIR="/proc/kvfix")
-
-
 HOOKS = (
     "after_get_num_new_matched_tokens", "before_update_state_after_alloc", "after_build_connector_meta",
     "after_update_connector_output", "before_request_finished", "after_request_finished", "before_start_load_kv",
@@ -167,8 +159,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "metrics": lambda: violated(
         mock.patch.dict(sys.modules, prometheus_client=object()), mock.patch.object(session, "metrics", {})
     ),
-    "disk full": lambda: violated(mock.patch("os.replace", full)),
-    "read-only directory": lambda: violated(read_only()),
+    "disk full": lambda: violated(mock.patch("os.replace", side_effect=OSError(28, "No space left on device"))),
+    "read-only directory": lambda: violated(mock.patch.dict(os.environ, KVFIX_DUMP_DIR="/proc/kvfix")),
     "snapshot": lambda: violated(mock.patch("kvfix.connector_events.recorder.snapshot", fails)),
     "clock goes back": lambda: backwards("kvfix.clock.now"),
     "wall clock goes back": lambda: backwards("time.time_ns"),

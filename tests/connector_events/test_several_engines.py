@@ -12,6 +12,7 @@ from kvfix.session import session
 from kvfix_tools import recording
 from kvfix_tools.lab.fuzz.schedule import draw
 from tests import late
+from tests.conftest import Fresh
 
 #: Seeds of plain schedules: two engines.
 SEEDS = (3, 5)
@@ -96,3 +97,29 @@ def test_each_engine_has_its_own_record(outcomes: dict[str, Any]) -> None:
     assert outcomes["threads"]
     assert all(outcomes["forked"].values()), outcomes["forked"]
     assert [line for line in outcomes["logged"] if " acted: " not in line] == []
+
+
+COUNT = """
+import prometheus_client
+from kvfix import metrics
+metrics.violated("KVR002")
+metrics.violated("KVR002")
+metrics.audited(3)
+result = None
+"""
+ANSWER = """
+import prometheus_client
+from prometheus_client import multiprocess
+registry = prometheus_client.CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+result = prometheus_client.generate_latest(registry).decode()
+"""
+
+
+def test_counts_of_all_processes_are_merged(fresh: Fresh, tmp_path: Path) -> None:
+    """prometheus_client merges the counts of a worker with those of the process that serves the metrics."""
+    for _ in range(2):
+        fresh(COUNT, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    found = fresh(ANSWER, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    assert 'kvfix_violations_total{rule="KVR002"} 4.0' in found
+    assert "kvfix_audited_chunks_total 6.0" in found

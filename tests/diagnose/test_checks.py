@@ -5,7 +5,7 @@ import pytest
 from kvfix_tools.diagnose import statements
 from maintain import statements as released
 from tests.conftest import RELEASES
-from tests.diagnose.lines import CORE, NEWEST, diagnose, raised, site_packages, vllm
+from tests.diagnose.lines import CORE, NEWEST, STARTS, diagnose, raised, site_packages
 
 PACKAGES = {"lmcache": (NEWEST, RELEASES / NEWEST / "lmcache"), "vllm": ("0.32.0", site_packages() / "vllm")}
 #: A check that no record names, with a text; and an assertion without one.
@@ -61,7 +61,7 @@ def test_it_names_the_releases_and_the_condition(log: str, says: str) -> None:
         failed(function="another"), failed("another text"), failed(file="lmcache/v1/another.py"), failed(file="x.py"),
         asserted(function="another"), asserted("target_block_size == 0"),
         # A log that names a release without the check comes from changed code.
-        vllm("vllm_version", "0.11.0", "model='m'", which="Initializing") + asserted(),
+        STARTS.format("0.11.0") + asserted(),
     ],
 )  # fmt: skip
 def test_near_misses(log: str) -> None:

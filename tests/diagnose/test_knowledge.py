@@ -217,11 +217,6 @@ def _filled(text: str) -> str:
 
 
 def shown(problem: Problem, sign: Sign) -> str:
-    """Its lines; where the record needs it, after the line that names the connector."""
-    return (RAN.format(problem.connectors[0]) if problem.named else "") + _shown(problem, sign)
-
-
-def _shown(problem: Problem, sign: Sign) -> str:
     if sign.form == "logged":
         frame = VLLM if "vllm" in problem.releases else LMCACHE
         return frame.format(level="ERROR", text=_filled(sign.text))
@@ -280,7 +275,8 @@ def test_a_line_is_one_record(problem: Problem) -> None:
 
     A second one is due only where the two are of releases that do not meet: the log names none, a real one does.
     """
+    head = RAN.format(problem.connectors[0]) if problem.named else ""
     for sign in problem.shows:
         if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:
             continue  # a text alone: as a line of a logger it is looked at below
-        assert second(problem, shown(problem, sign)) == [], sign
+        assert second(problem, head + shown(problem, sign)) == [], sign

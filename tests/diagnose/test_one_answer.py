@@ -8,8 +8,7 @@ from msgspec import structs
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
-from tests.diagnose.finding_logs import hits
-from tests.diagnose.lines import LOGS, real
+from tests.diagnose.lines import LOGS, finding_logs, real
 
 
 @lru_cache(maxsize=1)
@@ -17,7 +16,7 @@ def known() -> list[bytes]:
     """Return logs of real engines that fail, and the logs of the rules."""
     whole = [real(path.name.removesuffix(".log.gz")) for path in sorted(LOGS.glob("*.gz"))]
     failed = [log for log in whole if troubles(diagnosed(log))]
-    return failed + [log.encode() for logs in hits().values() for log in logs]
+    return failed + [log.encode() for logs in finding_logs("found").values() for log in logs]
 
 
 def troubles(log: Diagnosis) -> set[str]:

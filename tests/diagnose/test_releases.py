@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from kvfix_tools.diagnose import advice, grammar, problems, releases
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.problems import Problem
-from tests.diagnose.lines import site_packages, vllm
+from tests.diagnose.lines import STARTS, site_packages
 
 ROOT = Path(__file__).parents[2] / ".cache" / "vllm"
 API = "(APIServer pid=7) INFO 12-03 01:24:01"
@@ -61,7 +61,7 @@ def test_the_line_at_which_enginecore_dies(release: str) -> None:
 
 
 def test_a_named_release_counts_more_than_a_place() -> None:
-    log = diagnosed((vllm("vllm_version", "0.30.0", "model='m'", which="Initializing") + died("core.py:1332")).encode())
+    log = diagnosed((STARTS.format("0.30.0") + died("core.py:1332")).encode())
     assert log.releases.one("vllm") == "0.30.0"
     assert log.releases.within("vllm", ">=0.30") is True
 
@@ -95,7 +95,7 @@ def test_a_traceback_bounds_the_release() -> None:
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
     """A log of this release ("": it does not say) with the sign of this problem, the only one that is known."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
-    named = vllm("vllm_version", release, "model='m'", which="Initializing") if release else ""
+    named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
 
 

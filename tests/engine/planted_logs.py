@@ -23,7 +23,7 @@ import tarfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -154,10 +154,8 @@ class Run:
             self.redis = stack.enter_context(fake_redis.running(case.redis))
             self.values["REDIS"] = str(self.redis.server_address[1])
         if case.busy:
-            other, self.values["BUSY"] = stack.enter_context(closing(socket.socket())), str(real_engine.free_port())
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            other.bind(("0.0.0.0", int(self.values["BUSY"])))
-            other.listen()
+            other = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
+            self.values["BUSY"] = str(other.getsockname()[1])
         if case.server is not None and case.main != "server_alone":
             self.logs["server"] = folder / "server.log"
             transfer = stack.enter_context(start.server(log=self.logs["server"], options=tuple(case.server)))

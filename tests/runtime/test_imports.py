@@ -1,4 +1,7 @@
-"""Imports in the engine package: no cycles, pure modules stay pure. (tests/release checks that it imports no tools.)"""
+"""Imports in the engine package: no cycles, pure modules stay pure, and nothing is imported that is not needed.
+
+tests/release checks that the package imports no tools.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.conftest import ROOT
+import pytest
+
+from tests.conftest import ROOT, Fresh
 
 PACKAGE = ROOT / "patches"
 FILES = {
@@ -52,3 +57,28 @@ def test_pure_modules_do_not_import_the_session() -> None:
     pure = [name for name in FILES if name.startswith("kvfix.ledger")]
     for name in (*pure, "kvfix.applicability", "kvfix.installed_source", "kvfix.fixes.record", "kvfix.redact"):
         assert "kvfix.session" not in all_of(name), name
+
+
+#: kvfix begins to watch a connector in this mode.
+WATCHES = """
+from kvfix.config import Config
+from kvfix.connector_events import hooks
+from kvfix.session import session
+session.config = Config.parse({!r})
+assert hooks._begin(type("Connector", (), {{"role": None}})(), False) is not None
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "modules", "imported"),
+    [
+        ("import kvfix; kvfix.apply()", "torch vllm lmcache typer rich wrapt packaging asyncio importlib.metadata", ""),
+        ("from kvfix import metrics; metrics.violated('KVR002'); metrics.settled()", "prometheus_client", ""),
+        (WATCHES.format("check"), "kvfix.connector_events.audit", ""),
+        (WATCHES.format("check audit=0.001"), "kvfix.connector_events.audit", "kvfix.connector_events.audit"),
+    ],
+    ids=["apply", "metrics", "check", "audit"],
+)
+def test_what_is_imported(code: str, modules: str, imported: str, fresh: Fresh) -> None:
+    found = fresh(f"{code}\nimport sys; result = sorted(sys.modules)")
+    assert set(modules.split()) & set(found) == set(imported.split())

@@ -32,11 +32,10 @@ def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
     return list(held.view(BLOCKS, LAYERS, BLOCK, HEADS, 2 * width).transpose(2, 3).unbind(1))
 
 
-def row(cache: torch.Tensor, slot: int, kv: int, width: int) -> list[int]:
-    """All heads of a token's K or V, at the place where vLLM's attention reads them."""
-    block, offset = divmod(slot, BLOCK)
-    rows = [cache[block, head, offset, kv * width : (kv + 1) * width] for head in range(HEADS)]
-    return torch.cat(rows).view(torch.uint8).tolist()
+def rows(caches: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+    """The bytes of K and V at the places where vLLM's attention reads them: [2, layers, tokens, all heads]."""
+    found = torch.stack([cache[slots // BLOCK, :, slots % BLOCK] for cache in caches])
+    return found.unflatten(3, (2, -1)).permute(3, 0, 1, 2, 4).flatten(3).contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD", "pool"])
@@ -47,22 +46,12 @@ def test_each_row_goes_where_it_belongs(order: str, width: int, dtype: torch.dty
     engine = caches(width, dtype, order)
     held = torch.zeros(2, LAYERS, len(SLOTS), HEADS * width, dtype=dtype)
     kvf020.gather(torch, held, engine, SLOTS)
-    for kv in range(2):
-        for layer, cache in enumerate(engine):
-            for token, slot in enumerate(SLOTS.tolist()):
-                assert held[kv, layer, token].view(torch.uint8).tolist() == row(cache, slot, kv, width)
-    others = caches(width, dtype, order)
-    before = [cache.clone() for cache in others]
-    to = torch.tensor([-1, 3, -1, 8, 9])
-    kvf020.scatter(torch, held, others, to, skip=2)
-    written = {8: 3, 9: 4}  # slot: token; the second is skipped
-    for layer, cache in enumerate(others):
-        for slot in range(BLOCKS * BLOCK):
-            for kv in range(2):
-                right = row(before[layer], slot, kv, width)
-                if slot in written:
-                    right = held[kv, layer, written[slot]].view(torch.uint8).tolist()
-                assert row(cache, slot, kv, width) == right, slot
+    assert torch.equal(held.view(torch.uint8), rows(engine, SLOTS))
+    others, every = caches(width, dtype, order), torch.arange(BLOCKS * BLOCK)
+    right = rows(others, every)
+    right[:, :, [8, 9]] = held.view(torch.uint8)[:, :, 3:]
+    kvf020.scatter(torch, held, others, torch.tensor([-1, 3, -1, 8, 9]), skip=2)  # slot 3 is skipped
+    assert torch.equal(rows(others, every), right)
 
 
 def test_the_widest_word_that_fits() -> None:
@@ -93,15 +82,11 @@ def test_store_and_load_through_a_staging_buffer() -> None:
     connector, chunk = SimpleNamespace(store_stream=stream, use_mla=False), SimpleNamespace(tensor=Elsewhere(tensor))
     more = {"kvcaches": engine, "slot_mapping": torch.cat([SLOTS, SLOTS])}
     kvf020.fix_store(here)(unreached)(connector, chunk, 5, 10, **more)
-    right = torch.zeros_like(tensor)
-    kvf020.gather(torch, right, engine, SLOTS)
-    assert torch.equal(tensor.view(torch.int16), right.view(torch.int16))
+    assert torch.equal(tensor.view(torch.uint8), rows(engine, SLOTS))
     stream.synchronize.assert_called_once()
     others = caches(32, torch.bfloat16, "NHD")
     kvf020.fix_load(here)(unreached)(connector, chunk, 5, 10, kvcaches=others, slot_mapping=more["slot_mapping"])
-    for layer, cache in enumerate(others):
-        for slot in SLOTS.tolist():
-            assert row(cache, slot, 1, 32) == row(engine[layer], slot, 1, 32)
+    assert torch.equal(rows(others, SLOTS), rows(engine, SLOTS))
 
 
 def unreached(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> None:

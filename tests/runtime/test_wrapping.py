@@ -80,51 +80,40 @@ def test_the_hooks_exception_is_raised(wrapper: Any, steps: list[str]) -> None:
     assert (hooked.steps, len(hooked.calls), session.faults) == (steps, 1, {})
 
 
-class Raises:
-    """Code of each kind of wrapper that raises, and the answer that it wants then."""
+def raises(hooked: Hooked, *more: Any) -> Any:
+    raise ValueError("planted")
 
-    @staticmethod
-    def at_once(hooked: Hooked, *more: Any) -> Any:
-        raise ValueError("planted")
 
-    @staticmethod
-    def stop(hooked: Hooked, *more: Any) -> Any:
-        raise StopIteration("of another iterator")
+def stops(hooked: Hooked, *more: Any) -> Any:
+    raise StopIteration("of another iterator")
 
-    @staticmethod
-    def before_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
-        raise ValueError("planted")
-        yield
 
-    @staticmethod
-    def after_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
-        yield
-        raise ValueError("planted")
+def raises_before_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
+    raise ValueError("planted")
+    yield
+
+
+def raises_after_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
+    yield
+    raise ValueError("planted")
 
 
 #: A wrapper, and how often the function is called: a wrapper that fails closed before it does not call it.
 FAULTS = {
-    "before": (before, Raises.at_once, 0),
-    "after": (after, Raises.at_once, 1),
-    "around, at once": (around, Raises.at_once, 0),
-    "around, before the yield": (around, Raises.before_the_yield, 0),
-    "around, after the yield": (around, Raises.after_the_yield, 1),
-    "around, StopIteration": (around, Raises.stop, 0),
+    "before": (before, raises, 0),
+    "after": (after, raises, 1),
+    "around, at once": (around, raises, 0),
+    "around, before the yield": (around, raises_before_the_yield, 0),
+    "around, after the yield": (around, raises_after_the_yield, 1),
+    "around, StopIteration": (around, stops, 0),
 }
 
 
-def closed(*given: Any, **named: Any) -> str:
-    return "closed"
-
-
-def go_on(*given: Any, **named: Any) -> Any:
-    return GO_ON
-
-
 @pytest.mark.parametrize(("kind", "code", "calls"), FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("when", [None, Raises.at_once])
+@pytest.mark.parametrize("when", [None, raises])
 @pytest.mark.parametrize(
-    ("on_fault", "answer"), [(None, "own"), (closed, "closed"), (go_on, "own"), (Raises.at_once, "own")]
+    ("on_fault", "answer"),
+    [(None, "own"), (lambda *_, **__: "closed", "closed"), (lambda *_, **__: GO_ON, "own"), (raises, "own")],
 )
 def test_the_answer_of_code_that_raises(
     kind: Any, code: Any, calls: int, when: Any, on_fault: Any, answer: str, caplog: pytest.LogCaptureFixture
@@ -136,7 +125,7 @@ def test_the_answer_of_code_that_raises(
     assert hooked.calls == [((1,), {})] * (calls if answer == "closed" else 1)
     line, *more = caplog.messages
     assert line.startswith(f"a fault of kvfix itself in {__name__}.{code.__name__}: ")
-    assert len(more) == (on_fault is Raises.at_once)
+    assert len(more) == (on_fault is raises)
 
 
 class Counted:
@@ -196,7 +185,7 @@ def test_a_fix_that_acts_is_counted(wrap, expected, first, caplog) -> None:  # t
 
 
 def test_the_faults_of_a_fix_are_counted() -> None:
-    assert acted(after(Raises.at_once), 3, 4) == {"acted": 0, "faults": 2, "first": ""}
+    assert acted(after(raises), 3, 4) == {"acted": 0, "faults": 2, "first": ""}
 
 
 def test_a_request_that_cannot_be_named_stops_nothing() -> None:
