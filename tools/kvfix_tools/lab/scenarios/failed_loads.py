@@ -84,8 +84,7 @@ SCENARIOS = {
     "failed-load-preempted-under-way": scenario(
         # vLLM checks only running requests. Here another request needs a block for its first token, and none is free.
         [do.stored_elsewhere(prompt(96)), do.fail_load("r"), do.admit("other", prompt(32, seed=1), max_tokens=4)],
-        [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0)],
-        [do.step(), do.free_blocks()],
+        [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0), do.step(), do.free_blocks()],
         doc="A load fails, and the request is preempted before vLLM knows: vLLM keeps the output of the failed step.",
         shows="LAB008 is not what the model says",
         not_in_hooks=CONTENT,

@@ -15,12 +15,8 @@ pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUS
 SOON = {"push_registration_timeout": 5.0}
 #: Other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
 OTHERS_WRITE = (
-    do.on("prefill", "take_blocks", 60),
-    do.step(),
-    do.ask("s", prompt(32, seed=1)),
-    do.step(),
-    do.on("prefill", "free_blocks"),
-    do.on("decode", "free_blocks"),
+    [do.on("prefill", "take_blocks", 60), do.step(), do.ask("s", prompt(32, seed=1)), do.step()],
+    [do.on("prefill", "free_blocks"), do.on("decode", "free_blocks")],
 )
 
 SCENARIOS = {
@@ -38,8 +34,7 @@ SCENARIOS = {
     # The parameters of the request ask for a rank that prefill does not have.
     "nixl-handshake-thread-dies": pull(malformed("more_ranks"), shows="LAB021 answers no handshake"),
     "nixl-lease-read-twice": pull(
-        [do.ask("r", prompt(64), 2), do.step(2), do.on("decode", "keep_blocks", 0)],
-        [do.send_again("r"), do.step(4)],
+        [do.ask("r", prompt(64), 2), do.step(2), do.on("decode", "keep_blocks", 0), do.send_again("r"), do.step(4)],
         *OTHERS_WRITE,
         shows="LAB001 holds other KV",
         doc="A router sends a request to decode again: the second request reads blocks that prefill has freed.",
