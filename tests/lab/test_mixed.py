@@ -43,7 +43,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
     Return the tokens that the second engine loads of what the first one has stored, and the other way.
     """
     from kvfix_tools.lab.pair import one_side
-    from kvfix_tools.lab.pair.neighbours import Neighbours
+    from kvfix_tools.lab.pair.pair import Neighbours
 
     loaded = []
     with one_side.fixes_in(fixes_in):

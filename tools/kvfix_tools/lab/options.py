@@ -69,7 +69,7 @@ PAIRS = tuple(each for each in CONNECTORS if each.startswith(("nixl", "mooncake"
 WITH_RANKS = ("nixl-pull", "nixl-push")
 #: Connectors whose transfers NIXL makes.
 BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
-#: Connectors with which two engines can share a cache (neighbours.py).
+#: Connectors with which two engines can share a cache (pair.py).
 SHARED = ("v1", "mp")
 #: Connectors of vLLM without LMCache.
 OF_VLLM = ("offloading", "simple-offload")
@@ -145,7 +145,7 @@ class Options:
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
-    #: Play two engines with one cache (neighbours.py). v1 and mp.
+    #: Play two engines with one cache (pair.py). v1 and mp.
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py), if it has another number than the prefill engine.
     decode_blocks: int = 0

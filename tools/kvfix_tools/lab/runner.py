@@ -99,22 +99,12 @@ def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
         return Result(scenario.slug, fixes, "not-applicable", why, [])
     with applied(fixes, only=list(only) or played(*scenario.fixes)):
         engine = scenario.played()
-    findings = engine.findings
-    hits = [
-        found
-        for found in findings
-        if (found.code == scenario.rule and scenario.text in found.message) or found.code == rules.FAULT_OF_KVFIX.code
-    ]
-    return Result(
-        scenario.slug,
-        fixes,
-        "violated" if hits else "clean",
-        str(hits[0]) if hits else "",
-        [str(found) for found in findings if found not in hits],
-        engine.log,
-        findings,
-        engine.counts,
-    )
+    hits, also = [], []
+    for found in engine.findings:
+        is_wanted = found.code == scenario.rule and scenario.text in found.message
+        (hits if is_wanted or found.code == rules.FAULT_OF_KVFIX.code else also).append(str(found))
+    outcome, message = ("violated", hits[0]) if hits else ("clean", "")
+    return Result(scenario.slug, fixes, outcome, message, also, engine.log, engine.findings, engine.counts)
 
 
 def played(*more: str) -> list[str]:

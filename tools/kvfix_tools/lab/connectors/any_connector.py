@@ -7,6 +7,7 @@ forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and atte
 import copy
 import dataclasses
 import importlib
+import json
 import shutil
 import tempfile
 import time
@@ -166,7 +167,7 @@ class AnyConnector(Connector):
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self.folder = tempfile.mkdtemp(prefix="kvfix-lab-") if FOLDER in str(options.config) else ""
-        self.config = filled(options.config, self.folder)
+        self.config = json.loads(json.dumps(options.config).replace(FOLDER, self.folder))
         self._options = options = dataclasses.replace(options, config=self.config)
         config = vllm_objects.vllm_config(options)
         self.scheduler = vllm_objects.scheduler(options, config)
@@ -298,9 +299,6 @@ class AnyConnector(Connector):
                 places[f"{where} ({role})"] = names
         return places
 
-    def kept_for_a_while(self) -> dict[str, set[str]]:
-        return {}
-
     def never_given_back(self) -> None:
         for name, request in self.scheduler.requests.items():
             if request.is_finished():
@@ -317,11 +315,3 @@ class AnyConnector(Connector):
             self.events.add(ev.Raised("", "shutdown", f"{type(error).__name__}: {error}"))
         if self.folder and not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def filled(config: Any, folder: str) -> Any:
-    if isinstance(config, dict):
-        return {key: filled(value, folder) for key, value in config.items()}
-    if isinstance(config, list):
-        return [filled(value, folder) for value in config]
-    return config.replace(FOLDER, folder) if isinstance(config, str) else config

@@ -185,17 +185,10 @@ def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), 
         vars(module)["get_pp_group"] = lambda: SimpleNamespace(is_last_rank=True)
     adapter = kind.__new__(kind)
     vars(adapter).update(
-        _invalid_block_ids=set(),
-        device=torch.device("cpu"),
-        use_layerwise=bool(layers),
-        enable_blending=False,
-        current_layer=0,
-        num_layers=len(layers) or 1,
-        layerwise_retrievers=[],
-        _layerwise_save_storers={},
-        kv_caches={name: torch.zeros(1) for name in layers or ("layer",)},
-        **shared,
-    )
+        device=torch.device("cpu"), use_layerwise=bool(layers), num_layers=len(layers) or 1, current_layer=0,
+        kv_caches={name: torch.zeros(1) for name in layers or ("layer",)}, layerwise_retrievers=[],
+        _layerwise_save_storers={}, _invalid_block_ids=set(), enable_blending=False, **shared,
+    )  # fmt: skip
     if isinstance(getattr(kind, "lmcache_engine", None), property):
         adapter._manager = SimpleNamespace(lmcache_engine=cache_engine, lookup_client=None)
     else:

@@ -123,7 +123,8 @@ class EngineCore:
     An exception that leaves the scheduler ends the engine, as it ends EngineCore.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
+        """caches: of another engine, by rank; None: new caches."""
         self.options = options
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
@@ -131,7 +132,7 @@ class EngineCore:
         room = options.num_blocks, options.block_size, self.groups[-1].block_size
         memories = [kind(*room, rank) for rank in range(options.ranks)]
         #: By rank. The server of a multi-process connector has one cache for all ranks.
-        self.caches = [Cache() for _ in memories]
+        self.caches = caches or [Cache() for _ in memories]
         self.slots, self.cache = memories[0], self.caches[0]
         for name in ("lmcache.integration.vllm.utils", ADAPTER):
             if hasattr(sys.modules.get(name), "_config_instance"):  # LMCache's configuration, one per process

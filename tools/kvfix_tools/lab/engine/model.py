@@ -220,15 +220,9 @@ class Model:
 
     def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
         """Sample a token for each request whose last token was computed."""
-        names = list(scheduled)
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled([self._sampled(name) for name in names]),
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=None,
-        )
+        places, tokens = {name: place for place, name in enumerate(scheduled)}, list(map(self._sampled, scheduled))
+        nothing: dict[str, Any] = {"logprobs": None, "prompt_logprobs_dict": {}, "pooler_output": None}
+        return ModelRunnerOutput(list(places), places, sampled_token_ids=sampled(tokens), **nothing)
 
     def _sampled(self, name: str) -> list[Any]:
         end, accepted_end = self._ends[name]

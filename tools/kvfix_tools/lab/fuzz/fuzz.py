@@ -18,8 +18,7 @@ from kvfix_tools.lab.fuzz import nixl_compare
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.fuzz.schedule import DrawnStep, Schedule
 from kvfix_tools.lab.options import PAIRS
-from kvfix_tools.lab.pair.neighbours import Neighbours
-from kvfix_tools.lab.pair.pair import Pair
+from kvfix_tools.lab.pair.pair import Neighbours, Pair
 from kvfix_tools.lab.runner import let_leaks_be_reported, reported
 from kvfix_tools.lab.steps import prompt
 

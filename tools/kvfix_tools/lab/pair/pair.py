@@ -1,4 +1,4 @@
-"""A prefill and a decode engine of the lab, with a router, one network and one clock.
+"""A prefill and a decode engine of the lab, with a router, one network and one clock; two engines that share a cache.
 
 An engine without requests makes no step, as EngineCore does not.
 """
@@ -6,15 +6,22 @@ An engine without requests makes no step, as EngineCore does not.
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Event, Leased
+from kvfix_tools.lab.connectors.mp import ADAPTER, MP
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.engine_core import STEP, side_class
+from kvfix_tools.lab.engine.lab_engine import LabEngine
+from kvfix_tools.lab.engine.memory import Cache
 from kvfix_tools.lab.fuzz import pair_schedule
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair import one_side
 from kvfix_tools.lab.pair.pair_engine import PairEngine, TwoEngines
 from kvfix_tools.lab.pair.pair_router import Router
 
@@ -260,3 +267,43 @@ class Pair(TwoEngines):
                 events.violated(rules.KEPT_OF_PEER, request, f"{whose} keeps it")
             events.leaked()
         return True
+
+
+class Neighbour(LabEngine):
+    """One of two engines that share LMCache's cache."""
+
+    def __init__(self, options: Options, name: str, caches: list[Cache] | None = None) -> None:
+        self.name = name
+        with one_side.running(name):
+            super().__init__(options, caches)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run this engine inside the context: the clock and new clients of LMCache then belong to this engine."""
+        clock.now = lambda: self.request_events.seconds
+        if isinstance(self.connector, MP):
+            self.connector._replace(import_module(ADAPTER))
+        with one_side.running(self.name):
+            yield
+
+
+class Neighbours(TwoEngines):
+    """Two engines with these options: each loads chunks that the other one has stored."""
+
+    engines: tuple[Neighbour, Neighbour]
+
+    def __init__(self, options: Options) -> None:
+        first = Neighbour(options, "first")
+        self.engines = first, Neighbour(options, "second", first.caches)
+
+    def of(self, number: int, step: tuple[Any, ...]) -> tuple[Neighbour, ...]:
+        """Return the engines that make this step. The number of a request selects its engine."""
+        kind = step[0]
+        if kind in ("step", "new_weights"):
+            return self.engines if kind == "step" else ()  # new weights: those of both engines would have to change
+        if kind in ("admit", "configured", "session"):
+            number = int(step[1].removeprefix("r"))
+        if kind == "evict" and step[2]:
+            for engine in self.engines:  # loads of both engines may come short
+                engine.request_events.may_fail.add("")
+        return (self.engines[number % 2],)
