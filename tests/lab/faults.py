@@ -30,10 +30,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Where to raise, and what was executed. The code of one fix at a time is traced.
-
-    time: at this execution the line raises; always: at each later one too.
-    """
+    """Where to raise, and what ran, in the code of one fix. time: execution of `line`; always: also at later ones."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always

@@ -33,10 +33,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 
 def beyond_the_blocks() -> list[str]:
-    """With drafts and asynchronous scheduling a request that vLLM has rolled back goes on where its last drafts ended.
-
-    It has all of its tokens: beyond its blocks. The lab finds that, and is not ended by it.
-    """
+    """A request that vLLM has rolled back goes on where its last drafts ended: beyond its blocks."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     return [str(found) for found in late.play(Schedule(options, steps)).violations]

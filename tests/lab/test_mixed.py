@@ -38,10 +38,7 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 )
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
-    """The engines share a cache, and with KVF017 in one of them alone neither finds what the other one has stored.
-
-    Return the tokens that the second engine loads of what the first one has stored, and the other way.
-    """
+    """With KVF017 in one of two engines with one cache, neither finds the other's stores. Return the loaded tokens."""
     from kvfix_tools.lab.pair import one_side
     from kvfix_tools.lab.pair.pair import Neighbours
 
@@ -63,10 +60,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 )
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
-    """Whatever an engine leaves to be called later, such as a handshake, is its own: none runs outside of an engine.
-
-    Return the engines in which wrappers ran as fixed, and in which as released, of one pair's requests.
-    """
+    """No wrapper runs outside of an engine. Return the engines in which wrappers ran as fixed, and as released."""
     from kvfix_tools.lab.pair import one_side
 
     ran: tuple[set[str], set[str]] = set(), set()

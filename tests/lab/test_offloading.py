@@ -27,10 +27,7 @@ SIMPLE = SETUPS["simple-offload"].options
 
 @answers([2, 2, "AssertionError", 2], [2, 0, 0, 2])
 def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
-    """OffloadingConnector's own scheduler with a KV group of recurrent state.
-
-    Return, for each limit, how many blocks at the end of a prompt are stored, or the exception.
-    """
+    """Return how many blocks at a prompt's end are stored for each limit, with a group of states, or the exception."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

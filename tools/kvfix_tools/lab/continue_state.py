@@ -47,10 +47,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests.
-
-    Without the fixes, the abort of any one of them lets all other requests end. differs: differences from the state.
-    """
+    """frees: requests. As released, the abort of any one lets all others end. differs: differences from the state."""
 
     schedule: Schedule
     as_released: Outcome

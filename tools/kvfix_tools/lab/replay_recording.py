@@ -28,10 +28,7 @@ ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
 class Replayed(NamedTuple):
-    """findings: reports of kvfix in the lab. on_record: violations in the record itself.
-
-    short: differences between the lab and the record.
-    """
+    """findings: of kvfix in the lab. on_record: violations in the record. short: differences between lab and record."""
 
     findings: list[Finding]
     on_record: list[Finding]
@@ -44,10 +41,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return the options for this record. Raises ValueError if it has no sizes or an unknown connector.
-
-    There are enough blocks. The lab takes blocks where a request of the record waited for some.
-    """
+    """Return options for this record, with enough blocks. Raises ValueError without sizes or for other connectors."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:

@@ -34,10 +34,7 @@ REPORTED = "kvfix reports: "
 
 
 class Result(NamedTuple):
-    """outcome: violated (the expected rule), clean, or not-applicable. also: findings of other rules.
-
-    log: (step, event) of each event.
-    """
+    """outcome: violated (the expected rule), clean or not-applicable. also: other findings. log: (step, event)."""
 
     slug: str
     fixes: bool
@@ -90,10 +87,7 @@ def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
 
 
 def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
-    """Play the scenario once, with kvfix's configuration set in this process and reverted afterwards.
-
-    only: codes of the fixes. Default: the default fixes, NAMED, and the fixes of the scenario.
-    """
+    """Play the scenario once. only: codes of fixes. Default: the default fixes, NAMED and those of the scenario."""
     if expected(scenario) == "not-applicable":
         why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
         return Result(scenario.slug, fixes, "not-applicable", why, [])
@@ -114,10 +108,7 @@ def played(*more: str) -> list[str]:
 
 @contextmanager
 def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> Iterator[None]:
-    """In this context kvfix is applied in this process, and the engine logs nothing. only: by default `played()`.
-
-    Without fixes and in mode `fix`, kvfix does nothing.
-    """
+    """Apply kvfix in this context, where the engine logs nothing. only: codes of fixes, by default `played()`."""
     with quiet():
         kvfix.revert()
         if fixes or mode != "fix":

@@ -107,10 +107,7 @@ class Scenario:
 
 
 def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
-    """Return a scenario with these steps, in this order. A part is a step, or a sequence of parts.
-
-    more: fields of `Scenario`.
-    """
+    """Return a scenario with these steps, or sequences of steps, in this order. more: fields of `Scenario`."""
     return Scenario(list(do.flat(parts)), shows, **more)
 
 

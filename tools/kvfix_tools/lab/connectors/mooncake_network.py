@@ -99,10 +99,7 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write in flight. requests: (request of the producer, request of the consumer) of each load in it.
-
-    ended: called with the answer of the transfer engine.
-    """
+    """A write in flight. requests: (producer's, consumer's request) of each load. ended: gets the transfer's answer."""
 
     of: Host
     to: str
@@ -112,10 +109,7 @@ class Write(NamedTuple):
 
 
 class Network(PairNetwork):
-    """Messages and transfers in flight. A transfer is a write, a handshake is a request to the bootstrap server.
-
-    timeout: seconds, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.
-    """
+    """Messages and transfers (writes) in flight. timeout: seconds, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT."""
 
     def __init__(self, delay: int, timeout: float) -> None:
         super().__init__(delay)

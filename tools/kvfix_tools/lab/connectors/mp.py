@@ -1,7 +1,4 @@
-"""LMCache's multi-process connector and vLLM's copy of it in the lab, in both roles, without a real server.
-
-The lab replaces the client of the server, and the transfer context, which copies between slots and chunks.
-"""
+"""LMCache's multi-process connector and vLLM's copy. The lab replaces the server's client and the transfer context."""
 
 import functools
 from collections.abc import Sequence

@@ -145,10 +145,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Drop lookups when the adapter treats the server as dead. The adapter then admits requests without a hit.
-
-        The adapter releases no locks. They time out after five minutes.
-        """
+        """Drop lookups when the adapter treats the server as dead. Their locks time out after five minutes."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:

@@ -1,7 +1,4 @@
-"""Replaces `lmcache server`, its client and the transfer context: does lookups with their locks, loads and stores.
-
-An action ends `delay` steps after its request, or at once. Its answer is a future.
-"""
+"""Replaces `lmcache server`, its client and the transfer context. Actions end after `delay` steps, or at once."""
 
 from __future__ import annotations
 
@@ -57,10 +54,7 @@ def _client_without_socket() -> Any:
 
 
 class Due(NamedTuple):
-    """An action of the server, its step, and its answer.
-
-    load: (rank, request) of a load. late: the action to do instead if the worker has dropped the load.
-    """
+    """An action, and its step. load: (rank, request) of a load. late: the action if the worker has dropped the load."""
 
     step: int
     action: Callable[[], Any]
@@ -239,10 +233,7 @@ class Server:
         return self._answer_later(due, rank)
 
     def _store(self, key: Any, groups: list[list[int]]) -> bool:
-        """Store the contents of these blocks, and check that they are right for their keys.
-
-        groups: blocks in each KV group, for all tokens of the key.
-        """
+        """Store these blocks, and check their contents. groups: blocks in each KV group, for all tokens of the key."""
         request_id, rank, counts = key.request_id, key.worker_id or 0, self.events.counts
         chunks, right = self._keys_from_start(key), self.events.model.right(request_id)
         if not self.chunks.covered(groups, len(chunks)):
@@ -298,10 +289,7 @@ class Server:
             del self.loading[request_id]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """Do all actions in flight, in releases whose transfer context on CUDA waits for them.
-
-        A stopped server continues during this wait, which can take `mq_timeout`, five minutes.
-        """
+        """Do all actions in flight, if the release's context on CUDA waits for them. A stopped server goes on then."""
         if not releases.missing(releases.FLUSHES):
             self.down = False
             while self._later:
@@ -318,10 +306,7 @@ class Server:
             self.events.loaded(name, 0, 0, rank)
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """Drop the loads of this rank in flight. unreported: loads that have ended, but were not reported.
-
-        Do stores and lookups at once.
-        """
+        """Drop this rank's loads, and do all other actions at once. unreported: ended loads that were not reported."""
         in_flight, self._later = self._later, deque()
         lost = set(unreported)
         for due in in_flight:

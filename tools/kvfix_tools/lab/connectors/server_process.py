@@ -138,10 +138,7 @@ class ServerProcess:
             pause = min(2 * pause, 0.05)
 
     def locks(self) -> dict[str, int]:
-        """Return the numbers of objects in L1, of locked objects, and of lookups whose answer was never read.
-
-        Wait until the server is idle: a store to L2 has its own read locks.
-        """
+        """Wait until the server is idle. Return the numbers of objects in L1, of locked ones, and of unread lookups."""
         state: dict[str, Any] = {}
         busy_at = time.monotonic()
 

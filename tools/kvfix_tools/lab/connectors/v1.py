@@ -1,8 +1,4 @@
-"""LMCache's in-process connector in the lab: the real adapter in both roles.
-
-The lab replaces the socket between lookup client and worker, and the cache engine, which copies between slots and
-chunks.
-"""
+"""LMCache's in-process connector: the real adapter. The lab replaces the socket for lookups and the cache engine."""
 
 import json
 import sys
@@ -252,10 +248,7 @@ class V1(Connector):
                 each.cache[(key,)] = of_rank(each.rank, contents[start:end])
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups time out, in the lab's time. The connector then answers no hit.
-
-        The last rank does not answer.
-        """
+        """A step: so many of the next lookups time out in the last rank, by the lab's clock, and find nothing."""
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:

@@ -107,10 +107,7 @@ class StateGroup(Group):
         self._last[name] = last + accepted
 
     def _leave(self, name: str, number: int, content: int) -> None:
-        """Write the state after the token with this content to a block of the request's list.
-
-        Null block 0 belongs to no request: other requests may write to it, so its content is garbage.
-        """
+        """Write this state to a block of the list. Null block 0 gets garbage, because it belongs to no request."""
         size, row = self.group.block_size, self.rows[name]
         is_null = number < len(row) and not row[number]
         right = [GARBAGE] * size if is_null else self.group.right([content] * size)

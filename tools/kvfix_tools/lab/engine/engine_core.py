@@ -118,10 +118,7 @@ class Liveness:
 
 
 class EngineCore:
-    """log: the events. requests: all requests that arrived. counts: see counts.py.
-
-    An exception that leaves the scheduler ends the engine, as it ends EngineCore.
-    """
+    """log: events. requests: all that arrived. counts: see counts.py. An exception of the scheduler ends the engine."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
         """caches: of another engine, by rank; None: new caches."""

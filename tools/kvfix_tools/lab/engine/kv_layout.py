@@ -39,10 +39,7 @@ class KVGroup(NamedTuple):
         return self.block_size if self.state else self.window
 
     def reads_from(self, computed: int) -> int:
-        """Return the first token that a step reads (SlidingWindowManager.get_num_skipped_tokens).
-
-        Earlier blocks are null in the request's list.
-        """
+        """Return a step's first read token (SlidingWindowManager.get_num_skipped_tokens). Earlier blocks are null."""
         return max(0, computed - self.window + 1) if self.window else 0
 
     def right(self, contents: list[int]) -> list[int]:

@@ -129,10 +129,7 @@ class LabEngine(EngineCore):
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """Evict the oldest chunks. forced: also pinned chunks, as when a pin times out.
-
-        rank: in process, each rank has its own cache.
-        """
+        """Evict the oldest chunks. forced: also pinned ones, as when a pin times out. rank: whose cache, in process."""
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:

@@ -55,10 +55,7 @@ class Prefix:
 
 
 class Slots:
-    """vLLM's paged KV memory: `num_blocks` blocks of `block_size` slots.
-
-    room: slots of a block of the KV group whose blocks are larger. rank: the KV of each rank has other contents.
-    """
+    """vLLM's paged KV memory: blocks of slots. room: slots of the largest block. rank: each rank has other contents."""
 
     def __init__(self, num_blocks: int, block_size: int, room: int = 0, rank: int = 0) -> None:
         self.block_size = block_size

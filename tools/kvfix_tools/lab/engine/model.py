@@ -151,10 +151,7 @@ class Model:
                 self.prefixes[name].keep(request.all_token_ids)
 
     def right(self, name: str, end: int = 0) -> list[int]:
-        """Return the right contents of the request's tokens, at least up to `end`.
-
-        The last token may be a sampled token that the scheduler does not know yet.
-        """
+        """Return the right contents of the request's tokens, at least up to `end`, which vLLM may not know yet."""
         tokens, prefix = self.requests[name].all_token_ids, self.prefixes[name]
         if end > len(tokens):
             tokens = list(tokens)

@@ -160,10 +160,7 @@ class RequestEvents:
         self._end(name)
 
     def stuck(self) -> None:
-        """Report requests that wait for a load that is not in flight, for longer than an answer takes.
-
-        After the report of its load, a request only waits for blocks, as all requests do.
-        """
+        """Report requests that wait too long for a load that is not in flight, unless the load was reported."""
         done = self._scheduler.finished_recving_kv_req_ids | self._scheduler.failed_recving_kv_req_ids
         for name, request in self._open.items():
             waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS

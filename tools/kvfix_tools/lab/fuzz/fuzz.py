@@ -1,7 +1,4 @@
-"""Play one random schedule on the real scheduler and connector, and shrink it.
-
-In mode `check` a report of kvfix is a finding too: a false alarm if the lab finds no violation.
-"""
+"""Play a random schedule on the real scheduler and connector, and shrink it. Reports of kvfix are findings too."""
 
 import re
 import time
@@ -146,11 +143,7 @@ def open_sessions(engine: LabEngine) -> list[str]:
 def _move_session(
     engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, max_tokens: int = 1
 ) -> None:
-    """Begin a session, or give an open session input or its end.
-
-    A session that waits for input keeps its blocks. So there are at most three sessions, each with a fourth of the
-    blocks: otherwise other requests cannot run.
-    """
+    """Begin a session, or give one input or its end. At most three sessions keep a fourth of the blocks each."""
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
     if kind == "session":

@@ -1,7 +1,4 @@
-"""A prefill and a decode engine of the lab, with a router, one network and one clock; two engines that share a cache.
-
-An engine without requests makes no step, as EngineCore does not.
-"""
+"""A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do nothing."""
 
 import dataclasses
 import itertools
@@ -199,10 +196,7 @@ class Pair(TwoEngines):
             engine.budget(tokens)
 
     def run(self, steps: int = 1000) -> None:
-        """Make steps until both engines have no work, for at most `steps` steps.
-
-        Also stop after a time without events that is longer than all leases and timeouts.
-        """
+        """Make at most `steps` steps, until no work is left or no event comes in the time of a lease or timeout."""
         idle, waited = 0, None
         for _ in range(steps):
             if not self._busy():

@@ -136,10 +136,7 @@ class PairSide(Connector):
         """Return the kv_transfer_params that the router sends to prefill."""
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
-        """Return the kv_transfer_params that the router sends to decode. Called on the side of prefill.
-
-        answer: the parameters in prefill's answer; None: the router does not wait for it.
-        """
+        """Return the parameters for decode, on prefill's side. answer: prefill's; None: the router does not wait."""
         return answer
 
     @property
