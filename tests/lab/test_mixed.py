@@ -95,8 +95,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
     [
         # It is opt-in since both engines need it: otherwise the two engines count tokens differently.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # Requests end earlier: other loads share a message, and decode shows KVF369's bug, as the release does one step
-        # away.
+        # Requests end earlier: other loads share a message, and decode shows KVF369's bug, as the release may.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )

@@ -91,8 +91,7 @@ class Options:
     layers: int = 1
     #: Play v1 in a MultiConnector, next to another connector that vLLM asks first (connector.py).
     beside: bool = False
-    #: Play a MultiConnector with OffloadingConnector (offloading.py), which vLLM asks "first" or "last". "": no
-    #: OffloadingConnector.
+    #: Play OffloadingConnector (offloading.py) in a MultiConnector, which asks it "first" or "last". "": do not.
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False

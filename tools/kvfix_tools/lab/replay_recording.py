@@ -20,8 +20,7 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.steps import prompt
 
-#: {class of a connector: connector of the lab}. Two connectors have the same class name, and the record has only the
-#: name.
+#: {class of a connector: connector of the lab}. Two connectors share a class name, which is all that a record has.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
 #: Generated tokens of a request without an end in the record, and maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000

@@ -78,8 +78,7 @@ class MooncakeSide(PairSide):
         self._host = self.network.host(self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose blocks were kept. If a message of the peer arrives after their lease has ended, the message
-        #: waits for the timeout.
+        #: Requests whose blocks were kept. A message of the peer that arrives after the lease waits for the timeout.
         self._were_kept: set[str] = set()
         #: Transfers that the peer waits for.
         self._awaited: dict[str, Any] = {}

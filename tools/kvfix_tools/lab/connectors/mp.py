@@ -59,8 +59,7 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True: failed loads are reported by request. vLLM needs this with several KV groups, but not every LMCache
-        #: release can do it.
+        #: True: failed loads are reported by request, as vLLM needs with several KV groups. Not all releases can.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:

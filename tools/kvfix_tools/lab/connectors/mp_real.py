@@ -101,12 +101,10 @@ class RealServer(Server):
         self._before = self.process.locks()
         #: {request: (client, key) of its last lookup}
         self._lookups: dict[str, tuple[Client, Any]] = {}
-        #: First: requests whose hit was not asked for yet. Second: for each other request, the locked chunks at the end
-        #: of its hit.
+        #: First: requests whose hit was not asked for yet. Second: of other requests, the chunks locked at its end.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: First: requests whose lookup is answered too late. Second: requests whose lookup the adapter may drop for
-        #: this reason.
+        #: First: requests whose lookup is answered too late. Second: those whose lookup the adapter may drop for it.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
         #: {the lab's key of a chunk: the server's key}

@@ -59,8 +59,7 @@ class Liveness:
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: vLLM's last count of needed blocks, and True if it is for the whole request (kv_cache_manager.py 0.32.0:499,
-        #: 540).
+        #: vLLM's last count of needed blocks; True: for the whole request (kv_cache_manager.py 0.32.0:499, 540).
         self._counted = (0, False)
         #: The request that the scheduler found no blocks for, and how many blocks it needs.
         self._refused: tuple[Any, int] = (None, 0)

@@ -48,8 +48,7 @@ class RequestEvents:
         self._by_priority = options.policy == "priority"
         #: {request: LMCache's last promise}
         self._promised: dict[str, int] = {}
-        #: Requests that were open while the server did not answer. LMCache stores nothing for these requests, and their
-        #: read locks time out.
+        #: Requests that were open while the server was silent: they store nothing, and their read locks time out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()

@@ -101,8 +101,7 @@ class Run(msgspec.Struct, frozen=True):
     real_server: bool = False
     #: See Options.real_transfers.
     real_transfers: bool = False
-    #: The engine that has the default fixes: "prefill" or "decode" of a pair, "one" of two engines that share a cache,
-    #: or "both".
+    #: The engine with the default fixes: "prefill" or "decode" of a pair, "one" of two with one cache, or "both".
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:

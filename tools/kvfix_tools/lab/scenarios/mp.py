@@ -89,8 +89,7 @@ SCENARIOS: dict[str, Any] = {
         options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        # The worker loses the server for a moment. These releases report this failure, but not others
-        # (mp-retrieve-false).
+        # The worker loses the server for a moment. These releases report this failure, but not mp-retrieve-false.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
         do.step(6),  # the load is in flight
         do.lose_loads(),
@@ -318,8 +317,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=32, windows=(64,), max_num_batched_tokens=16),
     ),
     "mp-window-stored-null": windows(
-        # After its prefix hit, the block list of `r` in the window's KV group begins with null block 0. A later,
-        # shorter hit reads the chunk.
+        # After a prefix hit, the block list of `r` in KV group 1 begins with null block 0. "short" reads the chunk.
         [do.serve("first", prompt(256)), do.evict(4), do.store("r", prompt(512)), do.admit("short", prompt(100))],
         doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
         shows="LAB001 the step reads token",

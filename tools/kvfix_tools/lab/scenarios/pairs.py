@@ -90,8 +90,7 @@ SCENARIOS = {
         doc="A request does not name the host of its prefill engine: it waits for ever.",
     ),
     "nixl-read-outlives-lease": pull(
-        # Both engines hang while the request waits for blocks. Its lease expires, and another request writes to the
-        # blocks.
+        # Both engines hang while the request waits. Its lease expires, and another request writes to the blocks.
         [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64), 2), do.step(3)],
         [do.ask("q", prompt(16, seed=2)), do.time_passes(31.0), do.step_alone("prefill")],
         [do.ask("s", prompt(64, seed=1)), do.step_alone("prefill", 3), do.on("decode", "free_blocks")],

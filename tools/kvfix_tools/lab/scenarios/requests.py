@@ -88,8 +88,7 @@ SCENARIOS = {
         shows="KVR009 tmp_disagg_tracker still holds it",
     ),
     "preempt-full-hit": large_chunks(
-        # Another request has stored the same prompt and generated tokens. The last token must be computed again, so
-        # vLLM has 255 of 256 tokens.
+        # Another request has stored prompt and output. vLLM has 255 of 256 tokens: the last one is computed again.
         [do.stored_elsewhere(continued(prompt(250), 6)), do.admit("r", prompt(250), max_tokens=16), do.step(6)],
         do.preempt("r"),
         doc="LMCache has all tokens of a preempted request, and vLLM takes one less than LMCache asserts.",
