@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
@@ -281,14 +281,11 @@ def faults(
     return {"draws": dict(done), "worse": worse}
 
 
-def main(
-    draws: Annotated[int, typer.Argument(help="Draws for each fix.")],
-    seed: int = 0,
-    seeds: Annotated[int, typer.Option(help="Random schedules for each connector of a fix.")] = 4,
-    only: Annotated[str, typer.Option(help="Codes of fixes, with commas.")] = "",
-    lmcache_path: str | None = None,
-) -> None:
-    """Raise at random lines of the fixes, and print each outcome that is worse than without the fix."""
+def main(draws: int, seed: int = 0, seeds: int = 4, only: str = "", lmcache_path: str | None = None) -> None:
+    """Raise at so many random lines of each fix, and print each outcome that is worse than without the fix.
+
+    seeds: random schedules for each connector of a fix. only: codes of fixes, with commas.
+    """
     from kvfix_tools.lab import runner
 
     runner.prepare(lmcache_path)

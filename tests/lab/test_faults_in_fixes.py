@@ -9,18 +9,12 @@ from kvfix import catalogue
 from tests.conftest import RELEASES, Once
 from tests.lab.faults import faults
 
-DRAWS = 2
-
 #: Closed fixes whose scenarios this release does not show, or whose bug the lab cannot play.
 ELSEWHERE = {"KVF008", "KVF014", "KVF019", "KVF020", "KVF024", "KVF103", "KVF106", "KVF115", "KVF206"}
 
 
-def drawn() -> Any:
-    return faults(DRAWS)
-
-
 def test_errors_at_drawn_lines(once: Once) -> None:
-    found = once(drawn, RELEASES / "0.5.6")
+    found = once(faults, RELEASES / "0.5.6", 2)
     assert found["worse"] == []
     closed = {fix.code for fix in catalogue.fixes() if fix.on_fault == "closed"}
     assert closed - set(found["draws"]) <= ELSEWHERE
