@@ -99,7 +99,7 @@ def test_what_is_kept_until_its_end_is_not_left(once: Once) -> None:
 @answers([True, True])
 def test_a_lookup_that_times_out_holds_up_both() -> list[bool]:
     """The clock of both engines runs: leases end, and the next lookup begins after this one."""
-    from kvfix_tools.lab.engine.engine_core import STEP
+    from kvfix_tools.lab.engine.lab_engine import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 
     pair = late.Pair(

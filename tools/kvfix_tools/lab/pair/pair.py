@@ -13,8 +13,7 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Event, Leased
 from kvfix_tools.lab.connectors.mp import ADAPTER, MP
 from kvfix_tools.lab.engine import rules
-from kvfix_tools.lab.engine.engine_core import STEP, side_class
-from kvfix_tools.lab.engine.lab_engine import LabEngine
+from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
 from kvfix_tools.lab.engine.memory import Cache
 from kvfix_tools.lab.fuzz import pair_schedule
 from kvfix_tools.lab.options import Options
@@ -177,10 +176,8 @@ class Pair(TwoEngines):
         old.connector.close()
         self.gone.append(old)
         self.may_fail()
-        if name == "prefill":
-            self.prefill = self._start(name, blocks)
-        else:
-            self.decode = self._start(name, blocks)
+        setattr(self, name, self._start(name, blocks))
+        if name == "decode":
             self.router.sent.clear()  # a second decode engine of a request would read freed blocks: KVF340
 
     def on(self, name: str, step: str, *arguments: Any) -> None:

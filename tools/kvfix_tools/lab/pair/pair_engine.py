@@ -13,8 +13,7 @@ from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.engine import vllm_objects
-from kvfix_tools.lab.engine.engine_core import STEP, side_class
-from kvfix_tools.lab.engine.lab_engine import LabEngine
+from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
 from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
