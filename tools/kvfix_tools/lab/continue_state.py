@@ -167,9 +167,12 @@ class _Builder:
             self._do("step")  # vLLM admits requests in the order of their arrival
         for row in sorted(running, key=lambda row: row["computed"] < row["prompt"]):
             self._admit(row, row["computed"] if row["computed"] >= row["prompt"] else row["total"])
-        begun = [(self._computed, row["id"]) for row in running]
-        begun += [(lambda name: any(self._blocks(name)), row["id"]) for row in loaded]
-        self._until(lambda: all(has_begun(name) for has_begun, name in begun))
+        self._until(
+            lambda: (
+                all(any(self._blocks(row["id"])) for row in loaded)
+                and all(self._computed(row["id"]) for row in running)
+            )
+        )
         self._do("budget", 0)  # no step admits a request
         for row in self._rows:
             if row not in running and row not in loaded:
