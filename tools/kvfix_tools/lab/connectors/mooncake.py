@@ -135,8 +135,7 @@ class MooncakeSide(PairSide):
         requests = self.events.model.requests
         had = {_transfer_of(request): name for name, request in requests.items()}
         open_now = {_transfer_of(request) for request in requests.values() if not request.is_finished()}
-        # An aborted prefill leaves the dictionary and sends decode no message: decode still waits. After the timeout
-        # prefill does not know the request any more.
+        # An aborted prefill sends decode no message: decode waits. After the timeout prefill forgets the request.
         known = {each: sent for each, sent in self._sends.items() if clock.now() < self._ended.get(each, inf) + _LONG}
         self._awaited.update(known)
         self._awaited = {transfer: sent for transfer, sent in self._awaited.items() if sent.ready._waiters}

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
-from kvfix_tools.lab.fuzz import nixl_compare
+from kvfix_tools.lab.fuzz import nixl_compare, pair_schedule
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.fuzz.schedule import DrawnStep, Schedule
 from kvfix_tools.lab.options import PAIRS
@@ -91,7 +91,7 @@ def _play_neighbours(two: Neighbours, schedule: Schedule, end: int) -> None:
 
 def _play_pair(pair: Pair, schedule: Schedule, end: int) -> None:
     for step in schedule.steps:
-        pair.move(step)
+        pair_schedule.move(pair, step)
     pair.free_blocks()
     pair.budget(schedule.options.max_num_batched_tokens)
     if schedule.options.peer_ranks:

@@ -18,7 +18,6 @@ from kvfix_tools.lab.connectors.mp import ADAPTER, MP
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
 from kvfix_tools.lab.engine.memory import Cache
-from kvfix_tools.lab.fuzz import pair_schedule
 from kvfix_tools.lab.fuzz.parameters import MALFORMED, Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair import one_side
@@ -217,10 +216,6 @@ class Pair(TwoEngines):
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         """Make the step of this name: a method of this class or of the router."""
         getattr(self if hasattr(self, step) else self.router, step)(*arguments, **keywords)
-
-    def move(self, step: tuple[Any, ...]) -> None:
-        """Make a drawn step. A step that is not possible does nothing."""
-        pair_schedule.move(self, step)
 
     def abort(self, name: str) -> None:
         """The client of this request is gone, and the router tells both engines."""
