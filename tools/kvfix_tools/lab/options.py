@@ -148,12 +148,10 @@ class Options:
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py), if it has another number than the prefill engine.
     decode_blocks: int = 0
-    #: peer_ranks: ranks of the other engine of a pair; 0: the same number. kv_heads: KV heads of the model. With more
-    #: ranks than heads, several ranks have the same head.
+    #: peer_ranks: of the other engine of a pair; 0: as many. kv_heads: of the model. More ranks than heads share heads.
     peer_ranks: int = 0
     kv_heads: int = 1
-    #: multi: names of the engines of a pair that also have LMCache's in-process connector (connectors/pair_multi.py).
-    #: lmcache_first: True if vLLM asks LMCache first.
+    #: multi: engines of a pair with LMCache's in-process connector too (pair_multi.py). lmcache_first: asked first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False
     #: Use real NIXL (nixl_real.py) instead of the lab's model. BY_NIXL only.

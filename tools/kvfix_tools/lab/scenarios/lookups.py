@@ -106,8 +106,7 @@ SCENARIOS = {
         shows="KVR012",
     ),
     "full-hit-asked-twice": scenario(
-        # LMCache has all 200 tokens. The first answer is 199, the second one 200, and vLLM asserts that there are new
-        # tokens (scheduler.py 0.32.0:1170).
+        # LMCache has all 200 tokens. It answers 199, then 200, and vLLM asserts new tokens (scheduler.py 0.32.0:1170).
         [do.store("before", prompt(200)), do.keep_blocks(0), do.admit("r", prompt(200), max_tokens=2)],
         do.step(),  # match(0) by a lookup
         do.step(),  # match(0) from the lookup cache
@@ -129,8 +128,7 @@ SCENARIOS = {
         options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
     ),
     "max-load-unaligned": scenario(
-        # max_tokens_per_load is 1024, and vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token
-        # 1,024: 1,024 - 80 are due. No preemption is needed.
+        # vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token 1,024: 1,024 - 80 are due.
         [do.store("before", prompt(1500)), do.serve("short", prompt(80)), do.admit("r", prompt(1500), max_tokens=2)],
         shows="KVR011 Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
         options=Options(

@@ -274,8 +274,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # The step computes three blocks, and only the last one has a state. Without --separate-object-groups, the chunks of
-    # the other blocks are stored too.
+    # Only the last of three blocks has a state. In one object, the chunks of the other blocks are stored too.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block, and the fourth, which is null.
@@ -306,8 +305,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has 64 tokens, the cache 128. After the failure the tracker counts from 0, so each chunk is stored 64
-        # tokens after it was computed.
+        # vLLM has 64 tokens, the cache 128. Then the tracker counts from 0: chunks are stored 64 tokens too late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",

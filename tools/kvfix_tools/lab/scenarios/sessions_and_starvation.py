@@ -48,8 +48,7 @@ SCENARIOS = {
         ),
     ),
     "lookahead-stops-prefill": states(
-        # The first steps compute 16 tokens each. The third chunk, from token 32 on, ends at token 46 of 50, before the
-        # end of a block, and the next chunk gets no token.
+        # The chunk from token 32 on ends at token 46 of 50, before a block's end. The next chunk gets no token.
         [do.admit("r", prompt(50)), do.budget(16), do.step(4), do.budget(64)],
         shows="LAB003 is RUNNING for ever",
         options=MP(chunk_size=16, max_num_batched_tokens=64, states=True, drafter="mtp", drafts=4, acceptance=50),
