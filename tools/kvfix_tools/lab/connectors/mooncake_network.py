@@ -1,7 +1,4 @@
-"""The network between two engines with MooncakeConnector, and stand-ins for what its coroutines communicate with.
-
-vLLM's own coroutines run in event loops that use the lab's steps and time. A write takes some steps.
-"""
+"""The network between two engines with MooncakeConnector. vLLM's own coroutines run in the lab's steps and time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The KV groups of the lab's model, the objects in which the server stores a chunk, and the memory of the layers.
-
-Each KV group has its own block list for each request, and its own contents. All take blocks from one pool.
-"""
+"""KV groups, which have their own block lists and share a pool; the stored objects of a chunk; the layers' memory."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -79,10 +79,7 @@ class PairNetwork:
 
 
 class PairSide(Connector):
-    """A connector between two engines: both roles in one of the engines.
-
-    name: of the engine's host. engine_id: changes with each start. Both engines share the network of `make_network`.
-    """
+    """Both roles of a connector between two engines. name: host. engine_id: new at each start. network: of both."""
 
     #: The class of `workers`.
     worker_class: Any
