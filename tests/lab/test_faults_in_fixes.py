@@ -1,7 +1,4 @@
-"""An error in the code of a fix: never an outcome that the release does not have, and never wrong KV of a closed fix.
-
-Two draws for each fix here. Thousands: `python -m tests.lab.faults 100`.
-"""
+"""Errors in the code of fixes make no outcome worse than as released. Thousands: `python -m tests.lab.faults 100`."""
 
 from typing import Any
 

@@ -170,10 +170,7 @@ class V1Worker(Worker):
 
 
 def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), **shared: Any) -> Any:
-    """Return the adapter in the worker role, without `__init__`, which starts servers and needs a GPU connector.
-
-    layers: names, if they are loaded and stored one by one. shared: attributes of the scheduler's adapter.
-    """
+    """Return a worker's adapter without `__init__` (servers, GPU). layers: loaded one by one. shared: attributes."""
     module = sys.modules[kind.__module__]
     if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings to the GPU without a check
         torch.Tensor.cuda = lambda tensor, *_, **__: tensor

@@ -141,10 +141,7 @@ class Block:
 
 
 class SlotsOfShard(Slots):
-    """The memory of a rank with context parallelism: each of n ranks has every n-th token of a block.
-
-    The slot of a token has the same number in all ranks. The slots of tokens in other ranks stay empty.
-    """
+    """A rank's memory with context parallelism: every n-th token of a block, in its slot. Other slots stay empty."""
 
     def __init__(self, ranks: int, num_blocks: int, block_size: int, room: int, rank: int) -> None:
         super().__init__(num_blocks, block_size, room, rank)

@@ -266,10 +266,7 @@ class RequestEvents:
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """Record the end of a load in this rank. The load moved `tokens` tokens, up to token `end`.
-
-        With several ranks the load ends with the last rank, and brings the tokens that all ranks have.
-        """
+        """Record a load of `tokens` tokens up to `end` in a rank. The last rank ends it, with what all have."""
         arrived = self._arrived.setdefault(name, {})
         arrived[rank] = end, tokens
         if len(arrived) < self._ranks:
