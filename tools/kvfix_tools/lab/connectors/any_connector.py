@@ -240,7 +240,7 @@ class AnyConnector(Connector):
     def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
         """Check the contents at the end of the step. wrong: {block: first layer that differs from layer 0}."""
         found, self._wrong = self._wrong, []
-        blocks = {name: self._blocks(name) for name in self.output.num_scheduled_tokens}
+        blocks = {name: self.events.model.blocks(name) for name in self.output.num_scheduled_tokens}
         for name, of_request in blocks.items():
             layers = [wrong[block] for block in of_request if block in wrong]
             if layers and name not in dict(found):
@@ -265,14 +265,11 @@ class AnyConnector(Connector):
         """Record the end of the load. It brought the tokens before the first failed block."""
         load = self.loads.pop(name)
         size = self.groups[0].kv_cache_spec.block_size
-        blocks = self._blocks(name)[load.start // size : -(-load.end // size)]
+        blocks = self.events.model.blocks(name)[load.start // size : -(-load.end // size)]
         good = next((number for number, block in enumerate(blocks) if block in failed), None)
         end = load.start if wholly else load.end if good is None else load.start // size * size + good * size
         if name in self.scheduler.requests and not self.scheduler.requests[name].is_finished():
             self.events.loaded(name, end, end - load.start)
-
-    def _blocks(self, name: str) -> list[int]:
-        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def _in_flight(self) -> bool:
         return bool(self.sending or any(load.asynchronous for load in self.loads.values()))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -122,7 +123,7 @@ class Network(PairNetwork):
         self.requests: list[tuple[str, str]] = []
         self._messages: list[tuple[int, Host, Callable[[], None]]] = []
         self._writes: list[Write] = []
-        self._ports = itertools.count(1000)
+        self.port = partial(next, itertools.count(1000))
 
     @property
     def longest(self) -> float:
@@ -132,9 +133,6 @@ class Network(PairNetwork):
     @property
     def busy(self) -> bool:
         return bool(self._messages or self._writes)
-
-    def port(self) -> int:
-        return next(self._ports)
 
     def host(self, name: str) -> Host:
         made = Host(self, name)

@@ -222,7 +222,7 @@ class Network(PairNetwork):
         self._asked, self._said = b"", list[bytes]()
         self._writers: list[_Writer] = []
         self._handshakes: list[tuple[int, Context, Future[Any], Callable[[], Any]]] = []
-        self._handles = itertools.count(1)
+        self.handle = partial(next, itertools.count(1))
         self._names = itertools.count(1)
 
     def agent(self, _: str, config: Any = None) -> Agent:
@@ -230,9 +230,6 @@ class Network(PairNetwork):
         name = f"agent-{next(self._names)}"
         self.agents[name] = made = self.agent_class(self, name)
         return made
-
-    def handle(self) -> int:
-        return next(self._handles)
 
     @property
     def busy(self) -> bool:

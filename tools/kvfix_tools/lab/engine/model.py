@@ -139,22 +139,18 @@ class Drafter:
     def __init__(self, options: Options) -> None:
         self._options = options
         #: {request that had drafts in the last step: its first token in this step}
-        self._starts: dict[str, int] = {}
+        self.starts: dict[str, int] = {}
         self._next_starts: dict[str, int] = {}
         #: {request: drafts that the last step has proposed}
         self._last: dict[str, list[int]] = {}
         self._proposed: dict[str, list[int]] = {}
 
     def begin(self, output: Any) -> None:
-        self._starts, self._next_starts = self._next_starts, {}
+        self.starts, self._next_starts = self._next_starts, {}
         self._last, self._proposed = self._proposed, {}
         for name in (*scheduling.resumed(output), *(new.req_id for new in output.scheduled_new_reqs)):
-            self._starts.pop(name, None)
+            self.starts.pop(name, None)
             self._last.pop(name, None)
-
-    def start(self, name: str, computed: int) -> int:
-        """Return the first token of this request in the step. computed: the scheduler's number of computed tokens."""
-        return self._starts.get(name, computed)
 
     def verify(
         self, name: str, scheduled: list[int], right: Sequence[int], end: int, misled: bool
@@ -275,7 +271,7 @@ class Model:
 
     def start(self, name: str, tokens: int) -> int:
         """Return where the request's tokens in this step begin. The scheduler has already counted the tokens."""
-        return self.drafter.start(name, self.requests[name].num_computed_tokens - tokens)
+        return self.drafter.starts.get(name, self.requests[name].num_computed_tokens - tokens)
 
     def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
         """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.

@@ -26,8 +26,6 @@ from kvfix_tools.lab.runner import applied
 
 #: Seeds that a process plays before it returns its tally, in a second or two.
 BATCH = 32
-#: {value of `fixes_in`: name of the engine, if that differs}
-_NAMES = {"one": "first"}
 
 
 class Violation(NamedTuple):
@@ -118,7 +116,8 @@ class Run(msgspec.Struct, frozen=True):
                 yield
             return
         default = [fix.code for fix in catalogue.fixes() if not fix.opt_in]
-        with one_side.fixes_in(_NAMES.get(self.fixes_in, self.fixes_in)), applied(True, self.mode, default):
+        engine = "first" if self.fixes_in == "one" else self.fixes_in
+        with one_side.fixes_in(engine), applied(True, self.mode, default):
             yield
 
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
