@@ -105,7 +105,7 @@ class Server:
         #: Number of next lookups without an answer.
         self.unanswered = 0
         #: True if the server knows the worker's KV memory.
-        self._registered = True
+        self.registered = True
         #: {rank: requests whose next load fails}
         self.failing: list[dict[str, int]] = [{} for _ in memories]
         #: {request: loads in flight in all ranks}
@@ -211,7 +211,7 @@ class Server:
         return self._answer(None)
 
     def register(self, *args: Any, **more: Any) -> Any:
-        self._registered = True
+        self.registered = True
         return self._answer(None)
 
     def create_recorded_event(self) -> Any:
@@ -219,7 +219,7 @@ class Server:
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
         groups = _block_ids(rest)
-        return self._answer_store_later(key, lambda: self._registered and self._store(key, groups))
+        return self._answer_store_later(key, lambda: self.registered and self._store(key, groups))
 
     def _answer_store_later(self, key: Any, store: Callable[[], Any]) -> Any:
         request_id, rank = key.request_id, key.worker_id or 0
@@ -258,7 +258,7 @@ class Server:
 
         def load() -> bool:
             wanted = self._keys_from_start(key)
-            fails = request_id in self.failing[rank] or not self._registered
+            fails = request_id in self.failing[rank] or not self.registered
             self.failing[rank].pop(request_id, None)
             done = not fails and self.chunks.load(groups, wanted, skip_first_n_tokens, rank)
             self.chunks.unlock(request_id, wanted, rank)
@@ -320,11 +320,6 @@ class Server:
         for name in sorted(lost):
             self.chunks.unlock_all(name, rank)
             self.events.loaded(name, 0, 0, rank)
-
-    def forget_silent_worker(self) -> None:
-        """Drop a silent worker, as the server does after `worker_registration_grace_seconds`, if the release has it."""
-        pinged = any(heartbeat.is_of_worker for heartbeat in self.heartbeats)
-        self._registered = pinged or bool(releases.missing(releases.FORGETS))
 
 
 def _block_ids(arguments: tuple[Any, ...]) -> list[list[int]]:

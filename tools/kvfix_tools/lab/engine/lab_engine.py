@@ -390,12 +390,6 @@ class LabEngine:
             message = f"was computed, the chunks from tokens {missing} on are not stored"
             self.request_events.violated(rules.NOT_STORED, name, message)
 
-    def expect_forgotten(self, name: str) -> None:
-        """Expect that no state of this request is kept, long after its end."""
-        for where, names in {**self.connector.kept(), **self.connector.kept_for_a_while()}.items():
-            if name in names:
-                self.request_events.add(ev.Left(name, where))
-
     def expect_hit(self, name: str) -> None:
         if not self.request_events.hits.get(name):
             self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
