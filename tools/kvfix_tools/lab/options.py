@@ -238,7 +238,7 @@ class Options:
         no_sizes = [
             each
             for each in fields(self)
-            if (each.type in ("bool", "str", "tuple[int, ...]", "tuple[str, ...]") or each.name.endswith("ranks"))
+            if (each.type in (bool, str, tuple[int, ...], tuple[str, ...]) or each.name.endswith("ranks"))
             and each.name != "connector"
         ]
         changed = [each.name for each in no_sizes if getattr(self, each.name) != each.default]
