@@ -1,7 +1,5 @@
 """Play scenarios in this process, as released or with the fixes. This module imports neither vLLM nor LMCache."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -148,7 +146,7 @@ def reported() -> Iterator[list[Finding]]:
         yield found
 
 
-def let_leaks_be_reported(engine: LabEngine) -> None:
+def let_leaks_be_reported(engine: "LabEngine") -> None:
     """Make the steps after which kvfix checks the last requests for leaks, if it watches."""
     if session.config is not None and session.config.watches:
         engine.step(AFTER)

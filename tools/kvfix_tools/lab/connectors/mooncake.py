@@ -4,8 +4,6 @@ Decode sends its block ids to prefill, and prefill writes into these blocks. The
 engine, the sockets, HTTP and threads (mooncake_network.py), the attention backend, and the clock.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any
 
@@ -29,7 +27,7 @@ def _transfer_of(request: Any) -> str:
 
 
 class MooncakeWorker(PairWorker):
-    def __init__(self, side: MooncakeSide, slots: Slots, called: Any, options: Options) -> None:
+    def __init__(self, side: "MooncakeSide", slots: Slots, called: Any, options: Options) -> None:
         super().__init__(side, 0, slots, called, called.connector_worker)
         #: Requests with a failed load that is not reported yet.
         self.lost: set[str] = set()

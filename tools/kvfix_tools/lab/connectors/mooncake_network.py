@@ -1,7 +1,5 @@
 """The network between two engines with MooncakeConnector. vLLM's own coroutines run in the lab's steps and time."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools
@@ -55,7 +53,7 @@ class Loop(asyncio.SelectorEventLoop):
 class Host:
     """The host of one engine, from its start to its end. session: the address of its transfer engine."""
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, network: "Network", name: str) -> None:
         self.network = network
         self.name = name
         self.loop = Loop()
@@ -226,7 +224,7 @@ class Router:
         self.host.network.bound[f"tcp://{self.host.name}:{port}"] = self
         return port
 
-    def take(self, dealer: Dealer, message: bytes) -> None:
+    def take(self, dealer: "Dealer", message: bytes) -> None:
         self._asking[dealer.name] = dealer
         self._came.put_nowait((dealer.name, message))
 

@@ -5,8 +5,6 @@ and stores some steps after the adapter has made them, and waits for each answer
 same way. Only evictions by the server itself depend on real time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -38,7 +36,7 @@ class RequestId(str):
 class Client:
     """LMCache's client. The lab waits for each answer. While the adapter waits, the lab's time passes."""
 
-    def __init__(self, server: RealServer, client: Any) -> None:
+    def __init__(self, server: "RealServer", client: Any) -> None:
         self._server = server
         self._client = client
         self._message_queue_client = client._message_queue_client

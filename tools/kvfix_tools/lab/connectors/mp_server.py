@@ -1,7 +1,5 @@
 """Replaces `lmcache server`, its client and the transfer context. Actions end after `delay` steps, or at once."""
 
-from __future__ import annotations
-
 import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,7 @@ class Heartbeat:
 
     stop_requested = False
 
-    def __init__(self, server: Server, health_event: Any, instance_id: int | None = None, **more: Any) -> None:
+    def __init__(self, server: "Server", health_event: Any, instance_id: int | None = None, **more: Any) -> None:
         self._server, self._event, self.is_of_worker = server, health_event, instance_id is not None
         self._recover: Callable[[], bool] = lambda: True
 

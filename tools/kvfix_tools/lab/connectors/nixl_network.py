@@ -1,7 +1,5 @@
 """Agents, sockets of handshakes and threads between two engines with NixlConnector. All run in the lab's steps."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +47,7 @@ class Transfer:
 class Agent:
     """A model of NIXL's agent (1.5) with the calls that vLLM makes. nixl_real.py compares this model with NIXL."""
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, network: "Network", name: str) -> None:
         self._network = network
         self.name = name
         self.closed = False
@@ -255,7 +253,7 @@ class Network(PairNetwork):
         for writer in self._writers:
             writer.go_on(self.now)
 
-    def writer(self, **thread: Any) -> _Writer:
+    def writer(self, **thread: Any) -> "_Writer":
         """Replaces the creation of a writer thread."""
         made = _Writer(self, thread["target"])
         self._writers.append(made)

@@ -1,7 +1,5 @@
 """A real `lmcache server` in a separate process, for the lab: small, on a CPU, with an L2 on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -108,7 +106,7 @@ class ServerProcess:
         return Path(self._folder.name, "log").read_text(errors="replace")
 
     @staticmethod
-    def _close(server: ServerProcess) -> None:
+    def _close(server: "ServerProcess") -> None:
         server.kill()
         server._folder.cleanup()
 

@@ -1,7 +1,5 @@
 """Memory with checkable contents: like KV, a slot depends on all tokens up to its own token. It holds their hash."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
@@ -73,7 +71,7 @@ class Slots:
         """Replace the blocks. A block is like a list of ints."""
         self._blocks[:] = blocks
 
-    def of_group(self, block_size: int) -> Slots:
+    def of_group(self, block_size: int) -> "Slots":
         """Return the same memory with the block size of a KV group."""
         slots = copy.copy(self)
         slots.block_size = block_size

@@ -1,7 +1,5 @@
 """The events, findings and counters of a run: every call, every request in every step, every copy in memory."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -94,7 +92,7 @@ class Liveness:
 class RequestEvents:
     """log: (step, event). findings: of the rules of the ledger and the lab."""
 
-    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
+    def __init__(self, scheduler: Scheduler, connector: "Connector", model: Model, options: Options) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self.model = model

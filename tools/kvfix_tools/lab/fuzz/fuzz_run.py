@@ -1,7 +1,5 @@
 """`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter, deque
@@ -59,7 +57,7 @@ class Tally(msgspec.Struct):
     #: At the end of the run, the most frequent first.
     violations: list[Any] = []
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: "Tally") -> None:
         self.seeds += other.seeds
         self.steps += other.steps
         self.counts = dict(Counter(self.counts) + Counter(other.counts))

@@ -1,7 +1,5 @@
 """A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter
@@ -46,7 +44,7 @@ class Router:
     to decode. In push mode it may send the request to both engines at once.
     """
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: "Pair") -> None:
         self._pair = pair
         self.counts: Counter[str] = Counter()
         self.asked: dict[str, _Asked] = {}

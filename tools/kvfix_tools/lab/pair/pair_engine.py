@@ -1,7 +1,5 @@
 """One of two engines, and the base classes of both engines, of their connector and of the network between them."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -182,7 +180,7 @@ class PairEngine(LabEngine):
 
     connector: PairSide
 
-    def __init__(self, options: Options, pair: Pair, name: str, engine_id: str) -> None:
+    def __init__(self, options: Options, pair: "Pair", name: str, engine_id: str) -> None:
         self.name = name
         self._pair = pair
         self._engine_id = engine_id
