@@ -10,10 +10,9 @@ LONG = "long"
 #: match(0): the lookup is sent. It times out (lookup_timeout_ms is 3,000), and the request is computed.
 TIMED_OUT = do.step(), do.wait(4), do.step()
 large_chunks = partial(scenario, options=Options(chunk_size=256, max_num_batched_tokens=512))
+FETCH = {"enable_async_loading": True}
 asynchronous = partial(
-    scenario,
-    needs={"lmcache": ">=0.3.10"},
-    options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
+    scenario, needs={"lmcache": ">=0.3.10"}, options=Options(lmcache=FETCH, max_num_batched_tokens=512)
 )
 
 SCENARIOS = {
@@ -35,9 +34,7 @@ SCENARIOS = {
         do.abort("r"),
         doc="A request is aborted while OffloadingConnector loads for it: LMCache keeps the chunks that it fetched.",
         shows="KVR009 fetched chunks of the worker",
-        options=Options(
-            lmcache={"enable_async_loading": True}, offloading="first", delay=3, max_num_batched_tokens=512
-        ),
+        options=Options(lmcache=FETCH, offloading="first", delay=3, max_num_batched_tokens=512),
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "async-fetched-left": asynchronous(
@@ -62,7 +59,7 @@ SCENARIOS = {
         do.slow_lookups(3),  # of the second rank
         doc="The lookup of one of two ranks times out, the request is preempted, and a worker dies at its load.",
         shows="KVR011 is not done or not found",
-        options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512, ranks=2),
+        options=Options(lmcache=FETCH, max_num_batched_tokens=512, ranks=2),
         # up to 0.3.15 the second rank does not clean up; earlier releases of vLLM were not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
     ),
@@ -82,7 +79,7 @@ SCENARIOS = {
         do.serve("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
         do.expect_hit("r"),
         shows="LAB006",
-        options=Options(lmcache={"enable_async_loading": True}),
+        options=Options(lmcache=FETCH),
     ),
     "async-lookup-timeout": asynchronous(
         [do.slow_lookups(99), do.keep_blocks(0), do.admit("r", prompt(300)), do.step()],  # match(0): the lookup is sent

@@ -8,6 +8,7 @@ from kvfix_tools.lab.steps import malformed, prompt
 
 PULL = partial(Options, connector="nixl-pull")
 PUSH = partial(Options, connector="nixl-push")
+OFFLOAD = partial(Options, connector="nixl-offload", prefix_caching=False)
 MOONCAKE = partial(Options, connector="mooncake", prefix_caching=False, num_blocks=60)
 pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUSH, MOONCAKE))
 
@@ -47,7 +48,7 @@ SCENARIOS = {
         shows="LAB001 the OffloadingConnector stores other KV",
         doc="NIXL loads into blocks of an ended request that OffloadingConnector still copies.",
         wrong={"vllm": ">=0.32,<0.33"},
-        options=Options(connector="nixl-offload", offloading="last", delay=3, prefix_caching=False),
+        options=OFFLOAD(offloading="last", delay=3),
     ),
     "nixl-malformed-handshake-fails": pull(
         [do.malform("flat_blocks"), do.fail("handshake"), do.ask("r", prompt(64))],

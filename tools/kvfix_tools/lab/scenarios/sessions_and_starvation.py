@@ -3,6 +3,7 @@
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, scenario
 from kvfix_tools.lab.scenarios.mp import MP, states
+from kvfix_tools.lab.scenarios.pairs import OFFLOAD
 from kvfix_tools.lab.steps import prompt
 
 SCENARIOS = {
@@ -37,15 +38,7 @@ SCENARIOS = {
         do.run(),  # the OffloadingConnector has both prompts
         [do.ask("r", prompt(64), prefill_tokens=2), do.step(3), do.ask("other", prompt(64, seed=1), prefill_tokens=2)],
         shows="LAB003",
-        options=Options(
-            connector="nixl-offload",
-            offloading="first",
-            delay=5,
-            num_blocks=9,
-            decode_blocks=60,
-            prefix_caching=False,
-            async_scheduling=True,
-        ),
+        options=OFFLOAD(offloading="first", delay=5, num_blocks=9, decode_blocks=60, async_scheduling=True),
     ),
     "lookahead-stops-prefill": states(
         # The chunk from token 32 on ends at token 46 of 50, before a block's end. The next chunk gets no token.
