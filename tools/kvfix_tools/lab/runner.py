@@ -91,7 +91,8 @@ def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
         return Result(scenario.slug, fixes, "not-applicable", why, [])
     with applied(fixes, only=list(only) or played(*scenario.fixes)):
         engine = scenario.played()
-    hits, also = [], []
+    hits: list[str] = []
+    also: list[str] = []
     for found in engine.findings:
         is_wanted = found.code == scenario.rule and scenario.text in found.message
         (hits if is_wanted or found.code == rules.FAULT_OF_KVFIX.code else also).append(str(found))
