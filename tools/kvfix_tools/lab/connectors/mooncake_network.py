@@ -121,7 +121,7 @@ class Network(PairNetwork):
         self.requests: list[tuple[str, str]] = []
         self._messages: list[tuple[int, Host, Callable[[], None]]] = []
         self._writes: list[Write] = []
-        self.port = partial(next, itertools.count(1000))
+        self.port: Callable[[], int] = partial(next, itertools.count(1000))
 
     @property
     def longest(self) -> float:

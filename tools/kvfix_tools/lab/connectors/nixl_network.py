@@ -220,7 +220,7 @@ class Network(PairNetwork):
         self._asked, self._said = b"", list[bytes]()
         self._writers: list[_Writer] = []
         self._handshakes: list[tuple[int, Context, Future[Any], Callable[[], Any]]] = []
-        self.handle = partial(next, itertools.count(1))
+        self.handle: Callable[[], int] = partial(next, itertools.count(1))
         self._names = itertools.count(1)
 
     def agent(self, _: str, config: Any = None) -> Agent:

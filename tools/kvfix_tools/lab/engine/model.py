@@ -271,7 +271,8 @@ class Model:
 
     def start(self, name: str, tokens: int) -> int:
         """Return where the request's tokens in this step begin. The scheduler has already counted the tokens."""
-        return self.drafter.starts.get(name, self.requests[name].num_computed_tokens - tokens)
+        computed: int = self.requests[name].num_computed_tokens - tokens
+        return self.drafter.starts.get(name, computed)
 
     def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
         """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.
