@@ -57,7 +57,7 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
     """Return the recorder file of a pair with this fault, after so many more seconds. A lease is 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix import clock
-    from kvfix_tools.lab.engine.engine_core import STEP
+    from kvfix_tools.lab.engine.lab_engine import STEP
 
     with runner.quiet():
         # the reads of those whose leases are over at once are not to fail

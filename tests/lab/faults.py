@@ -14,11 +14,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
 from kvfix import acting, wrapping
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.fuzz.schedule import draw
+from kvfix_tools.lab.scenario import Scenario, find
+from tests import late
 
 Function = Callable[..., Any]
 #: File and line.
@@ -30,10 +34,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Where to raise, and what was executed. The code of one fix at a time is traced.
-
-    time: at this execution the line raises; always: at each later one too.
-    """
+    """Where to raise, and what ran, in the code of one fix. time: execution of `line`; always: also at later ones."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -186,48 +187,30 @@ UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
 class Case(NamedTuple):
-    """findings: plays with the fixes, or without; skipped: code of a fix that is left out."""
+    """play: returns an object with findings. opt_in: codes of the opt-in fixes that are applied too."""
 
     name: str
-    findings: Function
+    play: Function
+    opt_in: tuple[str, ...] = ()
+
+    def findings(self, fixes: bool = True, skipped: str = "") -> Any:
+        """Play the case with the fixes, or without. skipped: code of a fix that is left out."""
+        with runner.applied(fixes, only=[code for code in runner.played(*self.opt_in) if code != skipped]):
+            return self.play().findings
 
 
-def of_scenario(slug: str) -> Case:
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.scenario import find
-
-    scenario = find(slug)
-
-    def findings(fixes: bool = True, skipped: str = "") -> Any:
-        codes = [code for code in runner.played(*scenario.fixes) if code != skipped]
-        return runner.play(scenario, fixes, only=codes).findings
-
-    return Case(slug, findings)
-
-
-def _seed(connector: str, seed: int) -> Case:
-    from kvfix_tools.lab.fuzz.fuzz import play
-    from kvfix_tools.lab.fuzz.schedule import draw
-    from kvfix_tools.lab.runner import applied, played
-
-    def findings(fixes: bool = True, skipped: str = "") -> Any:
-        with applied(fixes, only=[code for code in played() if code != skipped]):
-            return play(draw(seed, connector)).findings
-
-    return Case(f"{connector} seed {seed}", findings)
+def of_scenario(scenario: Scenario) -> Case:
+    return Case(scenario.slug, scenario.played, scenario.fixes)
 
 
 def cases(fix: Any, seeds: int = 0) -> list[Case]:
     """The scenarios of the fix that this release plays, and random schedules of their connectors."""
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.scenario import find
-
     known = [scenario for scenario in map(find, fix.scenarios) if scenario is not None]
     found = [scenario for scenario in known if runner.expected(scenario) != "not-applicable"]
     connectors = dict.fromkeys(scenario.options.connector for scenario in found)
-    return [of_scenario(scenario.slug) for scenario in found] + [
-        _seed(connector, seed) for connector in connectors for seed in range(seeds)
-    ]
+    drawn = [(seed, connector) for connector in connectors for seed in range(seeds)]
+    schedules = [Case("seed {} of {}".format(*each), lambda each=each: late.play(draw(*each))) for each in drawn]
+    return [*map(of_scenario, found), *schedules]
 
 
 class Counted(NamedTuple):
@@ -284,16 +267,11 @@ def faults(
     return {"draws": dict(done), "worse": worse}
 
 
-def main(
-    draws: Annotated[int, typer.Argument(help="Draws for each fix.")],
-    seed: int = 0,
-    seeds: Annotated[int, typer.Option(help="Random schedules for each connector of a fix.")] = 4,
-    only: Annotated[str, typer.Option(help="Codes of fixes, with commas.")] = "",
-    lmcache_path: str | None = None,
-) -> None:
-    """Raise at random lines of the fixes, and print each outcome that is worse than without the fix."""
-    from kvfix_tools.lab import runner
+def main(draws: int, seed: int = 0, seeds: int = 4, only: str = "", lmcache_path: str | None = None) -> None:
+    """Raise at so many random lines of each fix, and print each outcome that is worse than without the fix.
 
+    seeds: random schedules for each connector of a fix. only: codes of fixes, with commas.
+    """
     runner.prepare(lmcache_path)
     with runner.quiet():
         found = faults(draws, seed, seeds, tuple(filter(None, only.split(","))), functools.partial(print, flush=True))

@@ -198,10 +198,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Ask for three requests, of which the second begins as the first one does.
-
-    at_once: requests that the router sends to both engines at once.
-    """
+    """Ask for three requests; the second one begins like the first. at_once: requests that both engines get at once."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))

@@ -165,10 +165,7 @@ def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
 
 @answers([1], fixes=True)
 def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
-    """Two loads by layers take turns, and the second one ends before its last layer.
-
-    The release of the first load, in the same thread, is not taken for one of the second. Return the chunks' pins.
-    """
+    """One of two loads by layers ends early. The other one's release is not taken for its own. Return the pins."""
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -303,10 +300,7 @@ SHORT = [
 )
 @answers(also="fixes release answer")
 def test_a_load_that_comes_short(left: int, hit: int) -> tuple[Any, int]:
-    """Return the report of a load whose last chunks are missing, and the cached chunks after it.
-
-    The report is "dies" if the worker dies.
-    """
+    """Return the report of a load whose last chunks are missing, or "dies", and the cached chunks after it."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     cached = worker.engine.cache_engine.storage_manager.local_cpu_backend.hot_cache

@@ -33,10 +33,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 
 def beyond_the_blocks() -> list[str]:
-    """With drafts and asynchronous scheduling a request that vLLM has rolled back goes on where its last drafts ended.
-
-    It has all of its tokens: beyond its blocks. The lab finds that, and is not ended by it.
-    """
+    """A request that vLLM has rolled back goes on where its last drafts ended: beyond its blocks."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     return [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -102,7 +99,7 @@ def test_what_is_kept_until_its_end_is_not_left(once: Once) -> None:
 @answers([True, True])
 def test_a_lookup_that_times_out_holds_up_both() -> list[bool]:
     """The clock of both engines runs: leases end, and the next lookup begins after this one."""
-    from kvfix_tools.lab.engine.engine_core import STEP
+    from kvfix_tools.lab.engine.lab_engine import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 
     pair = late.Pair(

@@ -229,6 +229,12 @@ def test_options_that_the_lab_does_not_play_are_refused(options: dict[str, Any],
         Options(**options)
 
 
+def test_changed_options_are_counted() -> None:
+    changed = {"async_scheduling": True, "policy": "priority", "ranks": 2, "windows": (16,)}
+    made = Options(connector="mp", num_blocks=9, lmcache={"one": 1}, **changed)
+    assert sorted(made.changed) == sorted([*changed, "one"])
+
+
 ASK = """
 from typer.testing import CliRunner
 from kvfix_tools.lab.cli import app

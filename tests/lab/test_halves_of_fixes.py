@@ -18,6 +18,7 @@ from kvfix.fixes.record import Fix, Target
 from kvfix_tools.lab import runner
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
@@ -62,13 +63,13 @@ stored_again = steps(
 def failed_store(connector: str) -> Case:
     """A store fails, and another request has the same prompt."""
 
-    def findings(fixes: bool = True) -> Any:
-        with runner.applied(fixes), suppress(late.EngineDied):
-            engine = late.LabEngine(Options(connector=connector, max_num_batched_tokens=512))
+    def play() -> Any:
+        engine = late.LabEngine(Options(connector=connector, max_num_batched_tokens=512))
+        with suppress(late.EngineDied):
             stored_again(engine)
-        return engine.findings
+        return engine
 
-    return Case("failed-store", findings)
+    return Case("failed-store", play)
 
 
 def play_all() -> dict[str, list[str]]:
@@ -147,11 +148,11 @@ SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, 
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF007", "", shared, ()),
     ("KVF007", "_update_requests_with_invalid_blocks", shared, (HOLE,)),
-    ("KVF007", "get_block_ids_with_load_errors", of_scenario("failed-load-stored-under-way").findings, (SAVED,)),
+    ("KVF007", "get_block_ids_with_load_errors", of_scenario(find("failed-load-stored-under-way")).findings, (SAVED,)),
     ("KVF205", "", fails_again, (FAILED,)),
     # the load is tried again, fails again, and then vLLM computes: it must not be tried for ever
     ("KVF205", "get_num_new_matched_tokens", fails_again, ("LAB008 wrong-text r: token", FAILED, FAILED)),
-    ("KVF221", "_update_request_as_session", of_scenario("preempted-session-lost").findings, ("LAB008",)),
+    ("KVF221", "_update_request_as_session", of_scenario(find("preempted-session-lost")).findings, ("LAB008",)),
     ("KVF007", "build_connector_meta", shared, (HOLE,)),
 ]
 #: Targets without which there are other findings too.

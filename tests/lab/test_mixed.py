@@ -38,12 +38,9 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 )
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
-    """The engines share a cache, and with KVF017 in one of them alone neither finds what the other one has stored.
-
-    Return the tokens that the second engine loads of what the first one has stored, and the other way.
-    """
+    """With KVF017 in one of two engines with one cache, neither finds the other's stores. Return the loaded tokens."""
     from kvfix_tools.lab.pair import one_side
-    from kvfix_tools.lab.pair.neighbours import Neighbours
+    from kvfix_tools.lab.pair.pair import Neighbours
 
     loaded = []
     with one_side.fixes_in(fixes_in):
@@ -63,10 +60,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 )
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
-    """Whatever an engine leaves to be called later, such as a handshake, is its own: none runs outside of an engine.
-
-    Return the engines in which wrappers ran as fixed, and in which as released, of one pair's requests.
-    """
+    """No wrapper runs outside of an engine. Return the engines in which wrappers ran as fixed, and as released."""
     from kvfix_tools.lab.pair import one_side
 
     ran: tuple[set[str], set[str]] = set(), set()
@@ -101,8 +95,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
     [
         # It is opt-in since both engines need it: otherwise the two engines count tokens differently.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # Requests end earlier: other loads share a message, and decode shows KVF369's bug, as the release does one step
-        # away.
+        # Requests end earlier: other loads share a message, and decode shows KVF369's bug, as the release may.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )

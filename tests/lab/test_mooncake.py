@@ -20,10 +20,7 @@ OPTIONS = Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64
 @pytest.mark.parametrize(("aborted_first", "answer"), [(True, [0, []]), (False, [1, []])])
 @answers(also="answer", fixes=["KVF364"])
 def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> list[Any]:
-    """Two prefills for one transfer, of which one is aborted before or after the other one has ended.
-
-    The blocks of the one that has ended are given back. Return the leases that are then held, and the findings.
-    """
+    """One of two prefills for a transfer is aborted, before or after the other ends. Return leases and findings."""
     pair = late.Pair(OPTIONS)
     pair.prefill.connector._transfer = lambda name: "shared"
     steps(
@@ -38,10 +35,7 @@ def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> li
 @pytest.mark.parametrize(("longer", "answer"), [(0, ["LAB001", "LAB008"]), (480, [])])
 @answers(also="answer")
 def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: float) -> list[str]:
-    """The scenario of KVF906 with so many more seconds for the decode engine to wait: the workaround.
-
-    Only the decode engine's receive timeout depends on its setting: it is raised here.
-    """
+    """The workaround for KVF906: the decode engine waits longer. Only its receive timeout depends on its setting."""
     from kvfix_tools.lab.connectors import mooncake_network
 
     released = mooncake_network.Dealer.setsockopt
@@ -83,10 +77,7 @@ def played() -> list[str]:
 
 
 def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
-    """Each prefill rank reports a load once, and the report of the last rank ends the load (KVF369).
-
-    As released, a write goes on in blocks of another request.
-    """
+    """The last prefill rank's report ends a load (KVF369). As released, a write goes on in another request's blocks."""
     released, fixed = once.both(played, RELEASES / "0.5.6")
     assert "LAB001" in released
     assert fixed == []
@@ -97,10 +88,7 @@ def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
 )
 @answers(also="fixes answer")
 def test_a_request_that_has_loaded_goes_on() -> str:
-    """Prefill is gone after it has answered for only one of the two loads of a message.
-
-    Return the status of the request whose load it has written.
-    """
+    """Prefill ends after one of two loads of a message. Return the status of the request whose load was written."""
     pair = late.Pair(replace(RANKS, decode_blocks=60, delay=1))
     steps(
         [do.budget(16), do.ask_at_once("r", prompt(16), 60), do.ask_at_once("s", prompt(200, seed=1)), do.step(8)],

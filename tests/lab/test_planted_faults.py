@@ -1,7 +1,4 @@
-"""A sound instrument: every rule finds the fault that is planted for it, and finds nothing where none is planted.
-
-docs/lab-features.md names a planted fault for each feature of the lab.
-"""
+"""Every rule finds its planted fault, and nothing without one. docs/lab-features.md names a fault for each feature."""
 
 import dataclasses
 import re

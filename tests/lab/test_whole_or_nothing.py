@@ -40,10 +40,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Fixes, each with the functions of one copy of the code that are wrapped together here.
-
-    Those without scenarios come first: the lab puts a class of its own in place of LMCache's HeartbeatThread.
-    """
+    """Fixes with the functions of one copy of the code; first without scenarios, since the lab replaces a class."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]
@@ -67,10 +64,7 @@ def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
 
 
 def play_all() -> dict[str, Any]:
-    """{fix and function: [functions that are wrapped all the same, scenarios that come out otherwise than as released]}
-
-    And what is wrapped without a replaced function, so that the check can fail.
-    """
+    """{fix and function: [what is wrapped all the same, scenarios unlike released]}, and what a whole fix wraps."""
     found: dict[str, Any] = {}
     every = list(of_several_functions())
     for fix, copy, wrong in every:

@@ -1,7 +1,5 @@
 """The commands of `kvfix lab`, and their text output."""
 
-from __future__ import annotations
-
 import gc
 import json as jsonlib
 import math
@@ -288,7 +286,7 @@ def _print_results(wanted: list[Scenario], results: list[runner.Result]) -> None
     screen.console().print(table)
 
 
-def _print_fuzzed(done: Tally) -> None:
+def _print_fuzzed(done: "Tally") -> None:
     console = screen.console()
     rate = done.steps / done.seconds if done.seconds else 0
     console.print(
@@ -307,7 +305,7 @@ def _print_fuzzed(done: Tally) -> None:
         console.print("[green]nothing was violated[/]")
 
 
-def _print_continued(done: Continued) -> None:
+def _print_continued(done: "Continued") -> None:
     console = screen.console()
     console.print(f"{_versions(releases.versions())}, as released: {done.as_released}", highlight=False)
     console.print(f"with the fixes: {done.with_fixes}", highlight=False)
@@ -319,7 +317,7 @@ def _print_continued(done: Continued) -> None:
         console.print(f"different from the state: {text}", style="yellow", highlight=False)
 
 
-def _print_replayed(done: Replayed) -> None:
+def _print_replayed(done: "Replayed") -> None:
     console = screen.console()
     for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
         console.print(f"{title}: {len(findings) or 'no'} violations")

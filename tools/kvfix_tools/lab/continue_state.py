@@ -47,10 +47,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests.
-
-    Without the fixes, the abort of any one of them lets all other requests end. differs: differences from the state.
-    """
+    """frees: requests. As released, the abort of any one lets all others end. differs: differences from the state."""
 
     schedule: Schedule
     as_released: Outcome
@@ -172,7 +169,7 @@ class _Builder:
             self._admit(row, row["computed"] if row["computed"] >= row["prompt"] else row["total"])
         self._until(
             lambda: (
-                all(any(self._blocks(row["id"])) for row in loaded)
+                all(self.lab.model.blocks(row["id"]) for row in loaded)
                 and all(self._computed(row["id"]) for row in running)
             )
         )
@@ -186,7 +183,7 @@ class _Builder:
             self.differs.append(f"{others} blocks belong to none of these requests: the lab never frees them")
             self._do("take_blocks", others)
         for row in self._rows:
-            have = self._computed(row["id"]), sum(map(len, self._blocks(row["id"])))
+            have = self._computed(row["id"]), len(self.lab.model.blocks(row["id"]))
             if have != (row["computed"], row["blocks"]):
                 self.differs.append(
                     f"{row['id']} has {have[0]} tokens computed in {have[1]} blocks, not {row['computed']} in "
@@ -213,9 +210,6 @@ class _Builder:
 
     def _computed(self, name: str) -> int:
         return int(self.lab.requests[name].num_computed_tokens)
-
-    def _blocks(self, name: str) -> Any:
-        return self.lab.scheduler.kv_cache_manager.get_block_ids(name)
 
 
 def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:

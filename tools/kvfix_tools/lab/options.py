@@ -69,7 +69,7 @@ PAIRS = tuple(each for each in CONNECTORS if each.startswith(("nixl", "mooncake"
 WITH_RANKS = ("nixl-pull", "nixl-push")
 #: Connectors whose transfers NIXL makes.
 BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
-#: Connectors with which two engines can share a cache (neighbours.py).
+#: Connectors with which two engines can share a cache (pair.py).
 SHARED = ("v1", "mp")
 #: Connectors of vLLM without LMCache.
 OF_VLLM = ("offloading", "simple-offload")
@@ -91,8 +91,7 @@ class Options:
     layers: int = 1
     #: Play v1 in a MultiConnector, next to another connector that vLLM asks first (connector.py).
     beside: bool = False
-    #: Play a MultiConnector with OffloadingConnector (offloading.py), which vLLM asks "first" or "last". "": no
-    #: OffloadingConnector.
+    #: Play OffloadingConnector (offloading.py) in a MultiConnector, which asks it "first" or "last". "": do not.
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
@@ -145,16 +144,14 @@ class Options:
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
-    #: Play two engines with one cache (neighbours.py). v1 and mp.
+    #: Play two engines with one cache (pair.py). v1 and mp.
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py), if it has another number than the prefill engine.
     decode_blocks: int = 0
-    #: peer_ranks: ranks of the other engine of a pair; 0: the same number. kv_heads: KV heads of the model. With more
-    #: ranks than heads, several ranks have the same head.
+    #: peer_ranks: of the other engine of a pair; 0: as many. kv_heads: of the model. More ranks than heads share heads.
     peer_ranks: int = 0
     kv_heads: int = 1
-    #: multi: names of the engines of a pair that also have LMCache's in-process connector (connectors/pair_multi.py).
-    #: lmcache_first: True if vLLM asks LMCache first.
+    #: multi: engines of a pair with LMCache's in-process connector too (pair_multi.py). lmcache_first: asked first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False
     #: Use real NIXL (nixl_real.py) instead of the lab's model. BY_NIXL only.
@@ -241,7 +238,7 @@ class Options:
         no_sizes = [
             each
             for each in fields(self)
-            if (each.type in ("bool", "str", "tuple[int, ...]", "tuple[str, ...]") or each.name.endswith("ranks"))
+            if (each.type in (bool, str, tuple[int, ...], tuple[str, ...]) or each.name.endswith("ranks"))
             and each.name != "connector"
         ]
         changed = [each.name for each in no_sizes if getattr(self, each.name) != each.default]

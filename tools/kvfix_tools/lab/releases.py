@@ -1,7 +1,5 @@
 """The releases of vLLM and LMCache that the lab plays, the options that it draws with them, and their arguments."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib
@@ -109,7 +107,7 @@ def no_nixl() -> str:
     return "NIXL is not installed: pip install nixl nixl-cu12"
 
 
-def cannot_play_schedule(schedule: Schedule) -> str:
+def cannot_play_schedule(schedule: "Schedule") -> str:
     """Return why this schedule cannot be played on the installed releases, or ""."""
     why = cannot_play(schedule.options.connector) or (schedule.options.real_transfers and no_nixl())
     lacks = sorted(lacking() & set(schedule.options.lmcache))

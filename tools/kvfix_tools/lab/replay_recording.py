@@ -20,18 +20,14 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.steps import prompt
 
-#: {class of a connector: connector of the lab}. Two connectors have the same class name, and the record has only the
-#: name.
+#: {class of a connector: connector of the lab}. Two connectors share a class name, which is all that a record has.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
 #: Generated tokens of a request without an end in the record, and maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
 class Replayed(NamedTuple):
-    """findings: reports of kvfix in the lab. on_record: violations in the record itself.
-
-    short: differences between the lab and the record.
-    """
+    """findings: of kvfix in the lab. on_record: violations in the record. short: differences between lab and record."""
 
     findings: list[Finding]
     on_record: list[Finding]
@@ -44,10 +40,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return the options for this record. Raises ValueError if it has no sizes or an unknown connector.
-
-    There are enough blocks. The lab takes blocks where a request of the record waited for some.
-    """
+    """Return options for this record, with enough blocks. Raises ValueError without sizes or for other connectors."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:

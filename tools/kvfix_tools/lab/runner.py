@@ -1,7 +1,5 @@
 """Play scenarios in this process, as released or with the fixes. This module imports neither vLLM nor LMCache."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -34,10 +32,7 @@ REPORTED = "kvfix reports: "
 
 
 class Result(NamedTuple):
-    """outcome: violated (the expected rule), clean, or not-applicable. also: findings of other rules.
-
-    log: (step, event) of each event.
-    """
+    """outcome: violated (the expected rule), clean or not-applicable. also: other findings. log: (step, event)."""
 
     slug: str
     fixes: bool
@@ -70,7 +65,7 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Otherwise vLLM uses model runner V2 if it finds Triton, and a seed plays differently there (block_tables.Group).
+    # Otherwise vLLM uses model runner V2 if it finds Triton, and a seed plays differently there (model.Group).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in needs:
         if installed_source.package_dir(dist) is None:
@@ -90,31 +85,19 @@ def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
 
 
 def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
-    """Play the scenario once, with kvfix's configuration set in this process and reverted afterwards.
-
-    only: codes of the fixes. Default: the default fixes, NAMED, and the fixes of the scenario.
-    """
+    """Play the scenario once. only: codes of fixes. Default: the default fixes, NAMED and those of the scenario."""
     if expected(scenario) == "not-applicable":
         why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
         return Result(scenario.slug, fixes, "not-applicable", why, [])
     with applied(fixes, only=list(only) or played(*scenario.fixes)):
         engine = scenario.played()
-    findings = engine.findings
-    hits = [
-        found
-        for found in findings
-        if (found.code == scenario.rule and scenario.text in found.message) or found.code == rules.FAULT_OF_KVFIX.code
-    ]
-    return Result(
-        scenario.slug,
-        fixes,
-        "violated" if hits else "clean",
-        str(hits[0]) if hits else "",
-        [str(found) for found in findings if found not in hits],
-        engine.log,
-        findings,
-        engine.counts,
-    )
+    hits: list[str] = []
+    also: list[str] = []
+    for found in engine.findings:
+        is_wanted = found.code == scenario.rule and scenario.text in found.message
+        (hits if is_wanted or found.code == rules.FAULT_OF_KVFIX.code else also).append(str(found))
+    outcome, message = ("violated", hits[0]) if hits else ("clean", "")
+    return Result(scenario.slug, fixes, outcome, message, also, engine.log, engine.findings, engine.counts)
 
 
 def played(*more: str) -> list[str]:
@@ -124,10 +107,7 @@ def played(*more: str) -> list[str]:
 
 @contextmanager
 def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> Iterator[None]:
-    """In this context kvfix is applied in this process, and the engine logs nothing. only: by default `played()`.
-
-    Without fixes and in mode `fix`, kvfix does nothing.
-    """
+    """Apply kvfix in this context, where the engine logs nothing. only: codes of fixes, by default `played()`."""
     with quiet():
         kvfix.revert()
         if fixes or mode != "fix":
@@ -167,7 +147,7 @@ def reported() -> Iterator[list[Finding]]:
         yield found
 
 
-def let_leaks_be_reported(engine: LabEngine) -> None:
+def let_leaks_be_reported(engine: "LabEngine") -> None:
     """Make the steps after which kvfix checks the last requests for leaks, if it watches."""
     if session.config is not None and session.config.watches:
         engine.step(AFTER)

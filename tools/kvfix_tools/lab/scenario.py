@@ -5,8 +5,6 @@ copy of the connector has the bug too. A fix names its scenarios (kvfix.fixes). 
 nor LMCache. The record of the fix has the cause: comments in a scenario explain only its steps and numbers.
 """
 
-from __future__ import annotations
-
 import functools
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -88,12 +86,12 @@ class Scenario:
     def title(self) -> str:
         return self.doc or next((fix.title for fix in catalogue.fixes() if self.slug in fix.scenarios), "")
 
-    def play(self, engine: LabEngine) -> None:
+    def play(self, engine: "LabEngine") -> None:
         """Raises EngineDied if an exception leaves the scheduler."""
         for step in (*self.schedule, do.run(), do.expect_all_ended()):
             step.play(engine)
 
-    def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> Any:
+    def played(self, then: "Callable[[LabEngine], None]" = lambda _: None) -> Any:
         """Play the schedule on a new engine, call `then`, and return the engine. If it died, a finding says so."""
         from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
@@ -107,10 +105,7 @@ class Scenario:
 
 
 def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
-    """Return a scenario with these steps, in this order. A part is a step, or a sequence of parts.
-
-    more: fields of `Scenario`.
-    """
+    """Return a scenario with these steps, or sequences of steps, in this order. more: fields of `Scenario`."""
     return Scenario(list(do.flat(parts)), shows, **more)
 
 

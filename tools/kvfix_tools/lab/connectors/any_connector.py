@@ -7,6 +7,7 @@ forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and atte
 import copy
 import dataclasses
 import importlib
+import json
 import shutil
 import tempfile
 import time
@@ -166,7 +167,7 @@ class AnyConnector(Connector):
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self.folder = tempfile.mkdtemp(prefix="kvfix-lab-") if FOLDER in str(options.config) else ""
-        self.config = filled(options.config, self.folder)
+        self.config = json.loads(json.dumps(options.config).replace(FOLDER, self.folder))
         self._options = options = dataclasses.replace(options, config=self.config)
         config = vllm_objects.vllm_config(options)
         self.scheduler = vllm_objects.scheduler(options, config)
@@ -239,7 +240,7 @@ class AnyConnector(Connector):
     def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
         """Check the contents at the end of the step. wrong: {block: first layer that differs from layer 0}."""
         found, self._wrong = self._wrong, []
-        blocks = {name: self._blocks(name) for name in self.output.num_scheduled_tokens}
+        blocks = {name: self.events.model.blocks(name) for name in self.output.num_scheduled_tokens}
         for name, of_request in blocks.items():
             layers = [wrong[block] for block in of_request if block in wrong]
             if layers and name not in dict(found):
@@ -264,14 +265,11 @@ class AnyConnector(Connector):
         """Record the end of the load. It brought the tokens before the first failed block."""
         load = self.loads.pop(name)
         size = self.groups[0].kv_cache_spec.block_size
-        blocks = self._blocks(name)[load.start // size : -(-load.end // size)]
+        blocks = self.events.model.blocks(name)[load.start // size : -(-load.end // size)]
         good = next((number for number, block in enumerate(blocks) if block in failed), None)
         end = load.start if wholly else load.end if good is None else load.start // size * size + good * size
         if name in self.scheduler.requests and not self.scheduler.requests[name].is_finished():
             self.events.loaded(name, end, end - load.start)
-
-    def _blocks(self, name: str) -> list[int]:
-        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def _in_flight(self) -> bool:
         return bool(self.sending or any(load.asynchronous for load in self.loads.values()))
@@ -298,9 +296,6 @@ class AnyConnector(Connector):
                 places[f"{where} ({role})"] = names
         return places
 
-    def kept_for_a_while(self) -> dict[str, set[str]]:
-        return {}
-
     def never_given_back(self) -> None:
         for name, request in self.scheduler.requests.items():
             if request.is_finished():
@@ -317,11 +312,3 @@ class AnyConnector(Connector):
             self.events.add(ev.Raised("", "shutdown", f"{type(error).__name__}: {error}"))
         if self.folder and not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def filled(config: Any, folder: str) -> Any:
-    if isinstance(config, dict):
-        return {key: filled(value, folder) for key, value in config.items()}
-    if isinstance(config, list):
-        return [filled(value, folder) for value in config]
-    return config.replace(FOLDER, folder) if isinstance(config, str) else config

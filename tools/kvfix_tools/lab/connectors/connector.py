@@ -30,10 +30,7 @@ _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_pl
 
 
 class Connector:
-    """A connector with the scheduler role (`in_scheduler`) and the worker role (in each of `workers`).
-
-    Its loads and stores become `events`.
-    """
+    """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). Transfers become `events`."""
 
     scheduler: Scheduler
     in_scheduler: Any
@@ -167,10 +164,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """A second connector in a MultiConnector, in both roles. The schedule says what it has.
-
-    vLLM asks it first, and takes the first promise. The lab's engine writes its loads into the slots.
-    """
+    """A connector that a MultiConnector asks first. It has what the schedule says. The lab's engine makes its loads."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

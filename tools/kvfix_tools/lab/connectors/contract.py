@@ -1,7 +1,5 @@
 """Checks of an unknown connector: its hook calls, and the requests that it keeps."""
 
-from __future__ import annotations
-
 import pickle
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +31,7 @@ class Load(NamedTuple):
 class Contract:
     """Checks each hook call of a connector against the docstrings of vLLM's base class (v1/base.py 0.32.0)."""
 
-    def __init__(self, owner: AnyConnector) -> None:
+    def __init__(self, owner: "AnyConnector") -> None:
         self._owner = owner
         #: {request: (computed tokens, True if its load runs between steps)} of the last promise
         self._promised: dict[str, tuple[int, bool]] = {}

@@ -4,8 +4,6 @@ Decode sends its block ids to prefill, and prefill writes into these blocks. The
 engine, the sockets, HTTP and threads (mooncake_network.py), the attention backend, and the clock.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any
 
@@ -29,7 +27,7 @@ def _transfer_of(request: Any) -> str:
 
 
 class MooncakeWorker(PairWorker):
-    def __init__(self, side: MooncakeSide, slots: Slots, called: Any, options: Options) -> None:
+    def __init__(self, side: "MooncakeSide", slots: Slots, called: Any, options: Options) -> None:
         super().__init__(side, 0, slots, called, called.connector_worker)
         #: Requests with a failed load that is not reported yet.
         self.lost: set[str] = set()
@@ -78,8 +76,7 @@ class MooncakeSide(PairSide):
         self._host = self.network.host(self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose blocks were kept. If a message of the peer arrives after their lease has ended, the message
-        #: waits for the timeout.
+        #: Requests whose blocks were kept. A message of the peer that arrives after the lease waits for the timeout.
         self._were_kept: set[str] = set()
         #: Transfers that the peer waits for.
         self._awaited: dict[str, Any] = {}
@@ -136,8 +133,7 @@ class MooncakeSide(PairSide):
         requests = self.events.model.requests
         had = {_transfer_of(request): name for name, request in requests.items()}
         open_now = {_transfer_of(request) for request in requests.values() if not request.is_finished()}
-        # An aborted prefill leaves the dictionary and sends decode no message: decode still waits. After the timeout
-        # prefill does not know the request any more.
+        # An aborted prefill sends decode no message: decode waits. After the timeout prefill forgets the request.
         known = {each: sent for each, sent in self._sends.items() if clock.now() < self._ended.get(each, inf) + _LONG}
         self._awaited.update(known)
         self._awaited = {transfer: sent for transfer, sent in self._awaited.items() if sent.ready._waiters}

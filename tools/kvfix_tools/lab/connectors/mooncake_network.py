@@ -1,9 +1,4 @@
-"""The network between two engines with MooncakeConnector, and stand-ins for what its coroutines communicate with.
-
-vLLM's own coroutines run in event loops that use the lab's steps and time. A write takes some steps.
-"""
-
-from __future__ import annotations
+"""The network between two engines with MooncakeConnector. vLLM's own coroutines run in the lab's steps and time."""
 
 import asyncio
 import dataclasses
@@ -13,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -57,7 +53,7 @@ class Loop(asyncio.SelectorEventLoop):
 class Host:
     """The host of one engine, from its start to its end. session: the address of its transfer engine."""
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, network: "Network", name: str) -> None:
         self.network = network
         self.name = name
         self.loop = Loop()
@@ -99,10 +95,7 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write in flight. requests: (request of the producer, request of the consumer) of each load in it.
-
-    ended: called with the answer of the transfer engine.
-    """
+    """A write in flight. requests: (producer's, consumer's request) of each load. ended: gets the transfer's answer."""
 
     of: Host
     to: str
@@ -112,10 +105,7 @@ class Write(NamedTuple):
 
 
 class Network(PairNetwork):
-    """Messages and transfers in flight. A transfer is a write, a handshake is a request to the bootstrap server.
-
-    timeout: seconds, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.
-    """
+    """Messages and transfers (writes) in flight. timeout: seconds, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT."""
 
     def __init__(self, delay: int, timeout: float) -> None:
         super().__init__(delay)
@@ -131,7 +121,7 @@ class Network(PairNetwork):
         self.requests: list[tuple[str, str]] = []
         self._messages: list[tuple[int, Host, Callable[[], None]]] = []
         self._writes: list[Write] = []
-        self._ports = itertools.count(1000)
+        self.port: Callable[[], int] = partial(next, itertools.count(1000))
 
     @property
     def longest(self) -> float:
@@ -141,9 +131,6 @@ class Network(PairNetwork):
     @property
     def busy(self) -> bool:
         return bool(self._messages or self._writes)
-
-    def port(self) -> int:
-        return next(self._ports)
 
     def host(self, name: str) -> Host:
         made = Host(self, name)
@@ -237,7 +224,7 @@ class Router:
         self.host.network.bound[f"tcp://{self.host.name}:{port}"] = self
         return port
 
-    def take(self, dealer: Dealer, message: bytes) -> None:
+    def take(self, dealer: "Dealer", message: bytes) -> None:
         self._asking[dealer.name] = dealer
         self._came.put_nowait((dealer.name, message))
 

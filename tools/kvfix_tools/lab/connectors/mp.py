@@ -1,7 +1,4 @@
-"""LMCache's multi-process connector and vLLM's copy of it in the lab, in both roles, without a real server.
-
-The lab replaces the client of the server, and the transfer context, which copies between slots and chunks.
-"""
+"""LMCache's multi-process connector and vLLM's copy. The lab replaces the server's client and the transfer context."""
 
 import functools
 from collections.abc import Sequence
@@ -13,6 +10,8 @@ from typing import Any
 import torch
 
 from kvfix.engine_state import lmcache_readers
+from kvfix.ledger import events as ev
+from kvfix_tools.lab import releases
 from kvfix_tools.lab.connectors.connector import Connector, nothing
 from kvfix_tools.lab.connectors.mp_server import Heartbeat, Server
 from kvfix_tools.lab.engine import vllm_objects
@@ -62,8 +61,7 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True: failed loads are reported by request. vLLM needs this with several KV groups, but not every LMCache
-        #: release can do it.
+        #: True: failed loads are reported by request, as vLLM needs with several KV groups. Not all releases can.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
@@ -174,8 +172,9 @@ class MP(Connector):
         self.server.down = False
 
     def hour_of_silence(self) -> None:
-        """A step: an hour without requests passes, and the server drops a worker that has never pinged."""
-        self.server.forget_silent_worker()
+        """A step: an hour without requests passes. Servers of some releases drop a worker that has never pinged."""
+        pinged = any(heartbeat.is_of_worker for heartbeat in self.server.heartbeats)
+        self.server.registered = pinged or bool(releases.missing(releases.FORGETS))
 
     def tick(self) -> None:
         super().tick()
@@ -212,7 +211,9 @@ class MP(Connector):
             "read locks of the server": set(self.server.chunks.cache.pins) - self.server.events.met_silence,
         }
 
-    def kept_for_a_while(self) -> dict[str, set[str]]:
-        """Return state of ended requests that is kept on purpose for a while."""
-        returned = (worker.adapter._returned_finished for worker in self.workers)
-        return {"worker_adapter._returned_finished": set().union(*returned)}
+    def expect_forgotten(self, name: str) -> None:
+        """A step: expect that no state of this request is kept, long after its end."""
+        returned = set().union(*(worker.adapter._returned_finished for worker in self.workers))
+        for where, names in {**self.kept(), "worker_adapter._returned_finished": returned}.items():
+            if name in names:
+                self.events.add(ev.Left(name, where))

@@ -31,11 +31,7 @@ class Chunks:
         self._all_null = _all_null(self._options, self.objects) if self._options.several_groups else None
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
-        """Return the keys of the whole chunks up to `end`, and the right contents of the tokens.
-
-        A key depends on all tokens up to the end of its chunk. `key` makes the keys of the chunk's objects from the
-        chunk's key.
-        """
+        """Return the keys of the whole chunks up to `end`, each of all tokens up to its end, and right contents."""
         contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
         ends = range(self.size, end + 1, self.size)
         return [(salt, contents[last - 1]) for last in ends], contents

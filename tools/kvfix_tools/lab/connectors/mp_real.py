@@ -5,8 +5,6 @@ and stores some steps after the adapter has made them, and waits for each answer
 same way. Only evictions by the server itself depend on real time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -38,7 +36,7 @@ class RequestId(str):
 class Client:
     """LMCache's client. The lab waits for each answer. While the adapter waits, the lab's time passes."""
 
-    def __init__(self, server: RealServer, client: Any) -> None:
+    def __init__(self, server: "RealServer", client: Any) -> None:
         self._server = server
         self._client = client
         self._message_queue_client = client._message_queue_client
@@ -101,12 +99,10 @@ class RealServer(Server):
         self._before = self.process.locks()
         #: {request: (client, key) of its last lookup}
         self._lookups: dict[str, tuple[Client, Any]] = {}
-        #: First: requests whose hit was not asked for yet. Second: for each other request, the locked chunks at the end
-        #: of its hit.
+        #: First: requests whose hit was not asked for yet. Second: of other requests, the chunks locked at its end.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: First: requests whose lookup is answered too late. Second: requests whose lookup the adapter may drop for
-        #: this reason.
+        #: First: requests whose lookup is answered too late. Second: those whose lookup the adapter may drop for it.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
         #: {the lab's key of a chunk: the server's key}
@@ -145,10 +141,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Drop lookups when the adapter treats the server as dead. The adapter then admits requests without a hit.
-
-        The adapter releases no locks. They time out after five minutes.
-        """
+        """Drop lookups when the adapter treats the server as dead. Their locks time out after five minutes."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:

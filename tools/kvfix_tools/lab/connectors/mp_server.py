@@ -1,9 +1,4 @@
-"""Replaces `lmcache server`, its client and the transfer context: does lookups with their locks, loads and stores.
-
-An action ends `delay` steps after its request, or at once. Its answer is a future.
-"""
-
-from __future__ import annotations
+"""Replaces `lmcache server`, its client and the transfer context. Actions end after `delay` steps, or at once."""
 
 import bisect
 from collections import Counter, deque
@@ -24,7 +19,7 @@ class Heartbeat:
 
     stop_requested = False
 
-    def __init__(self, server: Server, health_event: Any, instance_id: int | None = None, **more: Any) -> None:
+    def __init__(self, server: "Server", health_event: Any, instance_id: int | None = None, **more: Any) -> None:
         self._server, self._event, self.is_of_worker = server, health_event, instance_id is not None
         self._recover: Callable[[], bool] = lambda: True
 
@@ -57,10 +52,7 @@ def _client_without_socket() -> Any:
 
 
 class Due(NamedTuple):
-    """An action of the server, its step, and its answer.
-
-    load: (rank, request) of a load. late: the action to do instead if the worker has dropped the load.
-    """
+    """An action, and its step. load: (rank, request) of a load. late: the action if the worker has dropped the load."""
 
     step: int
     action: Callable[[], Any]
@@ -111,7 +103,7 @@ class Server:
         #: Number of next lookups without an answer.
         self.unanswered = 0
         #: True if the server knows the worker's KV memory.
-        self._registered = True
+        self.registered = True
         #: {rank: requests whose next load fails}
         self.failing: list[dict[str, int]] = [{} for _ in memories]
         #: {request: loads in flight in all ranks}
@@ -217,7 +209,7 @@ class Server:
         return self._answer(None)
 
     def register(self, *args: Any, **more: Any) -> Any:
-        self._registered = True
+        self.registered = True
         return self._answer(None)
 
     def create_recorded_event(self) -> Any:
@@ -225,7 +217,7 @@ class Server:
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
         groups = _block_ids(rest)
-        return self._answer_store_later(key, lambda: self._registered and self._store(key, groups))
+        return self._answer_store_later(key, lambda: self.registered and self._store(key, groups))
 
     def _answer_store_later(self, key: Any, store: Callable[[], Any]) -> Any:
         request_id, rank = key.request_id, key.worker_id or 0
@@ -239,10 +231,7 @@ class Server:
         return self._answer_later(due, rank)
 
     def _store(self, key: Any, groups: list[list[int]]) -> bool:
-        """Store the contents of these blocks, and check that they are right for their keys.
-
-        groups: blocks in each KV group, for all tokens of the key.
-        """
+        """Store these blocks, and check their contents. groups: blocks in each KV group, for all tokens of the key."""
         request_id, rank, counts = key.request_id, key.worker_id or 0, self.events.counts
         chunks, right = self._keys_from_start(key), self.events.model.right(request_id)
         if not self.chunks.covered(groups, len(chunks)):
@@ -267,7 +256,7 @@ class Server:
 
         def load() -> bool:
             wanted = self._keys_from_start(key)
-            fails = request_id in self.failing[rank] or not self._registered
+            fails = request_id in self.failing[rank] or not self.registered
             self.failing[rank].pop(request_id, None)
             done = not fails and self.chunks.load(groups, wanted, skip_first_n_tokens, rank)
             self.chunks.unlock(request_id, wanted, rank)
@@ -298,10 +287,7 @@ class Server:
             del self.loading[request_id]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """Do all actions in flight, in releases whose transfer context on CUDA waits for them.
-
-        A stopped server continues during this wait, which can take `mq_timeout`, five minutes.
-        """
+        """Do all actions in flight, if the release's context on CUDA waits for them. A stopped server goes on then."""
         if not releases.missing(releases.FLUSHES):
             self.down = False
             while self._later:
@@ -318,10 +304,7 @@ class Server:
             self.events.loaded(name, 0, 0, rank)
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """Drop the loads of this rank in flight. unreported: loads that have ended, but were not reported.
-
-        Do stores and lookups at once.
-        """
+        """Drop this rank's loads, and do all other actions at once. unreported: ended loads that were not reported."""
         in_flight, self._later = self._later, deque()
         lost = set(unreported)
         for due in in_flight:
@@ -335,11 +318,6 @@ class Server:
         for name in sorted(lost):
             self.chunks.unlock_all(name, rank)
             self.events.loaded(name, 0, 0, rank)
-
-    def forget_silent_worker(self) -> None:
-        """Drop a silent worker, as the server does after `worker_registration_grace_seconds`, if the release has it."""
-        pinged = any(heartbeat.is_of_worker for heartbeat in self.heartbeats)
-        self._registered = pinged or bool(releases.missing(releases.FORGETS))
 
 
 def _block_ids(arguments: tuple[Any, ...]) -> list[list[int]]:

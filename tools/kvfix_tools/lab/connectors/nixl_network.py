@@ -1,9 +1,4 @@
-"""The network between two engines with NixlConnector: agents, sockets of the handshake, and threads.
-
-All of them run in the lab's steps, so that a schedule plays the same way each time.
-"""
-
-from __future__ import annotations
+"""Agents, sockets of handshakes and threads between two engines with NixlConnector. All run in the lab's steps."""
 
 import itertools
 import threading
@@ -50,12 +45,9 @@ class Transfer:
 
 
 class Agent:
-    """A model of NIXL's agent (1.5): it registers memory, prepares and makes transfers, and delivers notices.
+    """A model of NIXL's agent (1.5) with the calls that vLLM makes. nixl_real.py compares this model with NIXL."""
 
-    It has the calls that vLLM makes, and moves bytes of real memory. nixl_real.py compares this model with NIXL.
-    """
-
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, network: "Network", name: str) -> None:
         self._network = network
         self.name = name
         self.closed = False
@@ -228,7 +220,7 @@ class Network(PairNetwork):
         self._asked, self._said = b"", list[bytes]()
         self._writers: list[_Writer] = []
         self._handshakes: list[tuple[int, Context, Future[Any], Callable[[], Any]]] = []
-        self._handles = itertools.count(1)
+        self.handle: Callable[[], int] = partial(next, itertools.count(1))
         self._names = itertools.count(1)
 
     def agent(self, _: str, config: Any = None) -> Agent:
@@ -236,9 +228,6 @@ class Network(PairNetwork):
         name = f"agent-{next(self._names)}"
         self.agents[name] = made = self.agent_class(self, name)
         return made
-
-    def handle(self) -> int:
-        return next(self._handles)
 
     @property
     def busy(self) -> bool:
@@ -264,7 +253,7 @@ class Network(PairNetwork):
         for writer in self._writers:
             writer.go_on(self.now)
 
-    def writer(self, **thread: Any) -> _Writer:
+    def writer(self, **thread: Any) -> "_Writer":
         """Replaces the creation of a writer thread."""
         made = _Writer(self, thread["target"])
         self._writers.append(made)
@@ -298,10 +287,7 @@ class Network(PairNetwork):
         yield made
 
     def listen(self, **thread: Any) -> Any:
-        """Replaces the thread that answers handshakes.
-
-        Its stop event is already set, so it answers one message and ends.
-        """
+        """Replaces the thread that answers handshakes. Its stop event is set, so it answers one message and ends."""
         *arguments, ready, _, host, port = thread["args"]
         stopped = SimpleNamespace(is_set=lambda: True)
         listener = partial(thread["target"], *arguments, ready, stopped, host, port)
@@ -309,9 +295,7 @@ class Network(PairNetwork):
         return SimpleNamespace(start=ready.set, join=nothing)
 
     def ask(self, address: str, message: bytes) -> list[bytes]:
-        """Return the answer of the listener at this address. If the listener's thread raises an exception, the thread
-        ends and never answers again.
-        """
+        """Return the answer of the listener at this address. An exception ends the listener's thread for ever."""
         if address not in self.listeners or self.fails("handshake"):
             raise zmq.Again
         self._asked, self._said = message, []
@@ -344,11 +328,7 @@ class Signal(threading.Event):
 
 
 class _Writer:
-    """Replaces the writer thread of push mode. The writer makes one round when it is woken, and one round in each step
-    while it polls.
-
-    loop: NixlPushConnectorWorker._push_writer_loop.
-    """
+    """Replaces the writer thread of push mode: a round when it is woken, and in each step while it polls."""
 
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network

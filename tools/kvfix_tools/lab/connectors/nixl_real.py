@@ -6,8 +6,6 @@ source
 earlier: the latest time is the worst case. NIXL decides which calls it refuses, and the result if a peer has ended.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +25,9 @@ _PATIENCE = 20.0
 class RealAgent(Agent):
     """The lab's agent keeps the state and decides when a result is visible. A `nixl_agent` does the transfers."""
 
-    _network: RealNetwork
+    _network: "RealNetwork"
 
-    def __init__(self, network: RealNetwork, name: str) -> None:
+    def __init__(self, network: "RealNetwork", name: str) -> None:
         super().__init__(network, name)
         api = import_module("nixl._api")
         # Without NIXL's polling threads: the lab polls in `progress`.

@@ -6,7 +6,6 @@ steps after it was submitted, or when vLLM waits for its event.
 
 import ctypes
 import functools
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -189,10 +188,6 @@ class Tiers:
             lookups._lookup_queue.run = lookups._worker
         self._files = [Path(tier.file_mapper.base_path) for tier in tiers if hasattr(tier, "file_mapper")]
 
-    @staticmethod
-    def folder(options: Options) -> tempfile.TemporaryDirectory[str] | None:
-        return tempfile.TemporaryDirectory(prefix="kvfix-lab-") if options.tier == "fs" else None
-
     def tick(self) -> None:
         self._now += 1
         self._hold(self._delay - 1)
@@ -227,9 +222,6 @@ class Tiers:
         for lookups in self._lookups:
             kept["AsyncLookupManager._req_keys"] = set(lookups._req_keys)
         return kept
-
-    def close(self) -> None:
-        self._manager.shutdown()
 
 
 def _then(submit: Callable[[Any], None], drain: Callable[[], None]) -> Callable[[Any], None]:

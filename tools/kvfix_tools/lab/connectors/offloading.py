@@ -4,6 +4,7 @@ simple_offload.py has SimpleCPUOffloadConnector, with the same base classes. The
 copy and its streams (offload_copies.py).
 """
 
+import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -220,7 +221,7 @@ class Offloading(BothRoles):
         return {"OffloadingConnector._req_status": set(self.scheduler._req_status), **self.tiers.kept()}
 
     def close(self) -> None:
-        self.tiers.close()
+        self.manager.shutdown()
 
 
 def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) -> None:
@@ -240,7 +241,7 @@ class OffloadingWorker(Worker):
 
 class Alone(Connector):
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
-        self._folder = Tiers.folder(options)
+        self._folder = tempfile.TemporaryDirectory(prefix="kvfix-lab-") if options.tier == "fs" else None
         config = vllm_objects.vllm_config(options, self._folder.name if self._folder else "")
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self.scheduler.connector

@@ -1,7 +1,5 @@
 """A real `lmcache server` in a separate process, for the lab: small, on a CPU, with an L2 on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -108,7 +106,7 @@ class ServerProcess:
         return Path(self._folder.name, "log").read_text(errors="replace")
 
     @staticmethod
-    def _close(server: ServerProcess) -> None:
+    def _close(server: "ServerProcess") -> None:
         server.kill()
         server._folder.cleanup()
 
@@ -138,10 +136,7 @@ class ServerProcess:
             pause = min(2 * pause, 0.05)
 
     def locks(self) -> dict[str, int]:
-        """Return the numbers of objects in L1, of locked objects, and of lookups whose answer was never read.
-
-        Wait until the server is idle: a store to L2 has its own read locks.
-        """
+        """Wait until the server is idle. Return the numbers of objects in L1, of locked ones, and of unread lookups."""
         state: dict[str, Any] = {}
         busy_at = time.monotonic()
 

@@ -115,10 +115,7 @@ class Offloading(BothRoles):
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
 
     def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yield requests with a block under this key, and the end of the block.
-
-        Stores do not name ended requests, so search all requests.
-        """
+        """Yield requests with a block under this key, and the block's end. Stores do not name ended requests."""
         requests = self.events.model.requests
         for name in chain(names, reversed(requests)):
             keys = resolve_block_hashes(requests[name].block_hashes, self._hash_tokens, group.block_size)

@@ -1,8 +1,4 @@
-"""LMCache's in-process connector in the lab: the real adapter in both roles.
-
-The lab replaces the socket between lookup client and worker, and the cache engine, which copies between slots and
-chunks.
-"""
+"""LMCache's in-process connector: the real adapter. The lab replaces the socket for lookups and the cache engine."""
 
 import json
 import sys
@@ -174,10 +170,7 @@ class V1Worker(Worker):
 
 
 def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), **shared: Any) -> Any:
-    """Return the adapter in the worker role, without `__init__`, which starts servers and needs a GPU connector.
-
-    layers: names, if they are loaded and stored one by one. shared: attributes of the scheduler's adapter.
-    """
+    """Return a worker's adapter without `__init__` (servers, GPU). layers: loaded one by one. shared: attributes."""
     module = sys.modules[kind.__module__]
     if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings to the GPU without a check
         torch.Tensor.cuda = lambda tensor, *_, **__: tensor
@@ -185,17 +178,10 @@ def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), 
         vars(module)["get_pp_group"] = lambda: SimpleNamespace(is_last_rank=True)
     adapter = kind.__new__(kind)
     vars(adapter).update(
-        _invalid_block_ids=set(),
-        device=torch.device("cpu"),
-        use_layerwise=bool(layers),
-        enable_blending=False,
-        current_layer=0,
-        num_layers=len(layers) or 1,
-        layerwise_retrievers=[],
-        _layerwise_save_storers={},
-        kv_caches={name: torch.zeros(1) for name in layers or ("layer",)},
-        **shared,
-    )
+        device=torch.device("cpu"), use_layerwise=bool(layers), num_layers=len(layers) or 1, current_layer=0,
+        kv_caches={name: torch.zeros(1) for name in layers or ("layer",)}, layerwise_retrievers=[],
+        _layerwise_save_storers={}, _invalid_block_ids=set(), enable_blending=False, **shared,
+    )  # fmt: skip
     if isinstance(getattr(kind, "lmcache_engine", None), property):
         adapter._manager = SimpleNamespace(lmcache_engine=cache_engine, lookup_client=None)
     else:
@@ -259,10 +245,7 @@ class V1(Connector):
                 each.cache[(key,)] = of_rank(each.rank, contents[start:end])
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups time out, in the lab's time. The connector then answers no hit.
-
-        The last rank does not answer.
-        """
+        """A step: so many of the next lookups time out in the last rank, by the lab's clock, and find nothing."""
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:

@@ -116,10 +116,7 @@ class PrefetchingEngine(CacheEngine):
 
 
 class AsyncV1(V1):
-    """The v1 connector with `enable_async_loading`: a client in the scheduler, and a server for each rank's cache.
-
-    now: the time of the client and the servers, in seconds. It also passes while the client sleeps between polls.
-    """
+    """V1 with `enable_async_loading`: a client, and a server for each rank. now: their seconds, also during sleeps."""
 
     engine = PrefetchingEngine
     cache_engines: list[PrefetchingEngine]  # type: ignore[assignment]
@@ -155,10 +152,7 @@ class AsyncV1(V1):
         self.to_scheduler.deliver(self.client.process_responses_from_workers)
 
     def slow_lookups(self, steps: int) -> None:
-        """A step: delay the answers of later lookups by so many steps.
-
-        With several ranks the first one still answers at once.
-        """
+        """A step: answer later lookups so many steps later. With several ranks the first one still answers at once."""
         for engine in self.cache_engines[1:] or self.cache_engines:
             engine.delay = steps
 
@@ -171,10 +165,7 @@ class AsyncV1(V1):
         return first.union(*others) if others else first
 
     def kept(self) -> dict[str, set[str]]:
-        """Leave out aborted lookups that are answered or wait for an answer: the next lookup removes them.
-
-        An aborted id without a lookup is kept for ever.
-        """
+        """Leave out aborted lookups that have an answer or wait for one: the next lookup removes these lookups."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered

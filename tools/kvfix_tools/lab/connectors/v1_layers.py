@@ -114,26 +114,13 @@ class LayerwiseEngine(CacheEngine):
     def _as_real(self, storage: _Storage) -> Any:
         """Return an object with the attributes that `retrieve_layer` and `store_layer` read."""
         return SimpleNamespace(
-            storage_manager=storage,
-            gpu_connector=_GPUConnector(self.slots),
-            token_database=self.tokens,
-            num_layers=len(LAYERS),
-            metadata=SimpleNamespace(kv_dtype=torch.float32),
-            config=SimpleNamespace(get_extra_config_value=lambda name, default: default),
-            stats_monitor=Nothing(),
-            is_healthy=lambda: True,
-            is_frozen=lambda: False,
-            _is_passive=lambda: False,
-            _get_req_id=lambda more: more.get("req_id", ""),
-            _log_kvcache_for_check=nothing,
-            retrieve_locations=None,
-            store_location=None,
-            kv_events_enabled=False,
-            fmt=None,
-            lookup_pins={},
-            async_loading=False,
-            remove_after_retrieve=False,
-        )
+            storage_manager=storage, gpu_connector=_GPUConnector(self.slots), token_database=self.tokens,
+            num_layers=len(LAYERS), metadata=SimpleNamespace(kv_dtype=torch.float32), fmt=None, lookup_pins={},
+            config=SimpleNamespace(get_extra_config_value=lambda name, default: default), stats_monitor=Nothing(),
+            is_healthy=lambda: True, is_frozen=lambda: False, _is_passive=lambda: False,
+            _get_req_id=lambda more: more.get("req_id", ""), _log_kvcache_for_check=nothing, retrieve_locations=None,
+            store_location=None, kv_events_enabled=False, async_loading=False, remove_after_retrieve=False,
+        )  # fmt: skip
 
     def retrieve_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
         """Load by layers. The first value is the number of loaded tokens, or None."""

@@ -88,10 +88,7 @@ def _garbage(size: int) -> bytes:
 
 
 class Copy:
-    """A copy in flight. pieces: (source address, target address, bytes). due: the step in which it ends.
-
-    done: called at its end.
-    """
+    """A copy in flight. pieces: (source address, target address, bytes). due: step of its end. done: called then."""
 
     def __init__(
         self, pieces: Iterable[tuple[int, int, int]], due: int, done: Callable[[], None] = lambda: None

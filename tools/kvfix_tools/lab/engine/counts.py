@@ -1,7 +1,4 @@
-"""The counters of a run: an event that did not happen was not tested.
-
-Each transfer is counted for each active feature, because a drawn option without a transfer shows nothing.
-"""
+"""The counters of a run, also of transfers with each active feature: what did not happen was not tested."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""The KV groups of the lab's model, the objects in which the server stores a chunk, and the memory of the layers.
-
-Each KV group has its own block list for each request, and its own contents. All take blocks from one pool.
-"""
+"""KV groups, which have their own block lists and share a pool; the stored objects of a chunk; the layers' memory."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,10 +36,7 @@ class KVGroup(NamedTuple):
         return self.block_size if self.state else self.window
 
     def reads_from(self, computed: int) -> int:
-        """Return the first token that a step reads (SlidingWindowManager.get_num_skipped_tokens).
-
-        Earlier blocks are null in the request's list.
-        """
+        """Return a step's first read token (SlidingWindowManager.get_num_skipped_tokens). Earlier blocks are null."""
         return max(0, computed - self.window + 1) if self.window else 0
 
     def right(self, contents: list[int]) -> list[int]:

@@ -1,7 +1,5 @@
 """Memory with checkable contents: like KV, a slot depends on all tokens up to its own token. It holds their hash."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
@@ -55,10 +53,7 @@ class Prefix:
 
 
 class Slots:
-    """vLLM's paged KV memory: `num_blocks` blocks of `block_size` slots.
-
-    room: slots of a block of the KV group whose blocks are larger. rank: the KV of each rank has other contents.
-    """
+    """vLLM's paged KV memory: blocks of slots. room: slots of the largest block. rank: each rank has other contents."""
 
     def __init__(self, num_blocks: int, block_size: int, room: int = 0, rank: int = 0) -> None:
         self.block_size = block_size
@@ -76,7 +71,7 @@ class Slots:
         """Replace the blocks. A block is like a list of ints."""
         self._blocks[:] = blocks
 
-    def of_group(self, block_size: int) -> Slots:
+    def of_group(self, block_size: int) -> "Slots":
         """Return the same memory with the block size of a KV group."""
         slots = copy.copy(self)
         slots.block_size = block_size
@@ -144,10 +139,7 @@ class Block:
 
 
 class SlotsOfShard(Slots):
-    """The memory of a rank with context parallelism: each of n ranks has every n-th token of a block.
-
-    The slot of a token has the same number in all ranks. The slots of tokens in other ranks stay empty.
-    """
+    """A rank's memory with context parallelism: every n-th token of a block, in its slot. Other slots stay empty."""
 
     def __init__(self, ranks: int, num_blocks: int, block_size: int, room: int, rank: int) -> None:
         super().__init__(num_blocks, block_size, room, rank)

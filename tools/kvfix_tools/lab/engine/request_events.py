@@ -1,16 +1,15 @@
 """The events, findings and counters of a run: every call, every request in every step, every copy in memory."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvfix import scheduling
-from kvfix.ledger import Finding, Ledger
+from kvfix.engine_state.scheduler import QUEUES
+from kvfix.ledger import Finding, Ledger, liveness
 from kvfix.ledger import events as ev
-from kvfix.ledger.liveness import Answer
+from kvfix.ledger.liveness import OUTSIDE_STATUSES, Answer
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
@@ -25,10 +24,75 @@ STUCK = 8
 LOOKUP_TIMEOUT = 3.0
 
 
+class Liveness:
+    """Makes a state for `liveness.can_move` from the scheduler, after a step without any tokens."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._manager = manager = scheduler.kv_cache_manager
+        coordinator: Any = manager.coordinator
+        allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
+        #: vLLM's last count of needed blocks; True: for the whole request (kv_cache_manager.py 0.32.0:499, 540).
+        self._counted = (0, False)
+        #: The request that the scheduler found no blocks for, and how many blocks it needs.
+        self._refused: tuple[Any, int] = (None, 0)
+
+        def get_num_blocks_to_allocate(*args: Any, **more: Any) -> Any:
+            number = count(*args, **more)
+            self._counted = number, more.get("apply_admission_cap", False)
+            return number
+
+        def allocate_slots(request: Any, *args: Any, **more: Any) -> Any:
+            blocks = allocate(request, *args, **more)
+            if blocks is None:
+                number, whole = self._counted
+                self._refused = request, number + (0 if whole else more.get("reserved_blocks", 0))
+            return blocks
+
+        coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+        manager.allocate_slots = allocate_slots
+
+    def begin(self) -> None:
+        self._refused = (None, 0)
+
+    def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
+        """Return the state after a step that scheduled nothing.
+
+        - in_flight: transfers, answers to steps, and blocks of `take_blocks`
+        - undecided: requests whose promise is not known yet
+        - lookups: lookups in flight
+        """
+        scheduler = self._scheduler
+        queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
+        waiting = [self._waiting(request, undecided) for queue in queues for request in queue]
+        ended = len(scheduler.requests) - len(waiting) - len(scheduler.running)  # kept until their stores have ended
+        free = self._manager.block_pool.get_num_free_blocks()
+        return liveness.State(tuple(waiting), free, len(scheduler.running), in_flight + ended, lookups)
+
+    def session_with_blocks(self) -> str:
+        """Return a session that keeps blocks while it waits for input or for more blocks, or ""."""
+        names = (name for name, each in self._scheduler.requests.items() if getattr(each, "resumable", False))
+        return next((name for name in names if any(self._manager.get_block_ids(name))), "")
+
+    def _waiting(self, request: Any, undecided: set[str]) -> liveness.Waiting:
+        name, status = request.request_id, request.status
+        waits_for, sessions = liveness.PLACE, getattr(self._scheduler, "num_waiting_for_streaming_input", 0)
+        if status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self._scheduler.finished_recving_kv_req_ids:
+            waits_for = liveness.LOAD
+        elif status.name in OUTSIDE_STATUSES or 0 < sessions >= self._scheduler.max_num_active_reqs:
+            waits_for = liveness.OUTSIDE  # vLLM admits no request if sessions that wait for input use all places
+        elif name in undecided:
+            waits_for = liveness.LOOKUP
+        refused, needs = self._refused
+        groups = self._manager.get_block_ids(name)
+        held = sum(block != 0 for blocks in groups for block in blocks)  # block 0 replaces a freed block
+        return liveness.Waiting(name, waits_for, needs if request is refused else None, held)
+
+
 class RequestEvents:
     """log: (step, event). findings: of the rules of the ledger and the lab."""
 
-    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
+    def __init__(self, scheduler: Scheduler, connector: "Connector", model: Model, options: Options) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self.model = model
@@ -48,8 +112,7 @@ class RequestEvents:
         self._by_priority = options.policy == "priority"
         #: {request: LMCache's last promise}
         self._promised: dict[str, int] = {}
-        #: Requests that were open while the server did not answer. LMCache stores nothing for these requests, and their
-        #: read locks time out.
+        #: Requests that were open while the server was silent: they store nothing, and their read locks time out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
@@ -160,10 +223,7 @@ class RequestEvents:
         self._end(name)
 
     def stuck(self) -> None:
-        """Report requests that wait for a load that is not in flight, for longer than an answer takes.
-
-        After the report of its load, a request only waits for blocks, as all requests do.
-        """
+        """Report requests that wait too long for a load that is not in flight, unless the load was reported."""
         done = self._scheduler.finished_recving_kv_req_ids | self._scheduler.failed_recving_kv_req_ids
         for name, request in self._open.items():
             waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -204,10 +264,7 @@ class RequestEvents:
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """Record the end of a load in this rank. The load moved `tokens` tokens, up to token `end`.
-
-        With several ranks the load ends with the last rank, and brings the tokens that all ranks have.
-        """
+        """Record a load of `tokens` tokens up to `end` in a rank. The last rank ends it, with what all have."""
         arrived = self._arrived.setdefault(name, {})
         arrived[rank] = end, tokens
         if len(arrived) < self._ranks:

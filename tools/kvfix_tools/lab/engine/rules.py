@@ -1,7 +1,4 @@
-"""Rules that only the lab can check, because it has the slots, the requests and the server: rules.md.
-
-The rules of the ledger (KVR) are in kvfix.ledger.rules.
-"""
+"""Rules that only the lab can check, with its slots, requests and server: rules.md. For KVR see kvfix.ledger.rules."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -5,8 +5,6 @@ with a mark for the layer and the element. So the lab finds K in the place of V,
 slot, and a wrong offset. Each element is a whole number up to 255, which fits into any 16-bit float.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +43,7 @@ class TensorMemory:
         self.begin()
 
     @property
-    def blocks(self) -> list[TensorBlock]:
+    def blocks(self) -> "list[TensorBlock]":
         return [TensorBlock(self, block) for block in range(len(self._arrays[0]))]
 
     def layers(self) -> range:

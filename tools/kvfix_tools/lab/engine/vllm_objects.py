@@ -114,10 +114,7 @@ def _simple_offloading(options: Options) -> dict[str, Any]:
 
 
 def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
-    """Return the configuration that `vllm serve` makes from these options.
-
-    folder: for files of the connector.
-    """
+    """Return the configuration that `vllm serve` makes from these options. folder: for files of the connector."""
     cache = configs.CacheConfig(block_size=options.block_of_rank, enable_prefix_caching=options.prefix_caching)
     cache.num_gpu_blocks = options.num_blocks
     extra: dict[str, Any] = {"lmcache.chunk_size": options.chunk_size}

@@ -93,10 +93,7 @@ class Worker:
 
 
 class Executor:
-    """The executor between the scheduler and its workers (v1/executor/multiproc_executor.py 0.32.0:385).
-
-    counts: of RequestEvents.
-    """
+    """The executor between the scheduler and its workers (v1/executor/multiproc_executor.py 0.32.0:385)."""
 
     def __init__(self, connector: Any, ranks: int, counts: Counter[str]) -> None:
         self._ranks = ranks

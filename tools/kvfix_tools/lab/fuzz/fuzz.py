@@ -1,7 +1,4 @@
-"""Play one random schedule on the real scheduler and connector, and shrink it.
-
-In mode `check` a report of kvfix is a finding too: a false alarm if the lab finds no violation.
-"""
+"""Play a random schedule on the real scheduler and connector, and shrink it. Reports of kvfix are findings too."""
 
 import re
 import time
@@ -14,12 +11,11 @@ from vllm.v1.request import RequestStatus
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
-from kvfix_tools.lab.fuzz import nixl_compare
+from kvfix_tools.lab.fuzz import nixl_compare, pair_schedule
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.fuzz.schedule import DrawnStep, Schedule
 from kvfix_tools.lab.options import PAIRS
-from kvfix_tools.lab.pair.neighbours import Neighbours
-from kvfix_tools.lab.pair.pair import Pair
+from kvfix_tools.lab.pair.pair import Neighbours, Pair
 from kvfix_tools.lab.runner import let_leaks_be_reported, reported
 from kvfix_tools.lab.steps import prompt
 
@@ -95,7 +91,7 @@ def _play_neighbours(two: Neighbours, schedule: Schedule, end: int) -> None:
 
 def _play_pair(pair: Pair, schedule: Schedule, end: int) -> None:
     for step in schedule.steps:
-        pair.move(step)
+        pair_schedule.move(pair, step)
     pair.free_blocks()
     pair.budget(schedule.options.max_num_batched_tokens)
     if schedule.options.peer_ranks:
@@ -147,11 +143,7 @@ def open_sessions(engine: LabEngine) -> list[str]:
 def _move_session(
     engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, max_tokens: int = 1
 ) -> None:
-    """Begin a session, or give an open session input or its end.
-
-    A session that waits for input keeps its blocks. So there are at most three sessions, each with a fourth of the
-    blocks: otherwise other requests cannot run.
-    """
+    """Begin a session, or give one input or its end. At most three sessions keep a fourth of the blocks each."""
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
     if kind == "session":

@@ -1,7 +1,5 @@
 """`kvfix lab fuzz`: play random schedules until time, steps or seeds run out, in one or several processes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter, deque
@@ -26,8 +24,6 @@ from kvfix_tools.lab.runner import applied
 
 #: Seeds that a process plays before it returns its tally, in a second or two.
 BATCH = 32
-#: {value of `fixes_in`: name of the engine, if that differs}
-_NAMES = {"one": "first"}
 
 
 class Violation(NamedTuple):
@@ -61,7 +57,7 @@ class Tally(msgspec.Struct):
     #: At the end of the run, the most frequent first.
     violations: list[Any] = []
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: "Tally") -> None:
         self.seeds += other.seeds
         self.steps += other.steps
         self.counts = dict(Counter(self.counts) + Counter(other.counts))
@@ -101,8 +97,7 @@ class Run(msgspec.Struct, frozen=True):
     real_server: bool = False
     #: See Options.real_transfers.
     real_transfers: bool = False
-    #: The engine that has the default fixes: "prefill" or "decode" of a pair, "one" of two engines that share a cache,
-    #: or "both".
+    #: The engine with the default fixes: "prefill" or "decode" of a pair, "one" of two with one cache, or "both".
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -119,7 +114,8 @@ class Run(msgspec.Struct, frozen=True):
                 yield
             return
         default = [fix.code for fix in catalogue.fixes() if not fix.opt_in]
-        with one_side.fixes_in(_NAMES.get(self.fixes_in, self.fixes_in)), applied(True, self.mode, default):
+        engine = "first" if self.fixes_in == "one" else self.fixes_in
+        with one_side.fixes_in(engine), applied(True, self.mode, default):
             yield
 
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:

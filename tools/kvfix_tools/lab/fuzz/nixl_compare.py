@@ -4,8 +4,6 @@ If the model has garbage in a slot, because the source of a transfer changed or 
 content there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +20,7 @@ State = dict[str, Any]
 class Watched(Pair):
     """Two engines whose states are recorded. before: the states of another pair, to compare with."""
 
-    def __init__(self, options: Options, before: Watched | None = None) -> None:
+    def __init__(self, options: Options, before: "Watched | None" = None) -> None:
         self.states: list[State] = []
         #: The first difference: (step, what differs, value before, value now).
         self.differs: tuple[int, str, Any, Any] | None = None

@@ -1,7 +1,5 @@
 """Schedules for two engines (pair.py), also with a second connector: draw them from a seed, and make their steps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -177,7 +175,7 @@ def _with_evictions(
     return tuple(drawn)
 
 
-def move(pair: Pair, step: DrawnStep) -> None:
+def move(pair: "Pair", step: DrawnStep) -> None:
     """Make one step. A step that is not possible, such as an abort without an open request, does nothing."""
     kind, *rest = step
     if kind in ("ask", "ask_at_once", "ask_decode"):
@@ -202,7 +200,7 @@ def move(pair: Pair, step: DrawnStep) -> None:
         pair.do(kind, *rest)
 
 
-def _open(pair: Pair) -> list[str]:
+def _open(pair: "Pair") -> list[str]:
     waiting = pair.router.waiting
     for engine in pair.engines:
         waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}

@@ -4,8 +4,6 @@
  "steps": [["admit", "r0", 3, 120, 8], ["step"], ...]}
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -53,7 +51,7 @@ class Schedule(NamedTuple):
         return json.dumps(whole, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> tuple[Schedule, dict[str, str]]:
+    def from_json(cls, text: str) -> "tuple[Schedule, dict[str, str]]":
         """Return a saved schedule and the versions it was found on. Raises ValueError for any other text."""
         try:
             whole = json.loads(text)

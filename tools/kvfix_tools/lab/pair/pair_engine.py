@@ -1,7 +1,5 @@
 """One of two engines, and the base classes of both engines, of their connector and of the network between them."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,8 +11,7 @@ from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.engine import vllm_objects
-from kvfix_tools.lab.engine.engine_core import STEP, side_class
-from kvfix_tools.lab.engine.lab_engine import LabEngine
+from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
 from kvfix_tools.lab.engine.memory import Slots
 from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
@@ -80,10 +77,7 @@ class PairNetwork:
 
 
 class PairSide(Connector):
-    """A connector between two engines: both roles in one of the engines.
-
-    name: of the engine's host. engine_id: changes with each start. Both engines share the network of `make_network`.
-    """
+    """Both roles of a connector between two engines. name: host. engine_id: new at each start. network: of both."""
 
     #: The class of `workers`.
     worker_class: Any
@@ -136,10 +130,7 @@ class PairSide(Connector):
         """Return the kv_transfer_params that the router sends to prefill."""
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
-        """Return the kv_transfer_params that the router sends to decode. Called on the side of prefill.
-
-        answer: the parameters in prefill's answer; None: the router does not wait for it.
-        """
+        """Return the parameters for decode, on prefill's side. answer: prefill's; None: the router does not wait."""
         return answer
 
     @property
@@ -189,7 +180,7 @@ class PairEngine(LabEngine):
 
     connector: PairSide
 
-    def __init__(self, options: Options, pair: Pair, name: str, engine_id: str) -> None:
+    def __init__(self, options: Options, pair: "Pair", name: str, engine_id: str) -> None:
         self.name = name
         self._pair = pair
         self._engine_id = engine_id

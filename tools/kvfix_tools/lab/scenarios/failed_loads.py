@@ -45,8 +45,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": scenario(
-        # Three pipeline stages. The load brings 16 of 64 tokens. When vLLM learns of it, the workers already have the
-        # chunks up to token 192 and up to the end.
+        # Three stages. The load brings 16 of 64 tokens. The workers have the chunks to token 192 and to the end.
         [do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
         doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
         shows="LAB008",
@@ -84,8 +83,7 @@ SCENARIOS = {
     "failed-load-preempted-under-way": scenario(
         # vLLM checks only running requests. Here another request needs a block for its first token, and none is free.
         [do.stored_elsewhere(prompt(96)), do.fail_load("r"), do.admit("other", prompt(32, seed=1), max_tokens=4)],
-        [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0)],
-        [do.step(), do.free_blocks()],
+        [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0), do.step(), do.free_blocks()],
         doc="A load fails, and the request is preempted before vLLM knows: vLLM keeps the output of the failed step.",
         shows="LAB008 is not what the model says",
         not_in_hooks=CONTENT,
@@ -113,8 +111,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
     "failed-load-stored-under-way": scenario(
-        # Asynchronous scheduling, 64 tokens per step. The load brings none of 128 promised tokens, and the second step
-        # stores the tokens that it computes after the first.
+        # The load brings none of 128 promised tokens, and the second step of 64 tokens stores what it computes.
         [do.stored_elsewhere(prompt(128)), do.fail_load("first"), do.store("first", prompt(320))],
         do.admit("r", prompt(324), max_tokens=4),
         doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",

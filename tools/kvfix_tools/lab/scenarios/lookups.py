@@ -9,37 +9,32 @@ from kvfix_tools.lab.steps import prompt
 LONG = "long"
 #: match(0): the lookup is sent. It times out (lookup_timeout_ms is 3,000), and the request is computed.
 TIMED_OUT = do.step(), do.wait(4), do.step()
+large_chunks = partial(scenario, options=Options(chunk_size=256, max_num_batched_tokens=512))
+FETCH = {"enable_async_loading": True}
 asynchronous = partial(
-    scenario,
-    needs={"lmcache": ">=0.3.10"},
-    options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
+    scenario, needs={"lmcache": ">=0.3.10"}, options=Options(lmcache=FETCH, max_num_batched_tokens=512)
 )
 
 SCENARIOS = {
-    "abort-while-waiting": scenario(
+    "abort-while-waiting": large_chunks(
         [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2)],
         [do.step(), do.abort("r"), do.free_blocks()],
         doc="A request is aborted before its admission: LMCache keeps its LoadSpec, hit, priority and pins.",
         shows="KVR009",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
-        options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "async-abort-keeps-lookup": asynchronous(
-        [do.admit("r", prompt(300), max_tokens=8), do.step(2), do.abort("r")],
-        do.admit("next", prompt(300, seed=1)),
+        [do.admit("r", prompt(300), max_tokens=8), do.step(2), do.abort("r"), do.admit("next", prompt(300, seed=1))],
         shows="KVR009 lookup_client.aborted_lookups",
         wrong={"lmcache": ">=0.3.10,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     ),
     "async-abort-while-other-loads": scenario(
-        [do.serve("first", prompt(300)), do.step(3), do.reset_prefix_cache()],
-        do.admit("r", prompt(300), max_tokens=2),
+        [do.serve("first", prompt(300)), do.step(3), do.reset_prefix_cache(), do.admit("r", prompt(300), max_tokens=2)],
         do.step(2),  # looked up; the OffloadingConnector is granted the load
         do.abort("r"),
         doc="A request is aborted while OffloadingConnector loads for it: LMCache keeps the chunks that it fetched.",
         shows="KVR009 fetched chunks of the worker",
-        options=Options(
-            lmcache={"enable_async_loading": True}, offloading="first", delay=3, max_num_batched_tokens=512
-        ),
+        options=Options(lmcache=FETCH, offloading="first", delay=3, max_num_batched_tokens=512),
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "async-fetched-left": asynchronous(
@@ -64,7 +59,7 @@ SCENARIOS = {
         do.slow_lookups(3),  # of the second rank
         doc="The lookup of one of two ranks times out, the request is preempted, and a worker dies at its load.",
         shows="KVR011 is not done or not found",
-        options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512, ranks=2),
+        options=Options(lmcache=FETCH, max_num_batched_tokens=512, ranks=2),
         # up to 0.3.15 the second rank does not clean up; earlier releases of vLLM were not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
     ),
@@ -84,11 +79,10 @@ SCENARIOS = {
         do.serve("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
         do.expect_hit("r"),
         shows="LAB006",
-        options=Options(lmcache={"enable_async_loading": True}),
+        options=Options(lmcache=FETCH),
     ),
     "async-lookup-timeout": asynchronous(
-        [do.slow_lookups(99), do.keep_blocks(0), do.admit("r", prompt(300))],
-        do.step(),  # match(0): the lookup is sent
+        [do.slow_lookups(99), do.keep_blocks(0), do.admit("r", prompt(300)), do.step()],  # match(0): the lookup is sent
         do.step(),  # match(0): not known yet
         do.wait(4),  # the worker is busy; lookup_timeout_ms is 3,000
         do.step(),  # match(0): timed out, 0; no free blocks
@@ -103,15 +97,13 @@ SCENARIOS = {
         wrong={"lmcache": "<0.4.3"},
         options=Options(chunk_size=256, max_num_batched_tokens=1024, kv_role="kv_consumer"),
     ),
-    "dead-worker-stalls-lookups": scenario(
+    "dead-worker-stalls-lookups": large_chunks(
         # vLLM has no blocks for the request, so it asks in every step.
         [do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
         shows="KVR012",
-        options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "full-hit-asked-twice": scenario(
-        # LMCache has all 200 tokens. The first answer is 199, the second one 200, and vLLM asserts that there are new
-        # tokens (scheduler.py 0.32.0:1170).
+        # LMCache has all 200 tokens. It answers 199, then 200, and vLLM asserts new tokens (scheduler.py 0.32.0:1170).
         [do.store("before", prompt(200)), do.keep_blocks(0), do.admit("r", prompt(200), max_tokens=2)],
         do.step(),  # match(0) by a lookup
         do.step(),  # match(0) from the lookup cache
@@ -124,22 +116,17 @@ SCENARIOS = {
     "lookup-skips-computed": scenario(
         # LMCache has evicted the 256 tokens. vLLM has them, but too few free blocks for the request. Until blocks are
         # free, other requests take the blocks of the 256 tokens too, and the load comes short.
-        [do.serve("before", prompt(300)), do.evict(9)],
-        do.keep_blocks(20),  # including the prefix
-        do.admit("r", prompt(600)),
-        do.step(),  # match(288): hit 256, but LMCache has no chunk; no free blocks
-        do.keep_blocks(0),
-        do.step(),  # match(0) from the lookup cache: 256 are promised
+        [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # including the prefix
+        [do.admit("r", prompt(600)), do.step()],  # match(288): hit 256, but LMCache has no chunk; no free blocks
+        [do.keep_blocks(0), do.step()],  # match(0) from the lookup cache: 256 are promised
         do.free_blocks(),
         shows="LAB002",
         wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
         options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
     ),
     "max-load-unaligned": scenario(
-        # max_tokens_per_load is 1024, and vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token
-        # 1,024: 1,024 - 80 are due. No preemption is needed.
-        [do.store("before", prompt(1500)), do.serve("short", prompt(80))],
-        do.admit("r", prompt(1500), max_tokens=2),
+        # vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token 1,024: 1,024 - 80 are due.
+        [do.store("before", prompt(1500)), do.serve("short", prompt(80)), do.admit("r", prompt(1500), max_tokens=2)],
         shows="KVR011 Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
         options=Options(
             num_blocks=120, chunk_size=256, max_num_batched_tokens=2048, lmcache={"max_tokens_per_load": 1024}
@@ -155,8 +142,7 @@ SCENARIOS = {
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
         do.step(),  # the long request gets its 22nd block: none is free now
-        do.budget(16384),
-        do.step(),  # the other request needs a block: the long request is preempted
+        [do.budget(16384), do.step()],  # the other request needs a block: the long request is preempted
         do.step(),  # match(336) by a lookup; too few blocks
         do.step(),  # match(336) from the lookup cache; too few blocks; the other request ends
         doc="LMCache issue 2158: LMCache promises 256 tokens although vLLM has computed 336, and EngineCore dies.",
@@ -180,13 +166,12 @@ SCENARIOS = {
         wrong={"lmcache": "==0.3.10"},
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
     ),
-    "reused-id-gets-dead-hit": scenario(
+    "reused-id-gets-dead-hit": large_chunks(
         [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2), do.step()],
         [do.abort("r"), do.step(), do.free_blocks()],
         do.admit("r", prompt(700, seed=5), max_tokens=2),  # another prompt, without a cached chunk
         doc="A request with the id of an aborted one gets its hit: LMCache promises KV that it does not have.",
         shows="LAB002",
         wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
-        options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
 }

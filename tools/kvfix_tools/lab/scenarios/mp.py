@@ -13,6 +13,8 @@ ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
 MP = partial(Options, connector="mp")
 mp = partial(scenario, options=MP(num_blocks=60, max_num_batched_tokens=256))
 windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
+states = partial(scenario, needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"})
+silent = partial(scenario, needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"})
 
 
 def _window_freed(max_tokens: int, doc: str) -> Scenario:
@@ -30,10 +32,9 @@ def _window_freed(max_tokens: int, doc: str) -> Scenario:
 
 def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
     """Return a scenario of a stored chunk without a state. A prompt of so many tokens hits the chunk."""
-    return scenario(
+    return states(
         [do.store("first", prompt(110)), do.admit("short", prompt(tokens))],
         shows="LAB001 in KV group 1",
-        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=MP(max_num_batched_tokens=48, states=True, **options),
         **more,
     )
@@ -65,8 +66,7 @@ SCENARIOS: dict[str, Any] = {
         options={"delay": 5},
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
-        [do.serve("before", prompt(140)), do.settle()],
-        do.evict(8),  # vLLM still has the prompt
+        [do.serve("before", prompt(140)), do.settle(), do.evict(8)],  # vLLM still has the prompt
         [do.serve("r", prompt(270)), do.settle(), do.expect_stored("r")],
         shows="LAB004",
         doc="vLLM has a prefix that LMCache lacks: as many tokens at the end of the prompt are never stored.",
@@ -89,8 +89,7 @@ SCENARIOS: dict[str, Any] = {
         options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        # The worker loses the server for a moment. These releases report this failure, but not others
-        # (mp-retrieve-false).
+        # The worker loses the server for a moment. These releases report this failure, but not mp-retrieve-false.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
         do.step(6),  # the load is in flight
         do.lose_loads(),
@@ -103,8 +102,7 @@ SCENARIOS: dict[str, Any] = {
         # vLLM has 64 tokens, the cache 128. The load fails, and vLLM continues at token 64. The tracker still counts
         # the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 are computed.
         [do.serve("short", prompt(70)), do.stored_elsewhere(prompt(128))],
-        [do.admit("r", prompt(300), max_tokens=2), do.step(2)],
-        do.lose_loads(),  # the load was in flight
+        [do.admit("r", prompt(300), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         shows="KVR008",
         options={"max_num_batched_tokens": 40},
     ),
@@ -147,8 +145,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-preempt-store-overwrite": mp_scenarios(
         [do.admit("r", prompt(200), max_tokens=20), do.step(4)],
         do.step(),  # computed and handed over; the server copies some steps later
-        do.preempt("r"),
-        do.keep_blocks(0),  # other requests take its blocks and write to them
+        [do.preempt("r"), do.keep_blocks(0)],  # other requests take its blocks and write to them
         [do.step(3), do.free_blocks()],
         shows="LAB001 is stored under their key",
         wrong=">=0.4.5,<0.5.6",
@@ -193,8 +190,7 @@ SCENARIOS: dict[str, Any] = {
     # ------------------------------------------------------------------ failures of the server, and single releases
     "mp-heartbeat-never-starts": mp(
         [do.stored_elsewhere(prompt(128)), do.admit("before", prompt(140, seed=1)), do.step()],
-        [do.lookup_times_out(), do.run()],
-        do.step(),  # a heartbeat would have found the server before this step
+        [do.lookup_times_out(), do.run(), do.step()],  # a heartbeat would have found the server before this step
         [do.serve("r", prompt(140)), do.settle(), do.expect_hit("r")],
         shows="LAB006",
         not_in_hooks=SERVER,
@@ -205,39 +201,32 @@ SCENARIOS: dict[str, Any] = {
         shows="LAB002",
         wrong={"lmcache": ">=0.5.0"},
     ),
-    "mp-load-after-given-up": mp(
+    "mp-load-after-given-up": silent(
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140))],
         do.step(5),  # looked up, found, granted; the load is in flight
-        do.server_stops(),
-        do.step(2),  # the worker reports that the load has failed; vLLM frees the blocks
+        [do.server_stops(), do.step(2)],  # the worker reports that the load has failed; vLLM frees the blocks
         do.admit("other", prompt(200, seed=1), max_tokens=10),
         [do.admit("another", prompt(200, seed=2), max_tokens=10), do.step(2), do.server_goes_on()],
         doc="The worker drops the load of a slow server, and the server writes into blocks of other requests.",
         shows="LAB001 computed ones, its slot holds other KV",
-        needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
         options=MP(num_blocks=28, max_num_batched_tokens=1024, delay=3),
     ),
     "mp-load-not-granted": mp(
         # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
-        do.stored_elsewhere(prompt(128)),
-        do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
+        [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR004",
         # before vLLM 0.31 this request takes the promise of the connector
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
         options=MP(num_blocks=60, max_num_batched_tokens=256, delay=0),
     ),
-    "mp-preempted-while-silent": mp(
+    "mp-preempted-while-silent": silent(
         # Other requests write to the blocks, and the server stores their KV under the keys of the request.
-        do.admit("r", prompt(200), max_tokens=20),
-        do.step(5),  # computed and handed over
-        do.server_stops(),
-        do.step(),  # the worker believes that the server is dead
-        do.preempt("r"),
-        do.keep_blocks(0),  # other requests take its blocks and write to them
+        [do.admit("r", prompt(200), max_tokens=20), do.step(5)],  # computed and handed over
+        [do.server_stops(), do.step()],  # the worker believes that the server is dead
+        [do.preempt("r"), do.keep_blocks(0)],  # other requests take its blocks and write to them
         [do.step(2), do.server_goes_on(), do.step(4), do.free_blocks()],
         doc="A slow server misses a heartbeat: the worker does not wait for the store of a preempted request.",
         shows="LAB001 is stored under their key",
-        needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
         options=MP(num_blocks=50, max_num_batched_tokens=1024, delay=9),
     ),
     "mp-reset-keeps-what-is-in-flight": mp(
@@ -258,16 +247,13 @@ SCENARIOS: dict[str, Any] = {
         shows="LAB003",
         wrong={"lmcache": ">=0.5.6"},
     ),
-    "mp-store-after-given-up": mp(
-        do.admit("r", prompt(200)),
-        do.step(6),  # computed, handed over and ended; vLLM keeps its blocks
-        do.server_stops(),
-        do.step(2),  # the worker reports that the store is done; vLLM frees the blocks
+    "mp-store-after-given-up": silent(
+        [do.admit("r", prompt(200)), do.step(6)],  # computed, handed over and ended; vLLM keeps its blocks
+        [do.server_stops(), do.step(2)],  # the worker reports that the store is done; vLLM frees the blocks
         do.keep_blocks(0),  # other requests take these blocks and write to them
         [do.step(), do.server_goes_on(), do.step(4), do.free_blocks()],
         doc="A slow server misses a heartbeat: the worker drops its store, and the server stores KV of other requests.",
         shows="LAB001 is stored under their key",
-        needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"},
         options=MP(num_blocks=50, max_num_batched_tokens=1024, delay=5),
     ),
     # ------------------------------------------------------------------ models with several KV groups
@@ -279,18 +265,16 @@ SCENARIOS: dict[str, Any] = {
         wrong={"lmcache": ">=0.4.7,<0.5.6", "vllm": ">=0.32"},
         options=MP(num_blocks=60, windows=(64,)),
     ),
-    "mp-state-freed-while-stored": scenario(
+    "mp-state-freed-while-stored": states(
         do.admit("r", prompt(256), max_tokens=2),
         doc="vLLM frees the block of a state during its store: the request writes a later state to the block.",
         shows="LAB001 is stored under their key",
-        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         not_in_hooks="the block is used again after the next step, when the store may have ended",
         options=MP(
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # The step computes three blocks, and only the last one has a state. Without --separate-object-groups, the chunks of
-    # the other blocks are stored too.
+    # Only the last of three blocks has a state. In one object, the chunks of the other blocks are stored too.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block, and the fourth, which is null.
@@ -321,11 +305,9 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has 64 tokens, the cache 128. After the failure the tracker counts from 0, so each chunk is stored 64
-        # tokens after it was computed.
+        # vLLM has 64 tokens, the cache 128. Then the tracker counts from 0: chunks are stored 64 tokens too late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
-        [do.admit("r", prompt(400), max_tokens=2), do.step(2)],
-        do.lose_loads(),  # the load was in flight
+        [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",
         shows="LAB001 is stored under their key",
         needs={"lmcache": ">=0.5.6", "vllm": ">=0.32"},
@@ -333,8 +315,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=32, windows=(64,), max_num_batched_tokens=16),
     ),
     "mp-window-stored-null": windows(
-        # After its prefix hit, the block list of `r` in the window's KV group begins with null block 0. A later,
-        # shorter hit reads the chunk.
+        # After a prefix hit, the block list of `r` in KV group 1 begins with null block 0. "short" reads the chunk.
         [do.serve("first", prompt(256)), do.evict(4), do.store("r", prompt(512)), do.admit("short", prompt(100))],
         doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
         shows="LAB001 the step reads token",

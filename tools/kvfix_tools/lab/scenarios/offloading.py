@@ -27,10 +27,8 @@ SCENARIOS = {
     "failed-load-is-offloaded": _failed_load("LAB001 the OffloadingConnector stores other KV"),
     "load-after-reset-asserts": beside(
         # The request is preempted between two steps, as by a reset.
-        do.admit("r", prompt(300), max_tokens=30),
-        do.step(10),  # its prompt is stored
-        do.preempt("r"),
-        do.keep_blocks(10),  # vLLM's prefix cache loses the end of the prompt
+        [do.admit("r", prompt(300), max_tokens=30), do.step(10)],  # its prompt is stored
+        [do.preempt("r"), do.keep_blocks(10)],  # vLLM's prefix cache loses the end of the prompt
         do.free_blocks(),
         shows="KVR011 schedule: AssertionError",
         wrong={"vllm": ">=0.32,<0.33"},

@@ -8,6 +8,7 @@ from kvfix_tools.lab.steps import malformed, prompt
 
 PULL = partial(Options, connector="nixl-pull")
 PUSH = partial(Options, connector="nixl-push")
+OFFLOAD = partial(Options, connector="nixl-offload", prefix_caching=False)
 MOONCAKE = partial(Options, connector="mooncake", prefix_caching=False, num_blocks=60)
 pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUSH, MOONCAKE))
 
@@ -15,12 +16,8 @@ pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUS
 SOON = {"push_registration_timeout": 5.0}
 #: Other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
 OTHERS_WRITE = (
-    do.on("prefill", "take_blocks", 60),
-    do.step(),
-    do.ask("s", prompt(32, seed=1)),
-    do.step(),
-    do.on("prefill", "free_blocks"),
-    do.on("decode", "free_blocks"),
+    [do.on("prefill", "take_blocks", 60), do.step(), do.ask("s", prompt(32, seed=1)), do.step()],
+    [do.on("prefill", "free_blocks"), do.on("decode", "free_blocks")],
 )
 
 SCENARIOS = {
@@ -38,8 +35,7 @@ SCENARIOS = {
     # The parameters of the request ask for a rank that prefill does not have.
     "nixl-handshake-thread-dies": pull(malformed("more_ranks"), shows="LAB021 answers no handshake"),
     "nixl-lease-read-twice": pull(
-        [do.ask("r", prompt(64), 2), do.step(2), do.on("decode", "keep_blocks", 0)],
-        [do.send_again("r"), do.step(4)],
+        [do.ask("r", prompt(64), 2), do.step(2), do.on("decode", "keep_blocks", 0), do.send_again("r"), do.step(4)],
         *OTHERS_WRITE,
         shows="LAB001 holds other KV",
         doc="A router sends a request to decode again: the second request reads blocks that prefill has freed.",
@@ -52,7 +48,7 @@ SCENARIOS = {
         shows="LAB001 the OffloadingConnector stores other KV",
         doc="NIXL loads into blocks of an ended request that OffloadingConnector still copies.",
         wrong={"vllm": ">=0.32,<0.33"},
-        options=Options(connector="nixl-offload", offloading="last", delay=3, prefix_caching=False),
+        options=OFFLOAD(offloading="last", delay=3),
     ),
     "nixl-malformed-handshake-fails": pull(
         [do.malform("flat_blocks"), do.fail("handshake"), do.ask("r", prompt(64))],
@@ -95,8 +91,7 @@ SCENARIOS = {
         doc="A request does not name the host of its prefill engine: it waits for ever.",
     ),
     "nixl-read-outlives-lease": pull(
-        # Both engines hang while the request waits for blocks. Its lease expires, and another request writes to the
-        # blocks.
+        # Both engines hang while the request waits. Its lease expires, and another request writes to the blocks.
         [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64), 2), do.step(3)],
         [do.ask("q", prompt(16, seed=2)), do.time_passes(31.0), do.step_alone("prefill")],
         [do.ask("s", prompt(64, seed=1)), do.step_alone("prefill", 3), do.on("decode", "free_blocks")],

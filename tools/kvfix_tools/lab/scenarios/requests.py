@@ -1,5 +1,7 @@
 """Requests that are preempted or have special options, and weight updates, with LMCache's in-process connector."""
 
+from functools import partial
+
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, Scenario, scenario
 from kvfix_tools.lab.steps import continued, prompt
@@ -7,12 +9,12 @@ from kvfix_tools.lab.steps import continued, prompt
 PART_OF_DECODER = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id": "r", "receiver_host": "decoder"}}}}
 DECODER = {"req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]}
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": DECODER}}}
+large_chunks = partial(scenario, options=Options(chunk_size=256, max_num_batched_tokens=512))
+producer = partial(scenario, options=Options(kv_role="kv_producer"))
 
 #: vLLM has fewer tokens of a preempted request than LMCache.
 FEWER_IN_VLLM = (
-    do.admit("r", prompt(300), max_tokens=8),
-    do.step(),
-    do.preempt("r"),
+    [do.admit("r", prompt(300), max_tokens=8), do.step(), do.preempt("r")],
     do.keep_blocks(10),  # 160 tokens stay in the prefix cache, fewer than the 256 that LMCache has
     do.free_blocks(),
 )
@@ -22,8 +24,7 @@ NEW_WEIGHTS = (do.serve("first", prompt(128), max_tokens=4), do.new_weights(), d
 def _not_in_key(doc: str, name: str) -> Scenario:
     """Return a scenario of two requests with the same prompt, and with different values of this parameter."""
     return scenario(
-        do.serve("before", prompt(600), **{name: "one"}),
-        do.admit("r", prompt(600), max_tokens=2, **{name: "other"}),
+        [do.serve("before", prompt(600), **{name: "one"}), do.admit("r", prompt(600), max_tokens=2, **{name: "other"})],
         doc=doc,
         shows="LAB001",
         options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),
@@ -31,20 +32,18 @@ def _not_in_key(doc: str, name: str) -> Scenario:
 
 
 SCENARIOS = {
-    "abort-engine-assert": scenario(
+    "abort-engine-assert": large_chunks(
         [do.admit("r", prompt(300), max_tokens=8), do.step(), do.abort("r")],
         shows="KVR011 finish_requests: AssertionError",
         wrong={"lmcache": ">=0.4.5,<0.5.1"},
-        options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
-    "abort-wants-first-token": scenario(
+    "abort-wants-first-token": producer(
         do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"ret_first_tok": True}}}),
         do.step(),  # 128 of 300 tokens
         do.abort("r"),
         shows="KVR011 IndexError: list index out of range",
         # in the other releases an abort raises before (abort-engine-assert)
         wrong={"lmcache": ">=0.3.11,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
-        options=Options(kv_role="kv_producer"),
     ),
     "cache-salt-not-in-key": _not_in_key(
         "Two tenants share KV: LMCache's key does not have the cache_salt.", "cache_salt"
@@ -64,11 +63,10 @@ SCENARIOS = {
     "lora-not-in-key": _not_in_key(
         "Two LoRA adapters share KV: LMCache's key does not have the name of the adapter.", "lora"
     ),
-    "producer-stores-what-it-must-not": scenario(
+    "producer-stores-what-it-must-not": producer(
         do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
         shows="LAB010 and it asks for lmcache.skip_save",
         wrong={"lmcache": ">=0.3.12"},  # in earlier releases another bug ends the schedule
-        options=Options(kv_role="kv_producer"),
     ),
     "prompt-embeds": scenario(
         do.admit("r", None, max_tokens=2, embeddings=(300, 0.0)),
@@ -84,21 +82,18 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512),
     ),
     # ------------------------------------------------------------------ preempted and resumed
-    "decoder-left-after-resume": scenario(
+    "decoder-left-after-resume": producer(
         [do.admit("r", prompt(300), max_tokens=2, sampling=ASKS), do.step(), do.preempt("r")],
         doc="A preempted request with a disagg_spec is resumed, and LMCache keeps its decoder for ever.",
         shows="KVR009 tmp_disagg_tracker still holds it",
-        options=Options(kv_role="kv_producer"),
     ),
-    "preempt-full-hit": scenario(
-        # Another request has stored the same prompt and generated tokens. The last token must be computed again, so
-        # vLLM has 255 of 256 tokens.
+    "preempt-full-hit": large_chunks(
+        # Another request has stored prompt and output. vLLM has 255 of 256 tokens: the last one is computed again.
         [do.stored_elsewhere(continued(prompt(250), 6)), do.admit("r", prompt(250), max_tokens=16), do.step(6)],
         do.preempt("r"),
         doc="LMCache has all tokens of a preempted request, and vLLM takes one less than LMCache asserts.",
         shows="KVR011 Preempted request r has num_computed_tokens 255 but",
         wrong={"lmcache": ">=0.3.10.post1,<0.4.3"},
-        options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
     "preempt-local-exceeds-lmcache": scenario(
         [do.admit("r", prompt(1000), max_tokens=8), do.step(), do.preempt("r")],
@@ -137,18 +132,12 @@ SCENARIOS = {
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.3.10.post1"},
         options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
     ),
-    "priority-left-after-resume": scenario(
+    "priority-left-after-resume": large_chunks(
         FEWER_IN_VLLM,
         doc="A preempted request is looked up again, and LMCache keeps its new priority for ever.",
         shows="KVR009 _requests_priority",
-        options=Options(chunk_size=256, max_num_batched_tokens=512),
     ),
-    "resume-is-not-known": scenario(
-        FEWER_IN_VLLM,
-        shows="KVR006",
-        wrong={"lmcache": ">=0.3.9,<0.3.10"},
-        options=Options(chunk_size=256, max_num_batched_tokens=512),
-    ),
+    "resume-is-not-known": large_chunks(FEWER_IN_VLLM, shows="KVR006", wrong={"lmcache": ">=0.3.9,<0.3.10"}),
     "resume-shares-block-list": scenario(
         # In the fourth step the tracker looks for tokens 384 to 512 in the blocks of tokens 256 to 384.
         [do.admit("preempted", prompt(520)), do.step(), do.preempt("preempted")],
@@ -162,8 +151,7 @@ SCENARIOS = {
     "resume-then-sits-out": scenario(
         # Tokens 384 to 512 overwrite tokens 256 to 384.
         [do.admit("other", prompt(1, seed=1), max_tokens=20), do.budget(129), do.admit("r", prompt(520))],
-        [do.step(), do.preempt("r"), do.step(2)],
-        do.budget(1),  # "other" uses it
+        [do.step(), do.preempt("r"), do.step(2), do.budget(1)],  # "other" uses it
         [do.step(), do.budget(129)],
         doc="A resumed request is left out of a step, and then computes in blocks that it already uses.",
         shows="LAB001 the step reads token 256 of 512",

@@ -1,12 +1,11 @@
 """Streaming sessions, and requests that wait for each other's blocks."""
 
-from functools import partial
-
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, scenario
+from kvfix_tools.lab.scenarios.mp import MP, states
+from kvfix_tools.lab.scenarios.pairs import OFFLOAD
 from kvfix_tools.lab.steps import prompt
 
-MP = partial(Options, connector="mp")
 SCENARIOS = {
     "failed-load-reserves-itself": scenario(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
@@ -24,8 +23,7 @@ SCENARIOS = {
         [do.stored_elsewhere(prompt(128)), do.stored_elsewhere(prompt(128, seed=1))],
         [do.admit("running", prompt(16, seed=2), max_tokens=16), do.step()],
         [do.admit("low", prompt(140), max_tokens=2, priority=1), do.step()],
-        do.admit("r", prompt(256, seed=1), max_tokens=2, priority=0),
-        do.step(7),  # both load
+        [do.admit("r", prompt(256, seed=1), max_tokens=2, priority=0), do.step(7)],  # both load
         do.budget(1),  # "running" uses it
         [do.step(5), do.budget(256)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
@@ -38,25 +36,14 @@ SCENARIOS = {
         # tokens.
         [do.ask("a", prompt(64)), do.ask("b", prompt(64, seed=1))],
         do.run(),  # the OffloadingConnector has both prompts
-        [do.ask("r", prompt(64), prefill_tokens=2), do.step(3)],
-        do.ask("other", prompt(64, seed=1), prefill_tokens=2),
+        [do.ask("r", prompt(64), prefill_tokens=2), do.step(3), do.ask("other", prompt(64, seed=1), prefill_tokens=2)],
         shows="LAB003",
-        options=Options(
-            connector="nixl-offload",
-            offloading="first",
-            delay=5,
-            num_blocks=9,
-            decode_blocks=60,
-            prefix_caching=False,
-            async_scheduling=True,
-        ),
+        options=OFFLOAD(offloading="first", delay=5, num_blocks=9, decode_blocks=60, async_scheduling=True),
     ),
-    "lookahead-stops-prefill": scenario(
-        # The first steps compute 16 tokens each. The third chunk, from token 32 on, ends at token 46 of 50, before the
-        # end of a block, and the next chunk gets no token.
+    "lookahead-stops-prefill": states(
+        # The chunk from token 32 on ends at token 46 of 50, before a block's end. The next chunk gets no token.
         [do.admit("r", prompt(50)), do.budget(16), do.step(4), do.budget(64)],
         shows="LAB003 is RUNNING for ever",
-        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=MP(chunk_size=16, max_num_batched_tokens=64, states=True, drafter="mtp", drafts=4, acceptance=50),
     ),
     "preempted-session-lost": scenario(
@@ -76,22 +63,20 @@ SCENARIOS = {
         needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         options=MP(delay=20, num_blocks=21, max_num_batched_tokens=256),
     ),
-    "session-state-has-drafts": scenario(
+    "session-state-has-drafts": states(
         # The last step computes four tokens, and the turn ends after two.
         [do.admit("r", prompt(20), max_tokens=7, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
         [do.run(), do.end_input("r")],
         doc="A session's turn ends within accepted drafts: vLLM drops the tokens after its end, but not their state.",
         shows="LAB001 the step reads token",
-        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=MP(states=True, drafter="mtp", drafts=3, acceptance=100),
     ),
-    "session-state-runs-ahead": scenario(
+    "session-state-runs-ahead": states(
         # Three steps are in flight: the sixth token is computed before vLLM knows that the fifth token ends the turn.
         [do.admit("r", prompt(1), max_tokens=5, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
         [do.run(), do.end_input("r")],
         doc="A session's turn ends while its next token is computed: vLLM drops the token, but the state includes it.",
         shows="LAB001 the step reads token 4 of 5 computed ones, its slot holds other KV in KV group 1",
-        needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"},
         options=MP(ranks=3, pipeline=True, async_scheduling=True, states=True),
     ),
     "trimmed-drafts-stay-computed": scenario(
