@@ -88,9 +88,8 @@ def is_secret(name: str, keys: bool = True) -> bool:
     if _HARMLESS.search(name):
         return False
     words = {word.lower() for word in _SPLIT.split(name)}
-    return bool(
-        words & _WORDS or any(word.endswith(_ENDS) for word in words) or _KEYS.search(name) or (keys and "key" in words)
-    )
+    is_known = words & _WORDS or _KEYS.search(name) or (keys and "key" in words)
+    return bool(is_known) or any(word.endswith(_ENDS) for word in words)
 
 
 def text(words: str) -> str:

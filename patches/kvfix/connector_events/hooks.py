@@ -21,16 +21,14 @@ from kvfix.engine_state import places
 from kvfix.session import session
 
 KEY = "connector events"
-#: Key of the wrapper that promises nothing for an audited hit. It sorts before KEY, so it is the inner wrapper, and
-#: kvfix records the answer that vLLM gets.
+#: Key of the wrapper of an audited hit. It sorts before KEY: this inner wrapper answers, and kvfix records the answer.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
 
 #: {wrapped hook: (method of WatchedConnector that runs before the hook, method that gets its answer)}. "": none. kvfix
-#: also records the exceptions of these hooks, and the hook that runs now. `places.LAYER_HOOKS` are wrapped too if the
-#: configuration has `layers`.
+#: also records the exceptions of these hooks, and the hook that runs now. With `layers` it wraps `places.LAYER_HOOKS`.
 HOOKS = {
     name: [each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}")]
     for name in places.HOOKS

@@ -74,8 +74,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """A decode instance keeps blocks for the next turn. It keeps them longer than a prefill instance does
-        (nixl/pull_scheduler.py 0.32.0:250)."""
+        """A decode instance keeps blocks longer, for the next turn (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
@@ -102,8 +101,7 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """The registration stays valid until its deadline, also after an abort. After the deadline KVF322 reports the
-        load as failed."""
+        """A registration is valid until its deadline, also after an abort. Then KVF322 reports the load as failed."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 
@@ -202,12 +200,11 @@ def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
     return answer
 
 
-_around_expiry = around(_reap_expired_send_leases, _is_watched)
-_around_renewal = after(_handle_heartbeat, _is_watched)
-_around_report = around(_get_finished, _is_watched)
-
 #: {method by which kvfix recognizes the worker of NIXL or Mooncake: wrappers of its methods}
 _WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "_reap_expired_send_leases": {"_reap_expired_send_leases": _around_expiry, "_handle_heartbeat": _around_renewal},
-    "fetch_finished_sending_reqs": {"get_finished": _around_report},
+    "_reap_expired_send_leases": {
+        "_reap_expired_send_leases": around(_reap_expired_send_leases, _is_watched),
+        "_handle_heartbeat": after(_handle_heartbeat, _is_watched),
+    },
+    "fetch_finished_sending_reqs": {"get_finished": around(_get_finished, _is_watched)},
 }

@@ -64,8 +64,7 @@ def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
 class Offloading(Reader):
     """vLLM's OffloadingConnector (offloading/scheduler.py and worker.py, 0.32.0).
 
-    Loads and stores are jobs. A job can take longer than a step, and a store longer than its request. Jobs move whole
-    blocks.
+    Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store longer than its request.
     """
 
     leaves_out_stored = True
@@ -128,16 +127,14 @@ class SimpleOffload(Reader):
     """
 
     leaves_out_stored = True
-    #: kvfix drops notes of requests that the connector no longer knows, if there are more notes than twice the known
-    #: requests plus this number.
+    #: If there are more notes than twice the known requests plus this number, kvfix drops those of unknown requests.
     _SPARE = 64
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         #: None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: Both by request. `_computed`: the tokens that vLLM had when a hit was found. `_stored`: the end of what was
-        #: stored last.
+        #: {request: the tokens that vLLM had when a hit was found}, and {request: the end of its last store}.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 

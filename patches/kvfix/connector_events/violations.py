@@ -44,17 +44,16 @@ def report(watched: WatchedConnector, hook: str, finding: Finding, error: Except
     session.violations[finding.code] = session.violations.get(finding.code, 0) + 1
     metrics.violated(finding.code)
     kind = f"{finding.code} {_without_numbers(finding.message)}"
+    what = f"{finding} (in {hook} of {watched.name})."
     if _is_due(kind):
         fixes = engine_log.guarded("kvfix.fix_status", fix_status.handling, finding) or []
         path = written(dump.write, "violation", finding)
         path = path and written(_write, watched, hook, finding, fixes, path)
         handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""
         where = f" Report: {path}" if path else ""
-        engine_log.warning(f"{finding} (in {hook} of {watched.name}).{handled}{where}")
+        engine_log.warning(what + handled + where)
     elif session.violations[finding.code] == 1:
-        engine_log.warning(
-            f"{finding} (in {hook} of {watched.name}). No report: the limit of {DUMPS} per process is reached."
-        )
+        engine_log.warning(f"{what} No report: the limit of {DUMPS} per process is reached.")
     if session.mode == "strict" and error is None:
         raise Violation(finding)
 

@@ -2,8 +2,7 @@
 
 `before_HOOK` and `after_HOOK` run before and after this hook (`hooks.HOOKS`). They take the hook's own parameters
 (vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
-step must not grow with the number of running requests: a running request is recorded only if the step loads or stores
-for it.
+step must not grow with the running requests: only those with a load or store in the step are recorded.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from kvfix.connector_events.audit import Audit
 
-#: An ended request is checked for leaks after so many steps and so many seconds. Its transfers and lookups have ended
-#: by then.
+#: Steps and seconds after which an ended request is checked for leaks: its transfers and lookups have ended by then.
 STEPS, SECONDS = 32, 3.0
 #: A request is stuck if a load is still missing so many steps after its grant. A load is due in the next metadata.
 PATIENCE = 8

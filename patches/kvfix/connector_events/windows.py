@@ -1,8 +1,7 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
 This concerns the blocks of a sliding window and blocks with a state. A store's blocks are compared with vLLM's list for
-the request in the step of the store and in the next step. After that step the store may have ended, and the scheduler
-does not learn of it.
+the request in the step of the store and in the next one. Later the store may have ended, and the scheduler cannot know.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class Read(NamedTuple):
 def stores(connector: Any) -> Stores | None:
     """Return a Stores for the scheduler's connector, or None.
 
-    None: the model has no sliding windows or states, or only one KV group, or vLLM does not call
-    `bind_kv_cache_manager`.
+    None: the model has one KV group, or no windows or states; or vLLM does not call `bind_kv_cache_manager`.
     """
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])

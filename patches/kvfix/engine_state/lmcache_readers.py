@@ -24,12 +24,8 @@ class V1(Reader):
 
     _LOOKUPS = ("reqs_status", "aborted_lookups")
     _SETTINGS = (
-        "save_decode_cache",
-        "save_unfull_chunk",
-        "min_retrieve_tokens",
-        "max_tokens_per_load",
-        "enable_async_loading",
-    )
+        "save_decode_cache", "save_unfull_chunk", "min_retrieve_tokens", "max_tokens_per_load", "enable_async_loading",
+    )  # fmt: skip
     _KEPT = ("load_specs", "_request_trackers", "_unfinished_requests", "_requests_priority")
 
     def __init__(self, connector: Any) -> None:
@@ -144,10 +140,7 @@ class V1(Reader):
 def _unwrapped(client: Any) -> Any:
     """Return the client that sends lookups. Wrappers only count or limit (hit_limit_lookup_client.py 0.5.6:31)."""
     for _ in range(4):
-        inner = getattr(client, "actual_lookup_client", None)
-        if inner is None:
-            break
-        client = inner
+        client = getattr(client, "actual_lookup_client", None) or client
     return client
 
 
@@ -280,8 +273,7 @@ def _server_ports(connector: Any) -> list[int]:
 
 
 def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
-    """Add the counts of LMCacheMPRequestTracker. LMCache counts in blocks up to 0.4.6, and in tokens since 0.4.7.
-    vLLM's copy counts in blocks."""
+    """Add the counts of LMCacheMPRequestTracker. vLLM's copy and LMCache up to 0.4.6 count in blocks, not in tokens."""
 
     def tokens(name: str) -> int:
         in_blocks = getattr(tracker, f"num_{name}_blocks", None)

@@ -66,9 +66,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata. The mark tells the worker that the scheduler handles failed copies. Without the mark, the
-    worker never reports failed copies as done.
-    """
+    """Mark the metadata: the scheduler handles failed copies. Without the mark, a worker never reports one as done."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:

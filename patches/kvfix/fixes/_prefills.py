@@ -106,7 +106,6 @@ def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
 def compute(request: Any) -> None:
     """Make the request compute its prompt: remove the remote prefill, as vLLM does after the load.
 
-    Otherwise update_state_after_alloc treats a promise of 0 as a full hit and reports a load. The worker is then also
-    notified when the request is aborted.
+    Otherwise update_state_after_alloc treats a promise of 0 as a full hit and reports a load, and also an abort.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

@@ -17,14 +17,17 @@ def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
     raise NotImplementedError("no probe for this fix")
 
 
-def raises(
-    error: type[Exception] | tuple[type[Exception], ...], hook: Callable[..., Any], *args: Any, **kw: Any
-) -> bool:
-    """Return True if this call raises this error. Any other error means that the probe does not fit the function."""
+def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
+    """Return True if this call raises this error, with this text in it. Another error: the probe does not fit the hook.
+
+    error: a type, or a tuple of types.
+    """
     try:
         hook(*args, **kw)
-    except error:
-        return True
+    except error as raised:
+        if text in str(raised):
+            return True
+        raise
     return False
 
 

@@ -165,8 +165,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
     """Return (row, what it waits for) of the waiting requests.
 
-    vLLM stops at the first request that it has no blocks for. It does not read the lookup results of later requests, so
-    these wait for blocks too.
+    vLLM stops at the first request that it has no blocks for. Later requests then wait for blocks, not for lookups.
     """
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]

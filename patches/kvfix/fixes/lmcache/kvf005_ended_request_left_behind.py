@@ -13,15 +13,13 @@ LMCache removes the priority and the decoder (`disagg_spec`) of new requests onl
 
 Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers its pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
-- Remove when: `request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and
-  the lookup client, and `get_finished` unpins.
+- Remove when: `request_finished` and `get_finished` release all that the fix releases.
 """
 
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
-# An admitted request is in none of the three, but a resumed one can be in the last two. Every lookup adds the
-# request to one of the first two.
+# An admitted request is in none of the three; a resumed one can be in the last two. A lookup adds it to the first two.
 @fix_after(
     when=lambda impl, answer, request, *_, **__: (
         request.request_id in impl.load_specs
@@ -79,10 +77,7 @@ FIX = Fix(
         ),
     },
     scenarios=(
-        "abort-while-waiting",
-        "async-abort-while-other-loads",
-        "decoder-left-after-resume",
-        "priority-left-after-resume",
-        "reused-id-gets-dead-hit",
+        "abort-while-waiting", "async-abort-while-other-loads", "decoder-left-after-resume",
+        "priority-left-after-resume", "reused-id-gets-dead-hit",
     ),
-)
+)  # fmt: skip

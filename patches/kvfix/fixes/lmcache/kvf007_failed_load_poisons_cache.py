@@ -30,8 +30,7 @@ class Failed:
     """The failed blocks of a worker's last steps: as many steps as vLLM schedules before it gets the report.
 
     The metadata object identifies a step. It stays bound until the step is saved and vLLM has asked for its failed
-    blocks, in either order. Without asynchronous scheduling vLLM gets the report before it schedules the next step, so
-    one step is kept.
+    blocks, in either order. Without asynchronous scheduling vLLM has the report before the next step: one step is kept.
     """
 
     def __init__(self, config: Any) -> None:

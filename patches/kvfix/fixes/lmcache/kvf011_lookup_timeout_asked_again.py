@@ -48,9 +48,7 @@ def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
 
 FIX = Fix(
     ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
-    ASYNC_LOOKUP_CLIENT.lookup(
-        broken="==0.3.10", probe=lambda hook, module: shows_bug(hook, module, []), fix=fix_0_3_10
-    ),
+    ASYNC_LOOKUP_CLIENT.lookup(broken="==0.3.10", probe=lambda *probed: shows_bug(*probed, []), fix=fix_0_3_10),
     effect="crash",
     evidence={"KVD114": "", "KVD211": "", "KVR011": "KeyError"},
     scenarios=("async-late-answer-left", "async-lookup-timeout"),

@@ -55,12 +55,9 @@ def shows_bug(hook: Any, engine: Any) -> bool:
     cleaned: list[str] = []
     done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE
     stub = stubs.Stub(
-        lookup_pins={},
-        async_loading=True,
-        storage_manager=None,
+        lookup_pins={}, async_loading=True, storage_manager=None, cleanup_memory_objs=cleaned.append,
         event_manager=stubs.Stub(get_event_status=lambda kind, name: done),
-        cleanup_memory_objs=cleaned.append,
-    )
+    )  # fmt: skip
     hook(stub, stubs.NAME)
     return not cleaned
 

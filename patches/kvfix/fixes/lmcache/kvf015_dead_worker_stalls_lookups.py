@@ -18,8 +18,7 @@ from kvfix import clock
 from kvfix.fixes.api import LOOKUP_CLIENT, ZMQ_CLIENT, Any, Fix, Steps, engine_log, fix_around, stubs
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-#: Seconds. Up to 0.3.15 a lookup does not report a timeout (3 s). An answer of 0 that took longer than SLOW counts as a
-#: timeout.
+#: Seconds. Up to 0.3.15 a lookup does not report its timeout (3 s): an answer of 0 counts as a timeout after SLOW.
 SLOW = 0.5
 
 
@@ -49,7 +48,6 @@ class Pause:
 
 
 def pause_of(holder: Any) -> Pause:
-    """The pause of this client or transport."""
     pause: Pause = vars(holder).setdefault("_kvfix_pause", Pause())
     return pause
 

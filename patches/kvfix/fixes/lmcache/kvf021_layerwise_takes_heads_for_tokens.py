@@ -22,9 +22,7 @@ from kvfix.fixes.api import AT_START, Any, Fix, Owner, Steps, fix_around
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
 
 
-@fix_around(
-    when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3]
-)
+@fix_around(when=lambda own, cache, slots, way, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3])
 def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False) -> Steps:
     swapped = getattr(type(layout), SWAPPED[layout.name])
     return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
@@ -56,8 +54,7 @@ FIX = Fix(
     ),
     effect="wrong output",
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    # The operation has no answer for "not moved", and a worker must not raise. After an error of this fix, the
-    # function's own answer is used.
+    # The operation has no answer for "not moved", and a worker must not raise: after an error, its own answer is used.
     on_fault="original",
     attaches=AT_START,  # what it stored before would be loaded in the other order
 )

@@ -104,9 +104,7 @@ FIX = Fix(
     effect="leak",
     evidence={"KVR009": r"^scheduler_adapter\.|^read locks of the server "},
     scenarios=(
-        "mp-abort-before-alloc",
-        "mp-abort-before-alloc-in-tree",
-        "mp-abort-while-prefetching",
-        "mp-abort-while-prefetching-in-tree",
+        "mp-abort-before-alloc", "mp-abort-before-alloc-in-tree",
+        "mp-abort-while-prefetching", "mp-abort-while-prefetching-in-tree",
     ),
-)
+)  # fmt: skip

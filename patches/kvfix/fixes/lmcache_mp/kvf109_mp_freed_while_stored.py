@@ -62,12 +62,10 @@ def shows_bug(hook: Any, module: Any) -> bool:
         store.to_cuda_future = lambda store=store: store  # 0.4.5 sends the request itself
     queue = list(stores)
     adapter = _mp.worker_side(
-        is_kv_writer=True,
+        is_kv_writer=True, finished_stores={stubs.NAME}, _kv_events_enabled=False,
         mq_client=stubs.Stub(submit_request=lambda *_: queue.pop(0)),
         transfer_ctx=stubs.Stub(submit_store=lambda *_, **__: queue.pop(0)),
-        finished_stores={stubs.NAME},
-        _kv_events_enabled=False,
-    )
+    )  # fmt: skip
     event = stubs.Stub(ipc_handle=lambda: b"")
     for _ in stores:
         hook(adapter, stubs.NAME, module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], end=64), event)

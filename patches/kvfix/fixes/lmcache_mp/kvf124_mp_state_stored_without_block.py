@@ -48,8 +48,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> An
 
 
 def new_shows_bug(hook: Any, module: Any) -> bool:
-    """A step of 512 tokens of a new request. All its blocks but the first and the last are null. Wrong is to
-    store the first chunk with the first block."""
+    """A step of 512 tokens. All blocks but the first and the last are null. Wrong is to store the first block."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=0)
     return _stored(hook, module, connector, 0)
 

@@ -16,8 +16,7 @@ With `bidirectional_kv_xfer` the fix does nothing, where `remote_blocks_expiry_t
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the
 decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines a read after that time, even if its heartbeats have renewed the lease. So do not set this option in only one of
-the two engines.
+declines a read after that time, even if its heartbeats have renewed the lease. So set this option in both or neither.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
@@ -34,9 +33,7 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
     return answer[0], {**answer[1], "remote_blocks_expiry_time": 0.0} if answer[1] else answer[1]
 
 
-@fix_after(
-    when=lambda connector, answer, *_: answer[0] and not connector.is_bidirectional_kv_xfer_enabled, on_fault=_ended
-)
+@fix_after(when=lambda impl, answer, *_: answer[0] and not impl.is_bidirectional_kv_xfer_enabled, on_fault=_ended)
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
     # Naming the end changes no outcome. The answer is changed in place, so kvfix counts no action.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]

@@ -21,8 +21,7 @@ from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix,
 
 #: Held only for moments, by the thread that writes or by the worker's own thread.
 _lock = threading.Lock()
-#: Attributes of a worker: the requests whose write begins, and the last requests whose lease has ended. _MOST limits
-#: the number of the latter.
+#: Attributes of a worker: the requests whose write begins, and the last _MOST requests whose lease has ended.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 

@@ -107,9 +107,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _reqs_to_store={stubs.NAME: state}, _store_event_pending_counts={}, _expected_worker_count=1,
     )  # fmt: skip
     report = module.SimpleCPUOffloadWorkerMetadata(completed_store_events={7: 1})
-    output = stubs.Stub(
-        finished_recving=None, failed_recving=None, invalid_block_ids={3}, kv_connector_worker_meta=report
-    )
+    output = stubs.Stub(finished_recving=(), failed_recving=(), invalid_block_ids={3}, kv_connector_worker_meta=report)
     hook(scheduler, output)
     return bool(found)
 

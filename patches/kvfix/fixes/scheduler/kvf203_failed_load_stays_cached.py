@@ -11,7 +11,6 @@ vLLM also does not check a request that is aborted during its step, or preempted
 Fix: With either policy, the fix evicts from the prefix cache the failed blocks, and all later blocks of every request
 that has a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no
 longer exists, its later blocks are not known: the fix evicts all blocks that no request holds.
-- Releases: vLLM 0.11.2 to 0.33.0.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
 - Remove when: `_handle_invalid_blocks` evicts them, or caches them again only once they are computed.
 """

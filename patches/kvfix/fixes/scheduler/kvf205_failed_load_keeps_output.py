@@ -40,9 +40,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     preempted = module.RequestStatus.PREEMPTED
     drops_by_request = not lacks_stale_output(fix, module)
 
-    def _update_requests_with_invalid_blocks(
-        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
-    ) -> Any:
+    def drop_outputs(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> Any:
         if not _scheduler.is_within_step(*more) or not _is_ahead(scheduler, drops_by_request):
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
@@ -58,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             _drop(scheduler, request)
         return answer
 
-    return after(_update_requests_with_invalid_blocks, on_fault=_closed.recompute_all(preempted))
+    return after(drop_outputs, on_fault=_closed.recompute_all(preempted))
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:

@@ -75,8 +75,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
     evidence={"KVD202": ""},
-    # After a step without tokens, because blocks were missing, another loaded request goes first. Here other requests
-    # free blocks later.
+    # After a step without tokens, for lack of blocks, another loaded request goes first. Here others free blocks later.
     changes_healthy=("mp", "mp-in-tree"),
     no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; who is first is policy"},
     opt_in=True,

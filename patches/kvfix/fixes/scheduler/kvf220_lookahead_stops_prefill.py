@@ -23,9 +23,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replac
 
 
 # With one token of lookahead or none, no chunk is shortened.
-@fix_around(
-    when=lambda scheduler, *_, **__: scheduler.need_mamba_block_aligned_split and scheduler.num_prefill_lookahead > 1
-)
+@fix_around(when=lambda sched, *_, **__: sched.need_mamba_block_aligned_split and sched.num_prefill_lookahead > 1)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     """Wrap `schedule`.
 
