@@ -56,7 +56,7 @@ def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[
         if tally.acted == 1 and tally.key.startswith("KVF"):
             tally.first = _text(function, args, what)
             engine_log.info(f"{tally.key} acted: {tally.first}")
-        metrics.fix_counted("acted", tally.key)
+        metrics.count_of_fix("kvfix_fix_acted", "Outcomes that a fix changed.", tally.key)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.acting", error)
 
@@ -70,7 +70,7 @@ def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], a
 
 def count_fault(tally: Tally) -> None:
     tally.faults += 1
-    metrics.fix_counted("faults", tally.key)
+    metrics.count_of_fix("kvfix_faults", "Errors in the code of a fix of kvfix.", tally.key)
 
 
 _PLAIN = (int, bool, str, float, type(None))

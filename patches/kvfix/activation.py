@@ -135,9 +135,7 @@ def _with(listed: str, item: str) -> str:
 class Finder:
     """A meta path finder that lets the other finders find a module, and applies fixes after its execution."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         # The import system asks for thousands of modules: all except those of PACKAGES return here.
         finding = get_ident(), name
         if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):

@@ -22,6 +22,7 @@ from kvfix.wrapping import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import ModuleType
 
@@ -152,10 +153,8 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     what = by_file.reason.partition(";")[0]
     if not target.can_be_probed:
         return Applicability("refused", f"{what}, and no behaviour probe can judge it")
-    # A probe calls a hook that logs, and the numbers of the probe must not be in the engine's log.
-    logger = getattr(module, "logger", None)
     try:
-        with replaced(logger, disabled=True) if hasattr(logger, "disabled") else nullcontext():
+        with _silent(module):
             wrong = target.probe(function, module)
     except Exception as error:  # noqa: BLE001
         return Applicability(
@@ -164,6 +163,12 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     if wrong:
         return Applicability("applicable", f"{what}; the behaviour probe shows the bug")
     return Applicability("fixed-upstream", f"{what}; the behaviour probe does not find the bug")
+
+
+def _silent(module: ModuleType) -> AbstractContextManager[None]:
+    """Silence the module's logger: a probe calls a hook that logs, and its numbers must not be in the engine's log."""
+    logger = getattr(module, "logger", None)
+    return replaced(logger, disabled=True) if hasattr(logger, "disabled") else nullcontext()
 
 
 def _span(releases: list[str]) -> str:

@@ -75,10 +75,7 @@ def remove_all() -> None:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Wrap the functions of this fix, or unwrap them if the fix is not wanted or is refused.
-
-    imported: the module that has just been imported.
-    """
+    """Wrap the functions of this fix; unwrap them if it is unwanted or refused. imported: the module just imported."""
     is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
     if not is_taken or fix.code in session.held_back:
         for target in fix.targets:

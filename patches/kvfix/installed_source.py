@@ -151,9 +151,7 @@ def _tokens(span: list[str]) -> list[str]:
 
 def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
     (row, column), (last, until) = start, end
-    if row == last:
-        return lines[row - 1][column:until]
-    return "".join([lines[row - 1][column:], *lines[row : last - 1], lines[last - 1][:until]])
+    return "".join([*lines[row - 1 : last - 1], lines[last - 1][:until]])[column:]
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:

@@ -99,10 +99,7 @@ def withdraw() -> None:
 
 
 def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, Any]] = ()) -> str:
-    """Write a recorder file and return its path. Raises OSError.
-
-    reason: violation, exception, standstill, signal or exit.
-    """
+    """Write a recorder file, return its path. reason: violation, exception, standstill, signal, exit. Raise OSError."""
     name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}.jsonl"
     with folder() as private:
         recording = write_file(private, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))

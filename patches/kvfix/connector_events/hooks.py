@@ -128,10 +128,7 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
 
 
 def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call this method. Log an error in it once for all connectors.
-
-    After an error the record has gaps: no rule checks this connector any more.
-    """
+    """Call this method. After an error, which is logged once, the record has gaps: no rule checks this connector."""
     try:
         getattr(watched, what)(*args, **kwargs)
     except violations.Violation:

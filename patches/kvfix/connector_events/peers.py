@@ -22,10 +22,7 @@ LONGEST = 256
 
 
 class _Peer(Reader):
-    """The metadata have the blocks of a load.
-
-    The scheduler keeps requests in the containers `_SCHEDULER`, the worker in `_WORKER`.
-    """
+    """The metadata have the blocks of a load. `_SCHEDULER`, `_WORKER`: where scheduler and worker keep requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()

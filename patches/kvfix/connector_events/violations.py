@@ -147,10 +147,7 @@ def compose(
     recording: str,
     who: Sequence[str] = (),
 ) -> str:
-    """Return the report of a finding from any source.
-
-    who: the process of each history entry, for records of several processes.
-    """
+    """Return the report of a finding. who: the process of each history entry, for records of several processes."""
     doc = next((rule.doc for rule in RULES if rule.code == finding.code), "").strip()
     parts = [
         RULE,

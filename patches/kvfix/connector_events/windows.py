@@ -82,10 +82,7 @@ class Stores:
                 yield Read(name, group, start, end, dict(zip(places, blocks, strict=False)))
 
     def _lost(self, read: Read) -> list[int]:
-        """Return the blocks that are null, or not in vLLM's list any more.
-
-        A request without a list was preempted or has ended: return [].
-        """
+        """Return the blocks that are null or no longer in vLLM's list; [] if the request was preempted or has ended."""
         held = self._managers[read.group].req_to_blocks.get(read.request)
         if not held:
             return []

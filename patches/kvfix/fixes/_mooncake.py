@@ -11,10 +11,7 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the ids of the requests whose load by this coroutine's message to a prefill rank has ended.
-
-    Each message has its own coroutine.
-    """
+    """Return the requests whose load by the message of this coroutine, to a prefill rank, has ended."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

@@ -91,10 +91,7 @@ def all_failed(mark: str, completed: str) -> Callable[..., Any]:
 
 
 def combines_reports(mark: str, completed: str) -> Fixing:
-    """Combine the reports of several ranks. A job has failed if one rank reports it as failed.
-
-    mark, completed: as in `all_failed`.
-    """
+    """Combine the reports of the ranks: a job has failed if one rank says so. mark, completed: as in `all_failed`."""
 
     @fix_after(
         when=lambda meta, answer, other, *_, **__: hasattr(meta, mark) or hasattr(other, mark),

@@ -42,10 +42,7 @@ def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """For probes: a scheduler in which these requests run. Each has blocks 3 and 4.
-
-    adapter: LMCache's adapter in the scheduler's connector.
-    """
+    """For probes: a scheduler in which these requests run, each with blocks 3 and 4. adapter: of LMCache's connector."""
     manager = stubs.Stub(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,

@@ -93,10 +93,7 @@ class Owner:
         self.copy = copy
 
     def target(self, function: str, **more: Any) -> Target:
-        """Return the target for this function.
-
-        more: the other fields of `Target`. Without `probe`, no stub can show the bug.
-        """
+        """Return the target for this function. more: other fields of `Target`. No `probe`: no stub can show the bug."""
         full_name = f"{self.name}.{function}" if self.name else function
         return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": stubs.cannot_tell, **more})
 

@@ -52,10 +52,7 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Steps:
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Give each new request a tag that no other request has.
-
-    Promised loads then fail, and no request finds the stores.
-    """
+    """Give each new request a tag of its own. Promised loads then fail, and no request finds the stores."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
         new.sampling_params.extra_args = {

@@ -164,10 +164,7 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """The widest integer type that divides rows of `row` bytes.
-
-    It gives fewer elements, and every KV dtype is moved in the same way.
-    """
+    """The widest integer type that divides rows of `row` bytes. So every KV dtype moves alike, in fewer elements."""
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

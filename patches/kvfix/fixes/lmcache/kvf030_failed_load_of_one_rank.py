@@ -35,10 +35,7 @@ _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class Unsaved:
-    """The saves that wait for the reports of all ranks.
-
-    There is one for each request, with all tokens of the request.
-    """
+    """The saves that wait for the reports of all ranks: one for each request, with all tokens of the request."""
 
     def __init__(self, config: Any) -> None:
         self.in_flight = scheduling.most_in_flight(config)
@@ -112,7 +109,7 @@ def _is_put_off(request: Any) -> bool:
     return getattr(request, _STORE_NOTHING, False)
 
 
-fix_stores, fix_layers = _lmcache.fix_producer(_is_put_off), _lmcache.fix_producer_layers(_is_put_off)
+fix_stores, fix_layers = _lmcache.keep_from_producer(_is_put_off)
 
 
 def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:

@@ -25,10 +25,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replac
 # With one token of lookahead or none, no chunk is shortened.
 @fix_around(when=lambda sched, *_, **__: sched.need_mamba_block_aligned_split and sched.num_prefill_lookahead > 1)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
-    """Wrap `schedule`.
-
-    A wrapper of `_reserve_prefill_lookahead` would run for each request, also in engines without states.
-    """
+    """Wrap `schedule`: a wrapper of `_reserve_prefill_lookahead` would run for each request, also without states."""
     shortened = scheduler._reserve_prefill_lookahead
 
     def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:

@@ -48,10 +48,7 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """The session waits for this input, so vLLM must take the input.
-
-    Without its tokens, the session would continue with wrong text.
-    """
+    """vLLM must take the input that the session waits for. Without its tokens, the session would return wrong text."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)
