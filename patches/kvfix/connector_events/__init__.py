@@ -6,11 +6,10 @@ this package. After an error in the package, the engine continues, and kvfix log
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 
 from kvfix import applying
-from kvfix.connector_events import hooks, violations
+from kvfix.connector_events import hooks, signals, violations, watchdog
 from kvfix.session import session
 
 Violation = violations.Violation
@@ -31,9 +30,6 @@ def remove_all() -> None:
     applying.detach(hooks.KEY)
     applying.detach(hooks.AUDIT)
     hooks.release_factory()
-    if "kvfix.connector_events.signals" in sys.modules:
-        from kvfix.connector_events import signals, watchdog
-
-        signals.remove()
-        watchdog.stop()
+    signals.remove()
+    watchdog.stop()
     session.restart_recording()

@@ -18,13 +18,12 @@ def reader(connector: Any) -> Reader:
     found = lmcache_readers.reader(connector)
     if found is not None:
         return found
-    if hasattr(getattr(connector, "connector_scheduler", None), "_generate_job_id"):
-        return Offloading(connector)
-    if hasattr(getattr(connector, "connector_worker", None), "_unsubmitted_store_jobs"):
+    scheduler, worker = (getattr(connector, f"connector_{role}", None) for role in ("scheduler", "worker"))
+    if hasattr(scheduler, "_generate_job_id") or hasattr(worker, "_unsubmitted_store_jobs"):
         return Offloading(connector)
     if hasattr(connector, "scheduler_manager") and hasattr(connector, "worker_handler"):
         return SimpleOffload(connector)
-    side = getattr(connector, "connector_scheduler", None) or getattr(connector, "connector_worker", None)
+    side = scheduler or worker
     if hasattr(side, "_nixl_handshake_listener_t") or hasattr(side, "nixl_wrapper"):
         return peers.OF_NIXL.get(getattr(side, "_TRANSFER_MODE", ""), Reader)(connector)
     if hasattr(side, "_reqs_not_processed") or hasattr(side, "reqs_need_send"):

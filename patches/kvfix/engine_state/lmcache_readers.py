@@ -205,9 +205,8 @@ class MP(Reader):
         ]
 
     def stores(self, metadata: Any) -> Spans:
-        return [
-            (meta.request_id, meta.op.start, meta.op.end) for meta in metadata.requests if meta.direction == "STORE"
-        ]
+        metas = [meta for meta in metadata.requests if meta.direction == "STORE"]
+        return [(meta.request_id, meta.op.start, meta.op.end) for meta in metas]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         adapter = getattr(self.connector, "scheduler_adapter", None)

@@ -42,7 +42,7 @@ def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """For probes: a scheduler in which these requests run, each with blocks 3 and 4. adapter: of LMCache's connector."""
+    """For probes: a scheduler in which these requests run, with blocks 3 and 4. adapter: of its LMCache connector."""
     manager = stubs.Stub(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,

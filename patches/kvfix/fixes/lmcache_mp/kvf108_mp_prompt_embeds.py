@@ -40,15 +40,7 @@ def fix(module: Any) -> Wrapper:
     return around(asks, when=_has_embeddings, on_fault=without_lookup)
 
 
-def shows_bug(hook: Any, module: Any) -> bool:
-    """A request with embeddings; 512 zeros are cached. Wrong is a hit."""
-    return _mp.finds(hook, module, prompt_embeds=object())
-
-
-def new_request_shows_bug(hook: Any, module: Any) -> bool:
-    """A request with embeddings arrives, and lookups are sent on arrival. Wrong is to send one."""
-    return _mp.looks_up_on_arrival(hook, module, prompt_embeds=object())
-
+shows_bug, new_request_shows_bug = _mp.looks_up(prompt_embeds=object())
 
 FIX = Fix(
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=3),

@@ -22,15 +22,7 @@ def fix(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
     note(__name__, f"request {request.request_id} reads no cache")
 
 
-def shows_bug(hook: Any, module: Any) -> bool:
-    """A request that reads no cache; 512 tokens are cached. Wrong is a hit."""
-    return _mp.finds(hook, module, skip_reading_prefix_cache=True)
-
-
-def new_request_shows_bug(hook: Any, module: Any) -> bool:
-    """A request that reads no cache arrives, and lookups are sent on arrival. Wrong is to send one."""
-    return _mp.looks_up_on_arrival(hook, module, skip_reading_prefix_cache=True)
-
+shows_bug, new_request_shows_bug = _mp.looks_up(skip_reading_prefix_cache=True)
 
 FIX = Fix(
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),
