@@ -103,7 +103,10 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
     name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}.jsonl"
     with folder() as private:
         recording = write_file(private, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))
-        _keep_newest(private, FILES_OF_ALL)
+        dated = sorted((int(found[1]), name) for name in os.listdir(private[1]) if (found := _DATED.match(name)))
+        for _, oldest in dated[:-FILES_OF_ALL]:
+            with suppress(OSError):  # another process has removed it
+                os.unlink(oldest, dir_fd=private[1])
     session.files.append(recording)
     while len(session.files) > FILES:
         _remove(session.files.pop(0))
@@ -242,9 +245,6 @@ def _bounded(lines: list[bytes]) -> bytes:
     return b"".join(lines)
 
 
-# ---------------------------------------------------------------------- files of this process
-
-
 @contextmanager
 def folder() -> Iterator[tuple[str, int]]:
     """Path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
@@ -284,15 +284,6 @@ def write_file(folder: tuple[str, int], name: str, content: bytes) -> str:
         _remove(os.path.join(path, part))
         raise
     return os.path.join(path, name)
-
-
-def _keep_newest(folder: tuple[str, int], most: int) -> None:
-    """Keep `most` recorder files and reports of all processes. Remove the oldest ones."""
-    _, descriptor = folder
-    dated = sorted((int(found[1]), name) for name in os.listdir(descriptor) if (found := _DATED.match(name)))
-    for _, name in dated[: max(0, len(dated) - most)]:
-        with suppress(OSError):  # another process has removed it
-            os.unlink(name, dir_fd=descriptor)
 
 
 def _remove(path: str) -> None:

@@ -11,7 +11,7 @@ import functools
 import weakref
 from _thread import get_ident
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import applying, clock, engine_log, metrics
@@ -36,9 +36,32 @@ HOOKS = {
 #: EngineCore dies if one of these raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
-
 #: {thread that runs a wrapped function: the exception that kvfix has recorded in this thread}
 _errors: dict[int, BaseException | None] = {}
+
+
+def settle(module: ModuleType) -> None:
+    """Add the wrappers to this module, or remove all wrappers if the configuration needs none. Idempotent."""
+    if session.config is None or not session.config.watches:
+        remove_all()
+    elif hasattr(module, "Scheduler"):
+        for name in _SCHEDULER:  # to record exceptions, and running and waiting requests
+            if callable(vars(module.Scheduler).get(name)):
+                applying.attach(module.Scheduler, name, KEY, functools.partial(_around, name, "", ""))
+    else:
+        watch_factory(module.KVConnectorFactory)
+
+
+def remove_all() -> None:
+    """Remove every wrapper and everything that was recorded."""
+    applying.detach(KEY)
+    applying.detach(AUDIT)
+    if session.factory is not None:
+        factory, factory.get_connector_class = session.factory
+        session.factory = None
+    signals.remove()
+    watchdog.stop()
+    session.restart_recording()
 
 
 def watch_factory(factory: Any) -> None:
@@ -58,12 +81,6 @@ def watch_factory(factory: Any) -> None:
     factory.get_connector_class = classmethod(get_connector_class)
 
 
-def release_factory() -> None:
-    if session.factory is not None:
-        factory, factory.get_connector_class = session.factory[0], session.factory[1]
-        session.factory = None
-
-
 def watch_class(connector_class: type) -> None:
     """Wrap the hooks that this class or one of its bases defines. Idempotent."""
     for name, (before, after) in HOOKS.items():
@@ -81,13 +98,6 @@ def _attach(connector_class: type, name: str, decorate: Callable[[Any], Any]) ->
         if callable(vars(owner).get(name)):
             applying.attach(owner, name, KEY, decorate)
             return
-
-
-def watch_scheduler(scheduler_class: type) -> None:
-    """Wrap the scheduler, to record its exceptions and its running and waiting requests."""
-    for name in _SCHEDULER:
-        if callable(vars(scheduler_class).get(name)):
-            applying.attach(scheduler_class, name, KEY, functools.partial(_around, name, "", ""))
 
 
 def _around(name: str, before: str, after: str, original: Callable[..., Any]) -> Callable[..., Any]:

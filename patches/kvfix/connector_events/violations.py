@@ -118,9 +118,6 @@ def _read(path: str) -> list[tuple[str, str]]:
     return [(parts[0], parts[1].strip() if len(parts) > 1 else "*") for parts in lines if parts]
 
 
-# ---------------------------------------------------------------------- the text of a report
-
-
 def _write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
     """Write the report next to the recorder file and return its path. Raises OSError."""
     entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]

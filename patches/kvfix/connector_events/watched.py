@@ -135,8 +135,10 @@ class WatchedConnector:
         if self._windows is not None:
             for lost in self._windows.step(answer, scheduler_output):
                 self._record(lost)
-        if loads is not None and self._granted:
-            self._look_for_stuck()
+        for name, since in list(self._granted.items()) if loads is not None else ():
+            if self.steps - since >= PATIENCE:
+                del self._granted[name]
+                self._record(ev.Stuck(name, self.steps - since))
         if self._ended:
             self._look_for_leaks()
 
@@ -306,12 +308,6 @@ class WatchedConnector:
             oldest = next(iter(self._given_up))
             del self._given_up[oldest]
             self._unanswered.discard(oldest)
-
-    def _look_for_stuck(self) -> None:
-        for name, since in list(self._granted.items()):
-            if self.steps - since >= PATIENCE:
-                del self._granted[name]
-                self._record(ev.Stuck(name, self.steps - since))
 
     def _look_for_leaks(self) -> None:
         """Check the ended requests that are due. They are sorted by time: stop at the first that is not due."""

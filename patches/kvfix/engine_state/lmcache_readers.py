@@ -110,7 +110,9 @@ class V1(Reader):
     def add_state(self, state: dict[str, Any]) -> None:
         impl = self.impl
         manager = getattr(impl, "_manager", None)
-        client = _unwrapped(self.client)
+        client = self.client
+        for _ in range(4):  # wrappers only count or limit lookups (hit_limit_lookup_client.py 0.5.6:31)
+            client = getattr(client, "actual_lookup_client", None) or client
         engine = getattr(impl, "lmcache_engine", None)
         state["chunk_size"] = getattr(impl, "_lmcache_chunk_size", None)
         state["lookup_timeout"] = self._timeout
@@ -132,13 +134,6 @@ class V1(Reader):
         server = getattr(impl, "lookup_server", None) or getattr(manager, "_lookup_server", None)
         thread = getattr(server, "thread", None)
         state["threads"] = {} if thread is None else {"lookup_server": thread.ident in sys._current_frames()}
-
-
-def _unwrapped(client: Any) -> Any:
-    """Return the client that sends lookups. Wrappers only count or limit (hit_limit_lookup_client.py 0.5.6:31)."""
-    for _ in range(4):
-        client = getattr(client, "actual_lookup_client", None) or client
-    return client
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:

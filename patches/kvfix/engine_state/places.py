@@ -150,9 +150,6 @@ def where(error: Exception) -> str:
     return type(error).__name__ + ("" if trace is None else f" ({_file(trace.tb_frame)}:{trace.tb_lineno})")
 
 
-# ---------------------------------------------------------------------- of kvfix itself
-
-
 def kvfix() -> dict[str, Any] | None:
     """Return mode and applied fixes; None if kvfix does nothing in this process."""
     session: Any = getattr(sys.modules.get("kvfix.session"), "session", None)

@@ -56,9 +56,6 @@ def verdicts(looks: Sequence[Look]) -> list[Verdict]:
     return found
 
 
-# ---------------------------------------------------------------------- comparing looks
-
-
 def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
     """Yield (engine at the first look, engine at the last look, seconds between)."""
     before = {engine.process["pid"]: engine for engine in liveness.engines(looks[0].processes)}
@@ -132,9 +129,6 @@ def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
     steps = {after.process["pid"]: steps_between(before, after) for before, after, _ in engines(looks)}
     count = steps.get(process["pid"])
     return span >= HOOK and not (moved(looks) if count is None else count > span / 2)
-
-
-# ---------------------------------------------------------------------- the rules, the worst first
 
 
 def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
@@ -344,6 +338,7 @@ def _sick(look: Look) -> dict[tuple[Any, ...], Verdict]:
     return found
 
 
+#: The worst first.
 _RULES: tuple[Callable[[Sequence[Look]], Iterator[Verdict]], ...] = (
     _lookup_blocks, _stands_in_hook, _load_without_worker, _load_not_answered, _lookup_not_answered, _cannot_move,
     _kept_after_end, _without_lmcache,

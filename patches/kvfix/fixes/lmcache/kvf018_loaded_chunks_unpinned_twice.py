@@ -127,7 +127,6 @@ def _layers(layers: Any, load: _Load) -> Iterator[Any]:
 
 name_request = _lmcache.layer_loads(lambda call, request: call.setdefault("req_id", request.req_id))
 
-
 FIX = Fix(
     CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, place=3),
     CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", fix=fix_layers),

@@ -86,7 +86,8 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
     if chunks is None:
         answer = load(*args, **kwargs)
         return answer if _READS.short == before else []
-    if _is_layer(chunks):
+    # `retrieve_layer` loads the chunks of one layer, and accepts no shorter list.
+    if len({getattr(key, "layer_id", None) for _, key, _ in chunks} - {None}) == 1:
         answer = load(*args, **kwargs)
         if _READS.short != before:
             what = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
@@ -100,11 +101,6 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
             break
         loaded.append(memory)
     return loaded
-
-
-def _is_layer(chunks: list[tuple[Any, ...]]) -> bool:
-    """True if these are the chunks of one layer. `retrieve_layer` loads them, and accepts no shorter list."""
-    return len({getattr(key, "layer_id", None) for _, key, _ in chunks} - {None}) == 1
 
 
 def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:

@@ -55,12 +55,10 @@ def _to_give_back(scheduler: Any) -> Any:
         if request.status.name in ("WAITING", "PREEMPTED", _LOADING):
             ready.append(request)
     loaded = [request for request in ready if not request.resumable and not request.num_in_flight_tokens]
-    if len(ready) < 2 or not loaded:
-        return None
     trackers = getattr(scheduler.connector, "request_trackers", {})
     found = [(each, trackers.get(each.request_id)) for each in loaded]
     loaded = [each for each, tracker in found if tracker and _mp.tokens(tracker, "num_lmcache_hit") > 0]
-    if not loaded:
+    if len(ready) < 2 or not loaded:
         return None
     last, free = loaded[-1], manager.block_pool.get_num_free_blocks()
     needs = [scheduler._request_remaining_blocks(request) for request in ready if request is not last]
