@@ -1,9 +1,8 @@
 """Applies and removes wrappers: those of the fixes, and those of the connector events.
 
 A fix is one transaction: kvfix judges all its functions before it wraps the first one (`kvfix.applicability`). A module
-that is not imported yet is judged by its file. If its live function later differs, the whole fix is removed again.
-
-One `WrappedFunction` has all wrappers of a function: each can be removed by itself, and the original can be put back.
+that is not imported yet is judged by its file. If its live function later differs, the whole fix is removed again. One
+`WrappedFunction` has all wrappers of a function: each can be removed by itself, and the original can be put back.
 """
 
 from __future__ import annotations

@@ -85,9 +85,8 @@ def _file_hash(path: Path, mtime_ns: int) -> str:
 def fingerprint(path: Path, function: str) -> str | None:
     """16 hexadecimal digits for the code of `Class.method` in this file; None if the file has no such function.
 
-    A class may inherit the method from another class of the file.
-
-    Raises SyntaxError, OSError, UnicodeDecodeError for a file that cannot be read as Python.
+    A class may inherit the method from another class of the file. Raises SyntaxError, OSError, UnicodeDecodeError for a
+    file that cannot be read as Python.
     """
     return _fingerprint(path, function, path.stat().st_mtime_ns)
 

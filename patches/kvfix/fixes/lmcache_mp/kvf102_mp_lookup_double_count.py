@@ -2,14 +2,12 @@
 
 Symptom: No error. The external hit of a prompt never grows past the same token, although the prompt is used again and
 again. The chunks after that token are stored, the chunks before it are not. Requests that wait for blocks lead to this.
-
 After a miss, the last tokens of a prompt are not stored: as many as vLLM's own prefix cache held.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
-hit of 512 the first store begins at 1536.
-
-On a miss the hook returns before it records vLLM's computed tokens (0.5.5:1143), so the store ends too early.
+hit of 512 the first store begins at 1536. On a miss the hook returns before it records vLLM's computed tokens
+(0.5.5:1143), so the store ends too early.
 
 Fix: Until the admission, the fix sets the stored tokens to the hit after each answer, and records vLLM's own tokens.
 - Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.

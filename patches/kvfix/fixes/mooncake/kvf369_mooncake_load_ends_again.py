@@ -3,13 +3,11 @@
 Symptom: The prefill engine has ended. Minutes later EngineCore of the decode engine dies with `assert req_id in
 self.requests` in `_update_from_kv_xfer_finished`. With KVF201, running requests fail or start again instead. The log
 has `pulling kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names ended requests.
-
 If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
 Cause: Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails,
-decode reports all of them as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has written.
-
-The first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
+decode reports all of them as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has written. The
+first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
 
 Fix: Each rank reports each load once. A load that failed at a rank is reported as failed after the last rank's report.
 - Releases: vLLM 0.32.0, the first release that reports failed loads.

@@ -5,7 +5,6 @@ Symptom: The worker of the decode engine dies with `AssertionError`, `TypeError`
 
 Cause: The parameters come with the request. NixlConnector uses their remote blocks without a check (pull_worker.py
 0.32.0:174). Blocks that are not numbers raise in `_compute_desc_ids`. vLLM catches only exceptions of NIXL (:560).
-
 NixlConnector logs a failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The log line counts
 the blocks of each group. If the blocks are one flat list, the log line raises, and the failure is never reported.
 

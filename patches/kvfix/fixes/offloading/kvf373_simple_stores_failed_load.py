@@ -7,7 +7,6 @@ SimpleCPUOffloadConnector and a connector that loads within the step, such as LM
 
 Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py
 0.32.0:840). `update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
-
 At the end of the store, it uses the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
 the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 

@@ -4,7 +4,6 @@ Symptom: The log has `Recovered from KV load failure: ... request(s) rescheduled
 
 Cause: With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes
 them at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted before that, nothing recomputes them.
-
 With either policy, another request may have computed KV in the same step on top of shared blocks. This KV stays cached.
 vLLM also does not check a request that is aborted during its step, or preempted while the next step is in flight.
 

@@ -9,10 +9,8 @@ does the finished load. `schedule` stops at the first request for which it has n
 
 Fix: The fix acts when three steps in a row have scheduled nothing and nothing is in flight. The blocks of one waiting
 request must be enough for another one to run. The newest loaded request that is no session then returns its blocks, as
-after a failed load. vLLM computes this request later.
-
-The fix acts only if LMCacheMPConnector is the only connector. Only this connector accepts a request whose computed
-tokens are zero again. So the fix does not act in a MultiConnector.
+after a failed load. vLLM computes this request later. The fix acts only if LMCacheMPConnector is the only connector.
+Only this connector accepts a request whose computed tokens are zero again. So the fix does not act in a MultiConnector.
 
 Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because it takes the
 blocks of a loaded request. vLLM then computes the prompt of this request.
