@@ -21,8 +21,7 @@ _ID = 80
 class Tally:
     """The counters of one fix, or of other wrappers with one key.
 
-    acted, faults: how often the wrappers acted, and how often their own code raised, since the start.
-    first: what happened the first time.
+    acted, faults: how often the wrappers acted, and how often their code raised. first: what happened the first time.
     """
 
     key: str

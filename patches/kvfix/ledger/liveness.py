@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from kvfix.engine_state.scheduler import QUEUES
 
-#: A request waits for free blocks (PLACE), for its load, for the answer to its lookup, or for something outside the
-#: engine: the next part of a streamed prompt, or a grammar.
+#: A request waits for free blocks (PLACE), its load, its lookup, or something outside: streamed input, or a grammar.
 PLACE, LOAD, LOOKUP, OUTSIDE = "place", "load", "lookup", "outside"
 #: {status of vLLM in which a request waits for something outside of the engine: what it waits for}
 OUTSIDE_STATUSES = {

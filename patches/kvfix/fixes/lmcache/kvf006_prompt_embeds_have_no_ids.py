@@ -40,8 +40,7 @@ def fix_metadata(adapter: Any) -> Wrapper:
             metadata.requests = [each for each in metadata.requests if each.req_id not in names]
         return metadata
 
-    # `inside` needs no `on_fault`: without ids the function raises, as without the fix.
-    # Metadata with ids could be stored, so `outside` needs one.
+    # `inside` needs no `on_fault`: without ids the function raises. `outside` does: metadata with ids could be stored.
     inside = around(build_connector_meta, when=_has_new)
     outside = after(leave_out, when=lambda impl, metadata, *more: _has_new(impl, *more), on_fault=_closed.drop_saves)
     return lambda function: outside(inside(function))

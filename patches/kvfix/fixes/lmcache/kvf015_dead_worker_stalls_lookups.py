@@ -8,8 +8,7 @@ again. The lookup blocks the scheduler during this time, and so all running requ
 
 Fix: After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (One timeout is not
 enough: the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a
-minute. During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs one line when the
-first pause begins, and one line when the pauses end.
+minute. During a pause every lookup returns no hit. The first answer ends the pauses. The log shows begin and end.
 - Releases: LMCache 0.3.9 to 0.5.6.
 - Remove when: LMCache's lookup transport backs off after a timeout.
 """

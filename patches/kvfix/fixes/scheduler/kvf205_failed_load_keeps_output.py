@@ -45,8 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # If the mark of an earlier failure is still set, no lookup has read it. If this request were preempted
-            # again, the connector would load and fail for ever.
+            # If no lookup has read the mark of an earlier failure, another preemption would load and fail for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -100,8 +99,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
 
-# To drop the output of steps in flight: up to 0.26 vLLM can only do it for all requests at once (`reset_prefix_cache`),
-# and assumes that each request has one step in flight.
+# Up to 0.26, vLLM can drop output in flight only for all requests (`reset_prefix_cache`), and only of one step of each.
 
 #: Attribute of a scheduler: {request: its first step whose output is valid again; None until it is scheduled}.
 _VALID_FROM = "_kvfix_valid_from"

@@ -11,8 +11,7 @@ Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole blo
 end with this block is then shortened. The next chunk may only go up to the block's end, so vLLM shortens it to nothing,
 in each step. The hang starts in a step whose token budget does not reach the prompt's end.
 
-Fix: If states are kept, the fix does not shorten a chunk to nothing. The MTP modules then guess some tokens that they
-could know, and fewer of their drafts are accepted.
+Fix: If states are kept, the fix does not shorten a chunk to nothing. Then fewer drafts of the MTP modules are accepted.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states.
 - Remove when: After both cuts, vLLM always schedules the remaining tokens in a later step.
 """
