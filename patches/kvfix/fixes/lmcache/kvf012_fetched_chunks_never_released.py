@@ -1,6 +1,6 @@
 """The CPU cache fills up: LMCache never releases chunks that were fetched for a request that then loads nothing.
 
-Symptom: With asynchronous loading, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates
+Symptom: With `enable_async_loading`, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates
 found in local cpu backend. Local cpu memory is under pressure.`
 
 Cause: A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the
@@ -10,7 +10,6 @@ pair of key and chunk for a chunk: `Error releasing memory object: 'tuple' objec
 
 Fix: When the pins of the request are released at the end of its step, the fix also releases the chunks that were
 fetched and not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up releases the chunks.
-- Releases: LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
 """
 

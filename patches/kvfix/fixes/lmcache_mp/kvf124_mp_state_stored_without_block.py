@@ -47,21 +47,16 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> An
     return answer
 
 
-def new_shows_bug(hook: Any, module: Any) -> bool:
+def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> bool:
     """A step of 512 tokens. All blocks but the first and the last are null. Wrong is to store the first block."""
-    connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=0)
-    return _stored(hook, module, connector, 0)
+    connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=computed)
+    stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
+    return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
     """The same for a request that continues at 256 tokens and has no store."""
-    connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=256)
-    return _stored(hook, module, connector, 256, blocks=[])
-
-
-def _stored(hook: Any, module: Any, connector: Any, computed: int, **blocks: Any) -> bool:
-    stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
-    return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)
+    return new_shows_bug(hook, module, computed=256, blocks=[])
 
 
 FIX = Fix(

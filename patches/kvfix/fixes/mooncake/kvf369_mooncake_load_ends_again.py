@@ -11,7 +11,6 @@ first rank that fails also ends the load (:2402). vLLM frees the blocks while ot
 
 Fix: Each rank reports each load once. A load that failed at a rank is reported as failed after the last rank's report.
 - Releases: vLLM 0.32.0, the first release that reports failed loads.
-- Upstream: None known; fixed in 0.33.0.
 """
 
 from collections.abc import Collection

@@ -7,7 +7,6 @@ Cause: When a session gets more input, vLLM schedules it as a new request, with 
 appends all of them to its list, which has the earlier blocks already (offloading/scheduler.py 0.32.0:1282).
 
 Fix: When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
-- Upstream: None known; fixed in 0.33.0.
 """
 
 from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Any, Fix, fix_before, note, stubs

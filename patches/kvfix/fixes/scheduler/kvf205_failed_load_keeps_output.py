@@ -55,7 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             _drop(scheduler, request)
         return answer
 
-    return after(drop_outputs, on_fault=_closed.recompute_all(preempted))
+    return after(drop_outputs, on_fault=_closed.recompute_all)
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:

@@ -12,7 +12,6 @@ end with this block is then shortened. The next chunk may only go up to the bloc
 in each step. The hang starts in a step whose token budget does not reach the prompt's end.
 
 Fix: If states are kept, the fix does not shorten a chunk to nothing. Then fewer drafts of the MTP modules are accepted.
-- Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states.
 - Remove when: After both cuts, vLLM always schedules the remaining tokens in a later step.
 """
 

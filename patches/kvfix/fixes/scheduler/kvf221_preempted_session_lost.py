@@ -9,7 +9,6 @@ not computed (:1659). After a preemption, no token of the session is computed.
 
 Fix: After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
 comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
-- Releases: vLLM 0.32.0. Earlier releases were not tested with sessions.
 - Upstream: None known; 0.33.0 puts sessions into the queue after it has removed the other requests (scheduler.py:2545).
 """
 
