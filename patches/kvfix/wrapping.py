@@ -145,9 +145,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
                 return done.value
             except Exception as error:  # noqa: BLE001
                 answer = code.failed(error, args, kwargs)
-                if answer is not GO_ON:
-                    return answer
-                return function(*args, **kwargs)
+                return function(*args, **kwargs) if answer is GO_ON else answer
             try:
                 answer = function(*args, **kwargs) if changed is None else function(args[0], *changed)
             except BaseException:

@@ -197,12 +197,10 @@ def _holds(scheduler: dict[str, int], kept: dict[str, int]) -> list[str]:
 
 
 def _fix(row: FixRow) -> str:
-    if row.verdict == "applied":
-        what = "is applied in this process, but the rule was violated: please report this"
-    elif row.verdict == "applicable":
-        what = f"fixes this, but is not applied in this process ({row.reason}): kvfix.apply(), or kvfix run -- CMD"
-    elif row.verdict == "opt-in":
-        what = f"fixes this, but is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD"
-    else:
-        what = f"may fix this; {row.verdict}: {row.reason}"
-    return f"{row.code} {row.slug} {what}"
+    why = row.reason
+    texts = {
+        "applied": "is applied in this process, but the rule was violated: please report this",
+        "applicable": f"fixes this, but is not applied in this process ({why}): kvfix.apply(), or kvfix run -- CMD",
+        "opt-in": f"fixes this, but is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD",
+    }
+    return f"{row.code} {row.slug} {texts.get(row.verdict, f'may fix this; {row.verdict}: {why}')}"

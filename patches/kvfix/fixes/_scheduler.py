@@ -33,12 +33,10 @@ def connectors(scheduler: Any) -> tuple[Any, ...]:
     return connector, *getattr(connector, "_connectors", ())
 
 
-def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
-    """Yield LMCache's in-process adapters of this scheduler."""
-    for each in connectors(scheduler):
-        adapter = getattr(each, "_lmcache_engine", None)
-        if adapter is not None:
-            yield adapter
+def lmcache_adapters(scheduler: Any) -> list[Any]:
+    """Return LMCache's in-process adapters of this scheduler."""
+    found = [getattr(each, "_lmcache_engine", None) for each in connectors(scheduler)]
+    return [adapter for adapter in found if adapter is not None]
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
