@@ -19,20 +19,17 @@ Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decod
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
-# An admitted request is in none of the three; a resumed one can be in the last two. A lookup adds it to the first two.
-@fix_after(
-    when=lambda impl, answer, request, *_, **__: (
-        request.request_id in impl.load_specs
-        or request.request_id in impl._requests_priority
-        or request.request_id in LMCACHE_V1.imported.tmp_disagg_tracker
-    )
-)
+def _kept(impl: Any) -> Any:
+    """A lookup adds its request to one of the first two, until the admission. A resumed one can be in the last two."""
+    return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
+
+
+@fix_after(when=lambda impl, answer, request, *_, **__: any(request.request_id in each for each in _kept(impl)))
 def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
     name = request.request_id
     note(__name__, f"request {name} has ended before it was admitted")
-    impl.load_specs.pop(name, None)
-    impl._requests_priority.pop(name, None)
-    LMCACHE_V1.imported.tmp_disagg_tracker.pop(name, None)
+    for each in _kept(impl):
+        each.pop(name, None)
     # With asynchronous loading the hook itself cancels the lookup. It is cleaned up when its answer comes.
     if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
         impl.lookup_client.clear_lookup_status(name)

@@ -54,10 +54,9 @@ def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
 
     with replaced(worker, nixl_wrapper=View(agent, send_notif=send_notif)):
         answer = yield
-    before_that, sent = getattr(worker, "_kvfix_heartbeats", {}), {}
-    for meta in worker._recving_metadata.values():
-        if meta.remote.request_id in before_that:
-            sent[meta.remote.request_id] = before_that[meta.remote.request_id]
+    before_that = getattr(worker, "_kvfix_heartbeats", {})
+    waiting = {meta.remote.request_id for meta in worker._recving_metadata.values()}
+    sent = {name: times for name, times in before_that.items() if name in waiting}
     for engine, info in metadata.heartbeat_by_engine.items():
         is_sent = engine in worker._remote_agents and f"HB:{','.join(info.req_ids)}".encode() not in not_sent
         for name in info.req_ids:

@@ -27,12 +27,10 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
     specs = [group.kv_cache_spec for group in connector.kv_cache_config.transfer_groups]
     cut = []
     for spec, blocks in zip(specs, pushed[request.request_id], strict=True):
-        own = blocks
-        if _nixl.has_full_attention(type(spec)):
-            own = blocks[: -(-request.num_prompt_tokens // spec.block_size)]
-        if len(own) != len(blocks):
+        own = -(-request.num_prompt_tokens // spec.block_size) if _nixl.has_full_attention(type(spec)) else None
+        cut.append(blocks[:own])
+        if len(cut[-1]) != len(blocks):
             note(__name__, f"request {request.request_id}: blocks after its prompt are not sent")
-        cut.append(own)
     pushed[request.request_id] = tuple(cut)
     return answer
 
