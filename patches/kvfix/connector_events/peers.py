@@ -177,14 +177,12 @@ def _is_watched(worker: Any, *_: Any, **__: Any) -> bool:
 
 def _reap_expired_send_leases(worker: Any, done_sending: set[str], *_: Any, **__: Any) -> Generator[None, Any, Any]:
     before = set(done_sending)
-    answer = yield
+    yield
     vars(worker)[_HELD].expired |= set(done_sending) - before
-    return answer
 
 
-def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any) -> Any:
+def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any) -> None:
     vars(worker)[_HELD].renew([name for name in payload.split(",") if name in worker._reqs_to_send])
-    return answer
 
 
 def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
@@ -194,7 +192,6 @@ def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
     if answer[0]:
         unsent = {each.p_req_id for each in before if not each.need_send or each.sent < each.need_send}
         vars(worker)[_HELD].expired |= unsent & answer[0]
-    return answer
 
 
 #: {method by which kvfix recognizes the worker of NIXL or Mooncake: wrappers of its methods}

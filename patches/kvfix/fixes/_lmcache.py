@@ -70,9 +70,8 @@ def keep_from_producer(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
         when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
         on_fault=_closed.worker_saves_nothing,
     )
-    def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
         store_nothing_of(impl)
-        return answer
 
     wrap = fix_before(when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing)
     return wrap(store_nothing_of), start_load_kv

@@ -50,7 +50,6 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
             spec.vllm_cached_tokens, spec.lmcache_cached_tokens = vllm, lmcache
     for _, _, hit, name in as_hit:
         _save_from(hit, impl._request_trackers[name], [each for each in meta.requests if each.req_id == name])
-    return meta
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:

@@ -19,10 +19,9 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, fix_around, stubs
     )
 )
 def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
-    answer = yield View(request, status=None), block_ids
+    yield View(request, status=None), block_ids
     if impl.async_loading and impl.lookup_client is not None:
         impl.lookup_client.cancel_lookup(request.request_id)
-    return answer
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:

@@ -25,7 +25,7 @@ def _kept(impl: Any) -> Any:
 
 
 @fix_after(when=lambda impl, answer, request, *_, **__: any(request.request_id in each for each in _kept(impl)))
-def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
+def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> None:
     name = request.request_id
     note(__name__, f"request {name} has ended before it was admitted")
     for each in _kept(impl):
@@ -33,17 +33,15 @@ def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
     # With asynchronous loading the hook itself cancels the lookup. It is cleaned up when its answer comes.
     if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
         impl.lookup_client.clear_lookup_status(name)
-    return answer
 
 
 @fix_after(when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
-def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
+def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> None:
     # With asynchronous loading this releases what the lookup has fetched.
     engine = impl.lmcache_engine
     if engine is not None:
         for name in finished_req_ids:
             engine.lookup_unpin(name)
-    return answer
 
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:

@@ -43,10 +43,9 @@ def fix_clean_up(engine: Any, lookup_id: str) -> Any:
 @fix_around()
 def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
     chunks = _lmcache.fetched(engine, more.get("req_id")) if engine.async_loading else []
-    answer = yield
+    yield
     for chunk in chunks:
         _lmcache.unpin(chunk)
-    return answer
 
 
 def shows_bug(hook: Any, engine: Any) -> bool:

@@ -61,7 +61,6 @@ def fix(transport: Any, message: Any) -> Steps:
         pause_of(transport).failed(transport.timeout_ms / 1000)
     elif pause is not None:
         pause.answered()
-    return answers
 
 
 @fix_around()
@@ -75,7 +74,6 @@ def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Steps:
         pause.failed(waited)
     else:
         pause.answered()
-    return hit
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

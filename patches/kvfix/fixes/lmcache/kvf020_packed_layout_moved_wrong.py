@@ -85,10 +85,9 @@ def fix_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any)
     when=lambda engine, *_, **__: _EMPTY in getattr(engine.gpu_connector, "__dict__", ()),
     on_fault=lambda engine, mask, *_, **__: mask & False,
 )
-def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> Any:
+def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
     for start, end in vars(engine.gpu_connector).pop(_EMPTY):
         mask[start:end] = False
-    return mask
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:

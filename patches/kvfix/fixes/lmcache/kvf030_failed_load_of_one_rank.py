@@ -80,7 +80,7 @@ def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(when=_has_ranks, on_fault=_closed.drop_saves)
-def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
+def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> None:
     unsaved = getattr(impl, _UNSAVED, None) or Unsaved(impl._vllm_config)
     setattr(impl, _UNSAVED, unsaved)
     unsaved.step += 1
@@ -95,7 +95,6 @@ def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
         elif meta.req_id in due:
             _join(meta, due.pop(meta.req_id))
     metadata.requests[:0] = due.values()
-    return metadata
 
 
 def _saves(impl: Any, meta: Any) -> bool:
@@ -117,13 +116,12 @@ def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(on_fault=_drop_all)
-def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> None:
     for impl in _scheduler.lmcache_adapters(scheduler):
         unsaved = getattr(impl, _UNSAVED, None)
         saves = unsaved.saves if unsaved is not None else {}
         for name in saves.keys() & answer[0]:
             del saves[name]
-    return answer
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:

@@ -47,13 +47,12 @@ def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
     end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
     mark = os.urandom(len(end))
     end[:] = list(mark)
-    answer = yield
+    yield
     if bytes(end) == mark:
         if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
             backend.dict.setdefault(key, entry)
     elif os.path.getsize(path) >= size:  # a short file may end within the mark
         _READS.short -= 1
-    return answer
 
 
 def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
@@ -137,11 +136,10 @@ def _warn(what: str, path: str) -> None:
 
 
 @fix_after()
-def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> Any:
+def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> None:
     ret_mask[:] = False
     for _, _, start, end in answer[0]:
         ret_mask[start:end] = True
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -19,12 +19,11 @@ from kvfix.fixes.api import Any, Fix, fix_after, multi_process, stubs
 
 
 @fix_after(when=lambda impl, answer, request, *_: answer[0] is not None and _mp.is_in(impl, request, "PREFETCHING"))
-def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> Any:
+def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> None:
     tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
     aligned = getattr(connector, "_hit_alignment_tokens", size)
     _mp.set_tokens(tracker, "num_stored", _mp.tokens(tracker, "num_lmcache_hit", size), size)
     _mp.set_tokens(tracker, "num_vllm_hit", num_computed_tokens // aligned * aligned, size)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

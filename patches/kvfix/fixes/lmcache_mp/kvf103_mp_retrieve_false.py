@@ -47,10 +47,9 @@ def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> A
 
 # If the server does not answer, no load starts, and its blocks are reported already.
 @fix_after(when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed)
-def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
     future, blocks = adapter.retrieve_futures[request_id]
     adapter.retrieve_futures[request_id] = (load(adapter, future, blocks), blocks)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -24,11 +24,10 @@ def fix(module: Any) -> Wrapper:
     def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Steps:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
         note(__name__, f"request {request.request_id} has embeddings")
-        answer = yield
+        yield
         tracker = connector.request_trackers.get(request.request_id)
         if tracker is not None:
             _closed.all_is_stored(tracker)
-        return answer
 
     def without_lookup(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
         if not _has_embeddings(connector, request):

@@ -44,7 +44,7 @@ def both(first: Any, second: Any) -> Any:
 def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Steps:
     first = adapter.store_futures.get(request_id)
     is_in_flight = first is not None and not first.query()
-    answer = yield
+    yield
     store = adapter.store_futures.get(request_id)
     if store is not first:
         if is_in_flight or request_id in adapter.finished_stores:
@@ -52,7 +52,6 @@ def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Steps:
         adapter.finished_stores.discard(request_id)
         if is_in_flight:
             adapter.store_futures[request_id] = both(first, store)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -35,7 +35,6 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
         # The same on every machine, with characters that are safe in file names and keys.
         name = hashlib.sha256(lora.lora_name.encode()).hexdigest()[:16]
         tracker.cache_salt = f"{request.cache_salt or ''}+lora-{name}"
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -25,11 +25,11 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
-def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
     """In the stores of the step, set each state that vLLM does not have to null. For new and for running requests."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
-        return answer
+        return
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
     for meta in metadata.requests:
         if meta.direction != "STORE" or meta.request_id not in computed:
@@ -44,7 +44,6 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> An
                         note(__name__, f"request {meta.request_id}: the state at token {end} is not stored")
                     ids[last - chunk // size : last] = [0] * (chunk // size)
             meta.op.block_ids[group] = ids
-    return answer
 
 
 def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> bool:

@@ -43,10 +43,9 @@ _REGISTRATIONS = ("register_kv_cache", "register_kv_cache_engine_driven_context"
 
 
 @fix_after()
-def fail_in_flight(client: Any, answer: Any) -> Any:
+def fail_in_flight(client: Any, answer: Any) -> None:
     client._kvfix_unregistered = True
     _mp.answer_in_flight(client, {**_TRANSFERS, "lookup": None, "query_prefetch_status": 0})
-    return answer
 
 
 def _is_unregistered(client: Any) -> bool:

@@ -34,10 +34,9 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
 
 
 @fix_after(when=lambda impl, answer, *_: answer[0] and not impl.is_bidirectional_kv_xfer_enabled, on_fault=_ended)
-def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
     # Naming the end changes no outcome. The answer is changed in place, so kvfix counts no action.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
-    return answer
 
 
 @fix_around(when=lambda worker, meta: meta.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {}))
@@ -53,7 +52,7 @@ def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
             raise
 
     with replaced(worker, nixl_wrapper=View(agent, send_notif=send_notif)):
-        answer = yield
+        yield
     before_that = getattr(worker, "_kvfix_heartbeats", {})
     waiting = {meta.remote.request_id for meta in worker._recving_metadata.values()}
     sent = {name: times for name, times in before_that.items() if name in waiting}
@@ -63,7 +62,6 @@ def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
             times = before_that.get(name, ())
             sent[name] = (*times, now) if is_sent else times
     worker._kvfix_heartbeats = sent
-    return answer
 
 
 def _all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_: Any, **__: Any) -> Any:

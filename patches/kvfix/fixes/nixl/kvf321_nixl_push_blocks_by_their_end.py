@@ -20,10 +20,10 @@ def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any,
 
 
 @fix_after(when=lambda connector, answer, *_: answer[0], on_fault=_not_pushed)
-def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
     pushed = connector._newly_finished_push_blocks
     if request.request_id not in pushed:
-        return answer
+        return
     specs = [group.kv_cache_spec for group in connector.kv_cache_config.transfer_groups]
     cut = []
     for spec, blocks in zip(specs, pushed[request.request_id], strict=True):
@@ -32,7 +32,6 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
         if len(cut[-1]) != len(blocks):
             note(__name__, f"request {request.request_id}: blocks after its prompt are not sent")
     pushed[request.request_id] = tuple(cut)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

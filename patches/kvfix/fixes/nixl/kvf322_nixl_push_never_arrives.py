@@ -38,7 +38,6 @@ def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any
     registration = connector._push_pending_registrations[request.request_id]
     if until is not None:
         registration.setdefault(_UNTIL, until)
-    return answer
 
 
 @fix_before(when=lambda worker, metadata: metadata.push_registrations)

@@ -41,14 +41,13 @@ def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Steps:
         if any(until <= now for until in kept.values()):
             note(__name__, "blocks that are written are kept beyond their lease")
         try:
-            answer = yield
+            yield
         finally:
             over = vars(worker).setdefault(_OVER, {})
             over.update(dict.fromkeys(name for name in open_before if name not in leases))
             while len(over) > _MOST:
                 del over[next(iter(over))]
             leases.update(kept)
-    return answer
 
 
 @fix_around(on_fault=_closed.nothing)

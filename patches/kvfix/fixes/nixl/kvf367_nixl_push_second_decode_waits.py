@@ -23,7 +23,6 @@ from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, Any, Fix, fix_after
 def note_first(connector: Any, answer: None, request: Any, *_: Any) -> None:
     """Note that this request has registered for its prefill."""
     _prefills.first(connector, _prefill(request), request)
-    return answer
 
 
 @_prefills.promise_if

@@ -28,7 +28,6 @@ def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
         return [], [], [], None
     answer = yield
     setattr(scheduler, _STORED, stored + len(answer[0]))
-    return answer
 
 
 FIX = Fix(

@@ -22,7 +22,6 @@ def forget_failed_load(scheduler: Any, answer: None, request: Any) -> None:
     if request in scheduler._inflight_prefills:
         note(__name__, f"request {request.request_id}: its load has failed")
     scheduler._inflight_prefills.discard(request)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -127,12 +127,11 @@ def _skip_output(request: Any, scheduler_output: Any) -> None:
 
 
 @fix_after(when=lambda scheduler, *_: getattr(scheduler, _VALID_FROM, None))
-def fix_schedule(scheduler: Any, scheduler_output: Any, *_: Any) -> Any:
+def fix_schedule(scheduler: Any, scheduler_output: Any, *_: Any) -> None:
     valid_from = getattr(scheduler, _VALID_FROM)
     for name in valid_from.keys() & scheduler_output.num_scheduled_tokens:
         if valid_from[name] is None:
             valid_from[name] = scheduler_output
-    return scheduler_output
 
 
 def _is_ahead_or_failed(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -42,7 +42,6 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
             queue.prepend_requests(reversed(aside))
     is_idle = not scheduler.running and not output.total_num_scheduled_tokens
     scheduler._kvfix_refused = next(_ready(scheduler), None) if is_idle else None
-    return output
 
 
 def _ready(scheduler: Any) -> Iterator[Any]:

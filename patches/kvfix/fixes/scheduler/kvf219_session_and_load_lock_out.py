@@ -39,7 +39,6 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
         if request is not None:
             note(__name__, f"request {request.request_id} returns its blocks")
             _give_back(scheduler, request)
-    return output
 
 
 def _to_give_back(scheduler: Any) -> Any:

@@ -27,7 +27,6 @@ def _handle_stopped_request(scheduler: Any, request: Any) -> Steps:
     finished = yield
     if not finished and not was_running:
         vars(scheduler).setdefault(_SESSIONS, []).append(request)
-    return finished
 
 
 def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
