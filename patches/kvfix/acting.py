@@ -4,8 +4,6 @@ A fix acts if it changes an outcome: an answer, an argument, a call that is skip
 code in the fix. A fix that changes an object in place says so with `note`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ that is not imported yet is judged by its file. If its live function later diffe
 `WrappedFunction` has all wrappers of a function: each can be removed by itself, and the original can be put back.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType

@@ -5,8 +5,6 @@ A fingerprint comes from the source file: `ast` finds the function, and its toke
 docstring and white space (indentation counts). `ast.dump` and `ast.unparse` differ between Python 3.9 and 3.13.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

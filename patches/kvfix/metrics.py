@@ -4,8 +4,6 @@ EngineCore and its workers count, and another process serves /metrics. prometheu
 them; vLLM uses it too (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

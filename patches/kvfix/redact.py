@@ -7,8 +7,6 @@ The text may be megabytes long, and an attacker may have chosen it. So no patter
 the end of a value is searched once, from the beginning of the value.
 """
 
-from __future__ import annotations
-
 import re
 
 HIDDEN = "<hidden>"

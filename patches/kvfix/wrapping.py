@@ -9,8 +9,6 @@ fails closed instead: its `on_fault` gives the answer of a load that failed, a s
 `on_fault` has made the call safe, it returns GO_ON. `kvfix.fixes._closed` has the answers that several fixes share.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator

@@ -12,8 +12,6 @@ Scheduler and worker choose the same requests without a message, by a hash of th
 The audit does not copy a chunk into vLLM's blocks, so it cannot see a bug that is only in this step.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterable, Sequence

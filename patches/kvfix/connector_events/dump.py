@@ -21,8 +21,6 @@ The first line describes the file. The others follow in any order, each with its
 The file has ids and token counts of requests, but no tokens.
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import faulthandler
@@ -31,6 +29,7 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from operator import itemgetter
@@ -39,14 +38,12 @@ from typing import TYPE_CHECKING, Any
 from kvfix import acting, clock, engine_state, installed_source
 from kvfix.connector_events import readers, recorder
 from kvfix.engine_state import places
+from kvfix.ledger import Finding
 from kvfix.session import session
 from kvfix.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from kvfix.connector_events.watched import WatchedConnector
-    from kvfix.ledger import Finding
 
 SCHEMA = 1
 #: Maximum bytes of one file: the oldest events are dropped.
@@ -171,7 +168,7 @@ def process() -> dict[str, Any]:
     }
 
 
-def _connector(watched: WatchedConnector) -> dict[str, Any]:
+def _connector(watched: "WatchedConnector") -> dict[str, Any]:
     # Of several threads, the one that has been in its hook longest counts.
     inside, since = min(watched.running.copy().values(), key=itemgetter(1), default=(None, 0.0))
     return {
@@ -191,7 +188,7 @@ def _connector(watched: WatchedConnector) -> dict[str, Any]:
     }
 
 
-def kept(watched: WatchedConnector) -> dict[str, int]:
+def kept(watched: "WatchedConnector") -> dict[str, int]:
     """Return the number of requests in each container of the connector's own state; {} if it cannot be read."""
     try:
         return {where: len(names) for where, names in watched.reader.kept()}

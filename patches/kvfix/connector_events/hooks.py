@@ -5,8 +5,6 @@ MultiConnector's children go through `get_connector_class` and never through `cr
 not wrapped, except `update_connector_output`: it gets the results of the loads.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from _thread import get_ident

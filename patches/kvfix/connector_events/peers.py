@@ -5,8 +5,6 @@ ended leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219
 NIXL has these methods since vLLM 0.26. In earlier releases kvfix does not know how a lease has ended.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any

@@ -3,8 +3,6 @@
 The readers of vLLM's connectors that keep KV in the CPU's memory: OffloadingConnector, SimpleCPUOffloadConnector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports a violation: one line in the log, a report and a dump; in `strict` an exception."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -37,7 +35,7 @@ class Violation(Exception):
         self.finding = finding
 
 
-def report(watched: WatchedConnector, hook: str, finding: Finding, error: Exception | None) -> None:
+def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exception | None) -> None:
     """Report that `hook` violated a rule. Raises Violation in mode `strict`, unless the hook itself has raised."""
     if _is_suppressed(finding):
         return
@@ -58,7 +56,7 @@ def report(watched: WatchedConnector, hook: str, finding: Finding, error: Except
         raise Violation(finding)
 
 
-def report_exception(watched: WatchedConnector, hook: str, event: Raised) -> None:
+def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
     """In mode `observe`: write a recorder file with the events before an exception of a hook."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(dump.write, "exception")
@@ -118,7 +116,7 @@ def _read(path: str) -> list[tuple[str, str]]:
     return [(parts[0], parts[1].strip() if len(parts) > 1 else "*") for parts in lines if parts]
 
 
-def _write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
+def _write(watched: "WatchedConnector", hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
     """Write the report next to the recorder file and return its path. Raises OSError."""
     entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]
     text = compose(

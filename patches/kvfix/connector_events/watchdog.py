@@ -14,8 +14,6 @@ These are not standstills:
 - a decode instance that makes steps while its requests wait for prefill: the connector has a timeout for that wait
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -5,8 +5,6 @@
 step must not grow with the running requests: only those with a load or store in the step are recorded.
 """
 
-from __future__ import annotations
-
 from _thread import get_ident
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any

@@ -4,8 +4,6 @@ This concerns the blocks of a sliding window and blocks with a state. A store's 
 the request in the step of the store and in the next one. Later the store may have ended, and the scheduler cannot know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,7 +21,7 @@ class Read(NamedTuple):
     blocks: dict[int, int]
 
 
-def stores(connector: Any) -> Stores | None:
+def stores(connector: Any) -> "Stores | None":
     """Return a Stores for the scheduler's connector, or None.
 
     None: the model has one KV group, or no windows or states; or vLLM does not call `bind_kv_cache_manager`.

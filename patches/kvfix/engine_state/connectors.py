@@ -17,8 +17,6 @@ Each connector has a row, and so has each child of a MultiConnector:
      "threads": {"lookup_server": True}}   worker, in process: true if the thread that answers lookups runs
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

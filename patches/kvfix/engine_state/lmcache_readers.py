@@ -1,7 +1,5 @@
 """Readers of LMCache's connectors, by the attributes of LMCache's releases (0.3.9 to 0.5.6)."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Collection, Iterable

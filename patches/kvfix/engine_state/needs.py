@@ -4,8 +4,6 @@
 of full attention and of sliding windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ engine in the user's own process is on the stack while it computes. Otherwise a 
 engine. `gc` cannot find it: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -22,8 +22,6 @@ A request has these fields:
 With `full`, it also has "block_ids" ([[...]], a list for each KV group) and "hashes" (hexadecimal, of whole blocks).
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

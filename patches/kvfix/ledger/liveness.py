@@ -5,8 +5,6 @@ the `break` after `allocate_slots`; v1/core/sched/scheduler.py 0.32.0:1275-1282)
 running request, a transfer or a lookup ends. If nothing runs and nothing is in flight, the request waits for ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A look is the states of all processes (`kvfix.engine_state`). They are read one 
 looks or more: a report that is on its way at the first look has arrived at the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
