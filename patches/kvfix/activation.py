@@ -5,8 +5,7 @@ vLLM starts EngineCore and its workers as other processes, most often by spawn, 
 before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
 A finder on the meta path applies a fix after the import of its target's module, or at once if the module is imported
-already. `wrapt.register_post_import_hook` has three problems: the import of wrapt takes three times what `apply()` may
-take, an exception in a hook breaks the import, and a hook cannot be removed.
+already. (`wrapt.register_post_import_hook` takes too long to import, and its hooks can break imports, and stay.)
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ class _Peer(Reader):
         """Leave out requests without blocks: for these, decode only notifies prefill."""
         return [self._span(name, meta) for name, meta in self._received(metadata) if any(meta.local_block_ids)]
 
-    def _received(self, metadata: Any) -> Iterable[tuple[str, Any]]:
-        found: Iterable[tuple[str, Any]] = metadata.reqs_to_recv.items()
-        return found
+    def _received(self, metadata: Any) -> Any:
+        return metadata.reqs_to_recv.items()
 
     def _span(self, name: str, meta: Any) -> Span:
         """The metadata has only the blocks after the prefix hit (`relative`)."""

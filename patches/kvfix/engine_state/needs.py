@@ -11,10 +11,9 @@ from typing import Any
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
 
 
-def held(scheduler: Any, request: Any) -> tuple[list[Any], ...]:
-    """Return the blocks of this request, by KV group."""
-    found: tuple[list[Any], ...] = scheduler.kv_cache_manager.coordinator.get_blocks(request.request_id)
-    return found
+def held(scheduler: Any, request: Any) -> Any:
+    """Return the blocks of this request, a list for each KV group."""
+    return scheduler.kv_cache_manager.coordinator.get_blocks(request.request_id)
 
 
 def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved: int | None) -> int | None:

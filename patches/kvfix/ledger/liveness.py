@@ -109,9 +109,8 @@ class Engine:
     workers: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
 
     @property
-    def scheduler(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.process["scheduler"]
-        return found
+    def scheduler(self) -> Any:
+        return self.process["scheduler"]
 
     @property
     def requests(self) -> list[dict[str, Any]]:
