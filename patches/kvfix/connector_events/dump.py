@@ -96,7 +96,7 @@ def withdraw() -> None:
 
 
 def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, Any]] = ()) -> str:
-    """Write a recorder file, return its path. reason: violation, exception, standstill, signal, exit. Raise OSError."""
+    """Write a recorder file at a violation, exception, standstill, signal or exit. Return its path. Raises OSError."""
     name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}.jsonl"
     with folder() as private:
         recording = write_file(private, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))
