@@ -51,7 +51,7 @@ def store_nothing(impl: Any, request: Any) -> None:
         request.token_ids, request.slot_mapping = [], request.slot_mapping[:0]
 
 
-def keep_from_producer(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
+def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
     """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
 
     The second one is for layerwise stores. The loads need the tokens of the request, so it removes the tokens after the

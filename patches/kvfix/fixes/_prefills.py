@@ -101,6 +101,6 @@ def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
 def compute(request: Any) -> None:
     """Make the request compute its prompt: remove the remote prefill, as vLLM does after the load.
 
-    Otherwise update_state_after_alloc treats a promise of 0 as a full hit and reports a load, and also an abort.
+    Otherwise update_state_after_alloc treats a promise of 0 as a full hit and reports a load, even after an abort.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

@@ -104,7 +104,7 @@ def _saves(impl: Any, meta: Any) -> bool:
     return bool(meta.save_spec.can_save or impl.kv_role == "kv_producer")
 
 
-fix_stores, fix_layers = _lmcache.keep_from_producer(lambda request: getattr(request, _STORE_NOTHING, False))
+fix_stores, fix_layers = _lmcache.skip_producer_stores(lambda request: getattr(request, _STORE_NOTHING, False))
 
 
 def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
