@@ -3,8 +3,6 @@
 One object has it all: the other modules of kvfix have no state. This module imports little, for a fast `apply()`.
 """
 
-from __future__ import annotations
-
 import os
 from _thread import RLock
 from collections import deque
