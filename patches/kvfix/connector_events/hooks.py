@@ -55,7 +55,8 @@ def remove_all() -> None:
     applying.detach(KEY)
     applying.detach(AUDIT)
     if session.factory is not None:
-        factory, factory.get_connector_class = session.factory
+        factory, original = session.factory
+        factory.get_connector_class = original
         session.factory = None
     signals.remove()
     watchdog.stop()
