@@ -4,8 +4,6 @@ A fix acts if it changes an outcome: an answer, an argument, a call that is skip
 code in the fix. A fix that changes an object in place says so with `note`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +19,7 @@ _ID = 80
 class Tally:
     """The counters of one fix, or of other wrappers with one key.
 
-    acted, faults: how often the wrappers acted, and how often their own code raised, since the start.
-    first: what happened the first time.
+    acted, faults: how often the wrappers acted, and how often their code raised. first: what happened the first time.
     """
 
     key: str
@@ -56,7 +53,7 @@ def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[
         if tally.acted == 1 and tally.key.startswith("KVF"):
             tally.first = _text(function, args, what)
             engine_log.info(f"{tally.key} acted: {tally.first}")
-        metrics.fix_counted("acted", tally.key)
+        metrics.count_of_fix("kvfix_fix_acted", "Outcomes that a fix changed.", tally.key)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.acting", error)
 
@@ -70,7 +67,7 @@ def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], a
 
 def count_fault(tally: Tally) -> None:
     tally.faults += 1
-    metrics.fix_counted("faults", tally.key)
+    metrics.count_of_fix("kvfix_faults", "Errors in the code of a fix of kvfix.", tally.key)
 
 
 _PLAIN = (int, bool, str, float, type(None))

@@ -5,8 +5,7 @@ vLLM starts EngineCore and its workers as other processes, most often by spawn, 
 before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
 A finder on the meta path applies a fix after the import of its target's module, or at once if the module is imported
-already. `wrapt.register_post_import_hook` has three problems: the import of wrapt takes three times what `apply()` may
-take, an exception in a hook breaks the import, and a hook cannot be removed.
+already. (`wrapt.register_post_import_hook` takes too long to import, and its hooks can break imports, and stay.)
 """
 
 from __future__ import annotations
@@ -104,19 +103,15 @@ def load() -> None:
 
     vLLM calls it unguarded in each of its processes, so it never raises.
     """
+    text = os.environ.get(ENV)
     try:
-        text = os.environ.get(ENV)
-        if not text or Config.is_off(text):
-            return
-        try:
-            config = Config.parse(text)
-        except ValueError as error:
-            engine_log.warning(
-                f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
-                f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
-            )
-            return
-        activate(config)
+        if text and not Config.is_off(text):
+            activate(Config.parse(text))
+    except ValueError as error:
+        engine_log.warning(
+            f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
+            f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
+        )
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.activation.load", error)
 
@@ -135,9 +130,7 @@ def _with(listed: str, item: str) -> str:
 class Finder:
     """A meta path finder that lets the other finders find a module, and applies fixes after its execution."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         # The import system asks for thousands of modules: all except those of PACKAGES return here.
         finding = get_ident(), name
         if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):

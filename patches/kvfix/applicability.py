@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix import installed_source
+from kvfix.wrapping import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import ModuleType
 
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
 #: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
-#: that imports the function. Two states are for fixes only: "unfixable" (only a new release can fix the bug) and
-#: "opt-in" (only `plus=` applies it).
+#: that imports the function. Only a fix is "unfixable" (a new release must fix the bug) or "opt-in" (`plus=` names it).
 STATES = (
     "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
     "not-installed",
@@ -164,19 +165,10 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     return Applicability("fixed-upstream", f"{what}; the behaviour probe does not find the bug")
 
 
-@contextmanager
-def _silent(module: ModuleType) -> Iterator[None]:
+def _silent(module: ModuleType) -> AbstractContextManager[None]:
     """Silence the module's logger: a probe calls a hook that logs, and its numbers must not be in the engine's log."""
     logger = getattr(module, "logger", None)
-    before = getattr(logger, "disabled", None)
-    if logger is None or before is None:
-        yield
-        return
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return replaced(logger, disabled=True) if hasattr(logger, "disabled") else nullcontext()
 
 
 def _span(releases: list[str]) -> str:
@@ -221,15 +213,12 @@ def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) 
     for target in targets:
         if judged[target].state == "fixed-upstream" and judged[target].releases is None:
             return Applicability("refused", f"{target.function} is right, but other functions of the fix have the bug")
-    for dist in {target.dist for target in targets}:
-        known = [(target, judged[target].releases) for target in targets if target.dist == dist]
-        common: frozenset[str] | None = None
-        for target, releases in known:
-            if releases is None:  # the probe has judged this function
-                continue
-            common = releases if common is None else common & releases
-            if not common:
-                return Applicability(
-                    "refused", f"no release of {dist} has both {target.function} and the other functions of the fix"
-                )
+    common: dict[str, frozenset[str]] = {}
+    for target in targets:
+        releases = judged[target].releases
+        if releases is not None:  # else the probe has judged this function
+            common[target.dist] = common.get(target.dist, releases) & releases
+        if not common.get(target.dist, True):
+            others = f"{target.function} and the other functions of the fix"
+            return Applicability("refused", f"no release of {target.dist} has both {others}")
     return None

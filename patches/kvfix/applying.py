@@ -1,14 +1,9 @@
 """Applies and removes wrappers: those of the fixes, and those of the connector events.
 
 A fix is one transaction: kvfix judges all its functions before it wraps the first one (`kvfix.applicability`). A module
-that is not imported yet is judged by its file. If the module is imported later and its live function is a different
-one, the whole fix is removed again.
-
-One `WrappedFunction` has all wrappers of a function, so that each can be removed separately and the original can always
-be put back.
+that is not imported yet is judged by its file. If its live function later differs, the whole fix is removed again. One
+`WrappedFunction` has all wrappers of a function: each can be removed by itself, and the original can be put back.
 """
-
-from __future__ import annotations
 
 import inspect
 import sys
@@ -77,10 +72,7 @@ def remove_all() -> None:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Wrap the functions of this fix, or unwrap them if the fix is not wanted or is refused.
-
-    imported: the module that has just been imported.
-    """
+    """Wrap the functions of this fix; unwrap them if it is unwanted or refused. imported: the module just imported."""
     is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
     if not is_taken or fix.code in session.held_back:
         for target in fix.targets:
@@ -121,8 +113,7 @@ def _judged(target: Target) -> Applicability:
 def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
     """Wrap these functions of the fix if their modules are imported, and unwrap its other functions.
 
-    Every wrapper is made before the first one is added. If one cannot be made, nothing is changed; the answer is the
-    function and the error.
+    Every wrapper is made before the first one is added. If one cannot be made, change nothing, and return its error.
     """
     new: list[tuple[WrappedFunction, Target, Wrapper]] = []
     try:

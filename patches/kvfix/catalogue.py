@@ -31,11 +31,7 @@ def fixes() -> tuple[Fix, ...]:
 
 def fixes_of(module: str) -> list[Fix]:
     """The fixes that have a function in this module, sorted by code. Loads no others."""
-    return [
-        fix
-        for fix in map(_load, modules_of_fixes().get(module, ()))
-        if fix is not None and any(target.module == module for target in fix.targets)
-    ]
+    return [fix for fix in map(_load, modules_of_fixes().get(module, ())) if fix is not None]
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,7 +1,5 @@
 """The clock of the fixes and the connector events. The lab replaces it."""
 
-from __future__ import annotations
-
 import time
 
 #: Seconds of the monotonic clock.

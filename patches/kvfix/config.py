@@ -18,8 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Each mode includes the one before it. They add, in this order: the fixes; a flight recorder; the rules, with report
-#: and dump; an exception for each violation.
+#: Each mode includes the one before it: fixes; a flight recorder; rules, reports and dumps; exceptions for violations.
 MODES = ("fix", "observe", "check", "strict")
 
 

@@ -1,10 +1,8 @@
 """Writes kvfix's lines to the engine's log: few lines, each once in a process, and never an exception.
 
 A line may quote an exception, and the exception may quote a client. So the length of a line is bounded, and so are the
-number of remembered texts and of lines of one kind.
-
-The lines go to the logger `kvfix`, or to stderr if logging is not configured. Only the first line imports `logging`,
-because `kvfix.apply()` is on the start-up path of every process.
+number of remembered texts and of lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
+configured. Only the first line imports `logging`, because `kvfix.apply()` is on the start-up path of every process.
 """
 
 from __future__ import annotations

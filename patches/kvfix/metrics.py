@@ -4,8 +4,6 @@ EngineCore and its workers count, and another process serves /metrics. prometheu
 them; vLLM uses it too (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -23,14 +21,10 @@ def audited(chunks: int) -> None:
     _count("kvfix_audited_chunks", "Cached chunks compared with computed KV.", chunks)
 
 
-def fix_counted(what: str, code: str) -> None:
-    """Count in kvfix_fix_acted_total or kvfix_faults_total. what: "acted" or "faults". Count only fixes (KVF)."""
-    if not code.startswith("KVF"):
-        return
-    if what == "acted":
-        _count("kvfix_fix_acted", "Outcomes that a fix changed.", code=code)
-    else:
-        _count("kvfix_faults", "Errors in the code of a fix of kvfix.", code=code)
+def count_of_fix(name: str, text: str, key: str) -> None:
+    """Count in this metric, with the code as its label, if the key of the wrapper is the code of a fix (KVF)."""
+    if key.startswith("KVF"):
+        _count(name, text, code=key)
 
 
 def _count(name: str, text: str, by: int = 1, **label: str) -> None:

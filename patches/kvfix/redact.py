@@ -7,8 +7,6 @@ The text may be megabytes long, and an attacker may have chosen it. So no patter
 the end of a value is searched once, from the beginning of the value.
 """
 
-from __future__ import annotations
-
 import re
 
 HIDDEN = "<hidden>"
@@ -88,9 +86,8 @@ def is_secret(name: str, keys: bool = True) -> bool:
     if _HARMLESS.search(name):
         return False
     words = {word.lower() for word in _SPLIT.split(name)}
-    return bool(
-        words & _WORDS or any(word.endswith(_ENDS) for word in words) or _KEYS.search(name) or (keys and "key" in words)
-    )
+    is_known = words & _WORDS or _KEYS.search(name) or (keys and "key" in words)
+    return bool(is_known) or any(word.endswith(_ENDS) for word in words)
 
 
 def text(words: str) -> str:

@@ -1,7 +1,5 @@
 """Reads vLLM's scheduler output and configuration, of any release."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,10 +1,7 @@
 """The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
 
-One object has it all: the other modules of kvfix have no state. It imports only the standard library: `apply()` is on
-the start-up path of every process.
+One object has it all: the other modules of kvfix have no state. This module imports little, for a fast `apply()`.
 """
-
-from __future__ import annotations
 
 import os
 from _thread import RLock

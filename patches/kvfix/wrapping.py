@@ -9,8 +9,6 @@ fails closed instead: its `on_fault` gives the answer of a load that failed, a s
 `on_fault` has made the call safe, it returns GO_ON. `kvfix.fixes._closed` has the answers that several fixes share.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator
@@ -82,7 +80,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
 def after(change: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
     """Call the function, then change its answer.
 
-    change: (instance, answer, *arguments) -> the right answer. Another answer than the function's: the fix has acted.
+    change: (instance, answer, *arguments) -> the right answer; None: the function's own. Another answer: the fix acted.
     when: with the same parameters. `change` is called only if it is true.
     on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
     """
@@ -97,9 +95,9 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
                 (instance, *given), named = by_position(args, kwargs)
                 if when is None or when(instance, answer, *given, **named):
                     changed = change(instance, answer, *given, **named)
-                    if changed is not answer:
+                    if changed is not None and changed is not answer:
                         acting.changed(code.tally, function, args, answer, changed)
-                    return changed
+                        return changed
             except Exception as error:  # noqa: BLE001
                 closed = code.failed(error, (*args[:1], answer, *args[1:]), kwargs)
                 return answer if closed is GO_ON else closed
@@ -114,10 +112,10 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     """Run code before and after the function, in a generator that yields once.
 
     steps: (instance, *arguments) -> a generator, or None if there is nothing to do. The code before `answer = yield`
-    runs before the function. The generator returns the right answer. `yield arguments` calls the function with those
-    arguments instead of the caller's. A return before the yield skips the function. If the function raises, its
-    exception goes to the caller and the generator is closed (use `finally`). Other arguments, a skipped call or another
-    answer: the fix has acted.
+    runs before the function. The generator returns the right answer; None: the function's own. `yield arguments` calls
+    the function with those arguments instead of the caller's. A return before the yield skips the function. If the
+    function raises, its exception goes to the caller and the generator is closed (use `finally`). Other arguments, a
+    skipped call or another answer: the fix has acted.
     when: with the same parameters. `steps` is called only if it is true.
     on_fault: with the parameters of the caller -> the answer if the code of the wrapper raises. If it raises before the
     yield, the function is not called.
@@ -145,9 +143,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
                 return done.value
             except Exception as error:  # noqa: BLE001
                 answer = code.failed(error, args, kwargs)
-                if answer is not GO_ON:
-                    return answer
-                return function(*args, **kwargs)
+                return function(*args, **kwargs) if answer is GO_ON else answer
             try:
                 answer = function(*args, **kwargs) if changed is None else function(args[0], *changed)
             except BaseException:
@@ -157,11 +153,12 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
             try:
                 running.send(answer)
             except StopIteration as done:
+                right = answer if done.value is None else done.value
                 if changed is not None:
                     acting.acted(code.tally, function, args, "its arguments were corrected")
-                elif done.value is not answer:
-                    acting.changed(code.tally, function, args, answer, done.value)
-                return done.value
+                elif right is not answer:
+                    acting.changed(code.tally, function, args, answer, right)
+                return right
             except Exception as error:  # noqa: BLE001
                 closed = code.failed(error, args, kwargs)
                 return answer if closed is GO_ON else closed

@@ -69,12 +69,12 @@ def test_ids_of_clients_are_not_kept_whole(memory: Callable[[], int]) -> None:
     connector = SimpleNamespace()
     for number in range(1000):
         request = SimpleNamespace(request_id=f"{'r' * 10_000}{number}", kv_transfer_params={})
-        assert _prefills.loads(connector, ("p", f"{'x' * 100_000}{number}"), request)
+        assert _prefills.first(connector, ("p", f"{'x' * 100_000}{number}"), request)
     assert memory() < 1 << 20
     prefill = ("p", f"{'x' * 100_000}7")
     second = SimpleNamespace(request_id="second", kv_transfer_params={})
     assert _prefills.has_another(connector, prefill)
-    assert not _prefills.loads(connector, prefill, second)
+    assert not _prefills.first(connector, prefill, second)
     assert not _prefills.has_another(connector, ("p", "unknown"))
 
 

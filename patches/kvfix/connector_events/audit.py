@@ -12,8 +12,6 @@ Scheduler and worker choose the same requests without a message, by a hash of th
 The audit does not copy a chunk into vLLM's blocks, so it cannot see a bug that is only in this step.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -128,8 +126,7 @@ class Difference(NamedTuple):
 def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
     """Return the first layer above its limit. If there is none, return the layer that is nearest to its limit.
 
-    off, of: squared norms of the difference and of the computed KV, [layers, parts, tokens] on the CPU.
-    limits: of each layer.
+    off, of: squared norms of the difference and of computed KV, [layers, parts, tokens] on the CPU. limits: by layer.
     """
     parts, computed = off.shape[1], of.sum(2)
     is_right = (off.sum(2) == 0) | ~computed.isfinite()  # not finite: the model's fault, and not the cache's

@@ -21,8 +21,6 @@ The first line describes the file. The others follow in any order, each with its
 The file has ids and token counts of requests, but no tokens.
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import faulthandler
@@ -31,6 +29,7 @@ import re
 import stat
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from operator import itemgetter
@@ -39,14 +38,12 @@ from typing import TYPE_CHECKING, Any
 from kvfix import acting, clock, engine_state, installed_source
 from kvfix.connector_events import readers, recorder
 from kvfix.engine_state import places
+from kvfix.ledger import Finding
 from kvfix.session import session
 from kvfix.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from kvfix.connector_events.watched import WatchedConnector
-    from kvfix.ledger import Finding
 
 SCHEMA = 1
 #: Maximum bytes of one file: the oldest events are dropped.
@@ -99,14 +96,14 @@ def withdraw() -> None:
 
 
 def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, Any]] = ()) -> str:
-    """Write a recorder file and return its path. Raises OSError.
-
-    reason: violation, exception, standstill, signal or exit.
-    """
+    """Write a recorder file at a violation, exception, standstill, signal or exit. Return its path. Raises OSError."""
     name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}.jsonl"
     with folder() as private:
         recording = write_file(private, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))
-        _keep_newest(private, FILES_OF_ALL)
+        dated = sorted((int(found[1]), name) for name in os.listdir(private[1]) if (found := _DATED.match(name)))
+        for _, oldest in dated[:-FILES_OF_ALL]:
+            with suppress(OSError):  # another process has removed it
+                os.unlink(oldest, dir_fd=private[1])
     session.files.append(recording)
     while len(session.files) > FILES:
         _remove(session.files.pop(0))
@@ -171,7 +168,7 @@ def process() -> dict[str, Any]:
     }
 
 
-def _connector(watched: WatchedConnector) -> dict[str, Any]:
+def _connector(watched: "WatchedConnector") -> dict[str, Any]:
     # Of several threads, the one that has been in its hook longest counts.
     inside, since = min(watched.running.copy().values(), key=itemgetter(1), default=(None, 0.0))
     return {
@@ -191,7 +188,7 @@ def _connector(watched: WatchedConnector) -> dict[str, Any]:
     }
 
 
-def kept(watched: WatchedConnector) -> dict[str, int]:
+def kept(watched: "WatchedConnector") -> dict[str, int]:
     """Return the number of requests in each container of the connector's own state; {} if it cannot be read."""
     try:
         return {where: len(names) for where, names in watched.reader.kept()}
@@ -245,9 +242,6 @@ def _bounded(lines: list[bytes]) -> bytes:
     return b"".join(lines)
 
 
-# ---------------------------------------------------------------------- files of this process
-
-
 @contextmanager
 def folder() -> Iterator[tuple[str, int]]:
     """Path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
@@ -287,15 +281,6 @@ def write_file(folder: tuple[str, int], name: str, content: bytes) -> str:
         _remove(os.path.join(path, part))
         raise
     return os.path.join(path, name)
-
-
-def _keep_newest(folder: tuple[str, int], most: int) -> None:
-    """Keep `most` recorder files and reports of all processes. Remove the oldest ones."""
-    _, descriptor = folder
-    dated = sorted((int(found[1]), name) for name in os.listdir(descriptor) if (found := _DATED.match(name)))
-    for _, name in dated[: max(0, len(dated) - most)]:
-        with suppress(OSError):  # another process has removed it
-            os.unlink(name, dir_fd=descriptor)
 
 
 def _remove(path: str) -> None:

@@ -5,13 +5,11 @@ MultiConnector's children go through `get_connector_class` and never through `cr
 not wrapped, except `update_connector_output`: it gets the results of the loads.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from _thread import get_ident
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import applying, clock, engine_log, metrics
@@ -21,16 +19,14 @@ from kvfix.engine_state import places
 from kvfix.session import session
 
 KEY = "connector events"
-#: Key of the wrapper that promises nothing for an audited hit. It sorts before KEY, so it is the inner wrapper, and
-#: kvfix records the answer that vLLM gets.
+#: Key of the wrapper of an audited hit. It sorts before KEY: this inner wrapper answers, and kvfix records the answer.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
 
 #: {wrapped hook: (method of WatchedConnector that runs before the hook, method that gets its answer)}. "": none. kvfix
-#: also records the exceptions of these hooks, and the hook that runs now. `places.LAYER_HOOKS` are wrapped too if the
-#: configuration has `layers`.
+#: also records the exceptions of these hooks, and the hook that runs now. With `layers` it wraps `places.LAYER_HOOKS`.
 HOOKS = {
     name: [each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}")]
     for name in places.HOOKS
@@ -38,9 +34,33 @@ HOOKS = {
 #: EngineCore dies if one of these raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
-
 #: {thread that runs a wrapped function: the exception that kvfix has recorded in this thread}
 _errors: dict[int, BaseException | None] = {}
+
+
+def settle(module: ModuleType) -> None:
+    """Add the wrappers to this module, or remove all wrappers if the configuration needs none. Idempotent."""
+    if session.config is None or not session.config.watches:
+        remove_all()
+    elif hasattr(module, "Scheduler"):
+        for name in _SCHEDULER:  # to record exceptions, and running and waiting requests
+            if callable(vars(module.Scheduler).get(name)):
+                applying.attach(module.Scheduler, name, KEY, functools.partial(_around, name, "", ""))
+    else:
+        watch_factory(module.KVConnectorFactory)
+
+
+def remove_all() -> None:
+    """Remove every wrapper and everything that was recorded."""
+    applying.detach(KEY)
+    applying.detach(AUDIT)
+    if session.factory is not None:
+        factory, original = session.factory
+        factory.get_connector_class = original
+        session.factory = None
+    signals.remove()
+    watchdog.stop()
+    session.restart_recording()
 
 
 def watch_factory(factory: Any) -> None:
@@ -60,12 +80,6 @@ def watch_factory(factory: Any) -> None:
     factory.get_connector_class = classmethod(get_connector_class)
 
 
-def release_factory() -> None:
-    if session.factory is not None:
-        factory, factory.get_connector_class = session.factory[0], session.factory[1]
-        session.factory = None
-
-
 def watch_class(connector_class: type) -> None:
     """Wrap the hooks that this class or one of its bases defines. Idempotent."""
     for name, (before, after) in HOOKS.items():
@@ -83,13 +97,6 @@ def _attach(connector_class: type, name: str, decorate: Callable[[Any], Any]) ->
         if callable(vars(owner).get(name)):
             applying.attach(owner, name, KEY, decorate)
             return
-
-
-def watch_scheduler(scheduler_class: type) -> None:
-    """Wrap the scheduler, to record its exceptions and its running and waiting requests."""
-    for name in _SCHEDULER:
-        if callable(vars(scheduler_class).get(name)):
-            applying.attach(scheduler_class, name, KEY, functools.partial(_around, name, "", ""))
 
 
 def _around(name: str, before: str, after: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,10 +137,7 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
 
 
 def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call this method. Log an error in it once for all connectors.
-
-    After an error the record has gaps: no rule checks this connector any more.
-    """
+    """Call this method. After an error, which is logged once, the record has gaps: no rule checks this connector."""
     try:
         getattr(watched, what)(*args, **kwargs)
     except violations.Violation:

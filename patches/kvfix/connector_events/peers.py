@@ -5,8 +5,6 @@ ended leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219
 NIXL has these methods since vLLM 0.26. In earlier releases kvfix does not know how a lease has ended.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any
@@ -22,10 +20,7 @@ LONGEST = 256
 
 
 class _Peer(Reader):
-    """The metadata have the blocks of a load.
-
-    The scheduler keeps requests in the containers `_SCHEDULER`, the worker in `_WORKER`.
-    """
+    """The metadata have the blocks of a load. `_SCHEDULER`, `_WORKER`: where scheduler and worker keep requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()
@@ -49,9 +44,8 @@ class _Peer(Reader):
         """Leave out requests without blocks: for these, decode only notifies prefill."""
         return [self._span(name, meta) for name, meta in self._received(metadata) if any(meta.local_block_ids)]
 
-    def _received(self, metadata: Any) -> Iterable[tuple[str, Any]]:
-        found: Iterable[tuple[str, Any]] = metadata.reqs_to_recv.items()
-        return found
+    def _received(self, metadata: Any) -> Any:
+        return metadata.reqs_to_recv.items()
 
     def _span(self, name: str, meta: Any) -> Span:
         """The metadata has only the blocks after the prefix hit (`relative`)."""
@@ -74,8 +68,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """A decode instance keeps blocks for the next turn. It keeps them longer than a prefill instance does
-        (nixl/pull_scheduler.py 0.32.0:250)."""
+        """A decode instance keeps blocks longer, for the next turn (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
@@ -102,8 +95,7 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """The registration stays valid until its deadline, also after an abort. After the deadline KVF322 reports the
-        load as failed."""
+        """A registration is valid until its deadline, also after an abort. Then KVF322 reports the load as failed."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 
@@ -182,14 +174,12 @@ def _is_watched(worker: Any, *_: Any, **__: Any) -> bool:
 
 def _reap_expired_send_leases(worker: Any, done_sending: set[str], *_: Any, **__: Any) -> Generator[None, Any, Any]:
     before = set(done_sending)
-    answer = yield
+    yield
     vars(worker)[_HELD].expired |= set(done_sending) - before
-    return answer
 
 
-def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any) -> Any:
+def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any) -> None:
     vars(worker)[_HELD].renew([name for name in payload.split(",") if name in worker._reqs_to_send])
-    return answer
 
 
 def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
@@ -199,15 +189,13 @@ def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
     if answer[0]:
         unsent = {each.p_req_id for each in before if not each.need_send or each.sent < each.need_send}
         vars(worker)[_HELD].expired |= unsent & answer[0]
-    return answer
 
-
-_around_expiry = around(_reap_expired_send_leases, _is_watched)
-_around_renewal = after(_handle_heartbeat, _is_watched)
-_around_report = around(_get_finished, _is_watched)
 
 #: {method by which kvfix recognizes the worker of NIXL or Mooncake: wrappers of its methods}
 _WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "_reap_expired_send_leases": {"_reap_expired_send_leases": _around_expiry, "_handle_heartbeat": _around_renewal},
-    "fetch_finished_sending_reqs": {"get_finished": _around_report},
+    "_reap_expired_send_leases": {
+        "_reap_expired_send_leases": around(_reap_expired_send_leases, _is_watched),
+        "_handle_heartbeat": after(_handle_heartbeat, _is_watched),
+    },
+    "fetch_finished_sending_reqs": {"get_finished": around(_get_finished, _is_watched)},
 }

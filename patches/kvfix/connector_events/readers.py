@@ -3,8 +3,6 @@
 The readers of vLLM's connectors that keep KV in the CPU's memory: OffloadingConnector, SimpleCPUOffloadConnector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -18,13 +16,12 @@ def reader(connector: Any) -> Reader:
     found = lmcache_readers.reader(connector)
     if found is not None:
         return found
-    if hasattr(getattr(connector, "connector_scheduler", None), "_generate_job_id"):
-        return Offloading(connector)
-    if hasattr(getattr(connector, "connector_worker", None), "_unsubmitted_store_jobs"):
+    scheduler, worker = (getattr(connector, f"connector_{role}", None) for role in ("scheduler", "worker"))
+    if hasattr(scheduler, "_generate_job_id") or hasattr(worker, "_unsubmitted_store_jobs"):
         return Offloading(connector)
     if hasattr(connector, "scheduler_manager") and hasattr(connector, "worker_handler"):
         return SimpleOffload(connector)
-    side = getattr(connector, "connector_scheduler", None) or getattr(connector, "connector_worker", None)
+    side = scheduler or worker
     if hasattr(side, "_nixl_handshake_listener_t") or hasattr(side, "nixl_wrapper"):
         return peers.OF_NIXL.get(getattr(side, "_TRANSFER_MODE", ""), Reader)(connector)
     if hasattr(side, "_reqs_not_processed") or hasattr(side, "reqs_need_send"):
@@ -64,8 +61,7 @@ def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
 class Offloading(Reader):
     """vLLM's OffloadingConnector (offloading/scheduler.py and worker.py, 0.32.0).
 
-    Loads and stores are jobs. A job can take longer than a step, and a store longer than its request. Jobs move whole
-    blocks.
+    Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store longer than its request.
     """
 
     leaves_out_stored = True
@@ -128,16 +124,14 @@ class SimpleOffload(Reader):
     """
 
     leaves_out_stored = True
-    #: kvfix drops notes of requests that the connector no longer knows, if there are more notes than twice the known
-    #: requests plus this number.
+    #: If there are more notes than twice the known requests plus this number, kvfix drops those of unknown requests.
     _SPARE = 64
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         #: None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: Both by request. `_computed`: the tokens that vLLM had when a hit was found. `_stored`: the end of what was
-        #: stored last.
+        #: {request: the tokens that vLLM had when a hit was found}, and {request: the end of its last store}.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 

@@ -3,18 +3,16 @@
 Hook calls without an event are only counted: otherwise steps without a change would push the history out of the queue.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from kvfix.ledger.events import Event
 from kvfix.session import session
 
 if TYPE_CHECKING:
     from kvfix.connector_events.watched import WatchedConnector
-    from kvfix.ledger.events import Event
 
 
 class Entry(NamedTuple):
@@ -39,7 +37,7 @@ def snapshot() -> list[Entry]:
     return []
 
 
-def connectors() -> list[WatchedConnector]:
+def connectors() -> "list[WatchedConnector]":
     """Return every watched connector and scheduler of this process that still exists."""
     return list(session.connectors.values()) if session.connectors is not None else []
 
@@ -49,7 +47,7 @@ def schedulers() -> list[Any]:
     return [found for each in list(session.schedulers) if (found := each()) is not None]
 
 
-def register(watched: WatchedConnector) -> None:
+def register(watched: "WatchedConnector") -> None:
     if session.connectors is None:
         session.connectors = WeakValueDictionary()
     session.connectors[watched.number] = watched

@@ -3,8 +3,6 @@
 A process with its own handler for SIGUSR2 keeps it. The handler of kvfix logs nothing: it may interrupt a log call.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """Reports a violation: one line in the log, a report and a dump; in `strict` an exception."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -37,29 +35,28 @@ class Violation(Exception):
         self.finding = finding
 
 
-def report(watched: WatchedConnector, hook: str, finding: Finding, error: Exception | None) -> None:
+def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exception | None) -> None:
     """Report that `hook` violated a rule. Raises Violation in mode `strict`, unless the hook itself has raised."""
     if _is_suppressed(finding):
         return
     session.violations[finding.code] = session.violations.get(finding.code, 0) + 1
     metrics.violated(finding.code)
     kind = f"{finding.code} {_without_numbers(finding.message)}"
+    what = f"{finding} (in {hook} of {watched.name})."
     if _is_due(kind):
         fixes = engine_log.guarded("kvfix.fix_status", fix_status.handling, finding) or []
         path = written(dump.write, "violation", finding)
         path = path and written(_write, watched, hook, finding, fixes, path)
         handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""
         where = f" Report: {path}" if path else ""
-        engine_log.warning(f"{finding} (in {hook} of {watched.name}).{handled}{where}")
+        engine_log.warning(what + handled + where)
     elif session.violations[finding.code] == 1:
-        engine_log.warning(
-            f"{finding} (in {hook} of {watched.name}). No report: the limit of {DUMPS} per process is reached."
-        )
+        engine_log.warning(f"{what} No report: the limit of {DUMPS} per process is reached.")
     if session.mode == "strict" and error is None:
         raise Violation(finding)
 
 
-def report_exception(watched: WatchedConnector, hook: str, event: Raised) -> None:
+def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
     """In mode `observe`: write a recorder file with the events before an exception of a hook."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(dump.write, "exception")
@@ -119,10 +116,7 @@ def _read(path: str) -> list[tuple[str, str]]:
     return [(parts[0], parts[1].strip() if len(parts) > 1 else "*") for parts in lines if parts]
 
 
-# ---------------------------------------------------------------------- the text of a report
-
-
-def _write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
+def _write(watched: "WatchedConnector", hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
     """Write the report next to the recorder file and return its path. Raises OSError."""
     entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]
     text = compose(
@@ -148,10 +142,7 @@ def compose(
     recording: str,
     who: Sequence[str] = (),
 ) -> str:
-    """Return the report of a finding from any source.
-
-    who: the process of each history entry, for records of several processes.
-    """
+    """Return the report of a finding. who: the process of each history entry, for records of several processes."""
     doc = next((rule.doc for rule in RULES if rule.code == finding.code), "").strip()
     parts = [
         RULE,
@@ -204,12 +195,10 @@ def _holds(scheduler: dict[str, int], kept: dict[str, int]) -> list[str]:
 
 
 def _fix(row: FixRow) -> str:
-    if row.verdict == "applied":
-        what = "is applied in this process, but the rule was violated: please report this"
-    elif row.verdict == "applicable":
-        what = f"fixes this, but is not applied in this process ({row.reason}): kvfix.apply(), or kvfix run -- CMD"
-    elif row.verdict == "opt-in":
-        what = f"fixes this, but is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD"
-    else:
-        what = f"may fix this; {row.verdict}: {row.reason}"
-    return f"{row.code} {row.slug} {what}"
+    why = row.reason
+    texts = {
+        "applied": "is applied in this process, but the rule was violated: please report this",
+        "applicable": f"fixes this, but is not applied in this process ({why}): kvfix.apply(), or kvfix run -- CMD",
+        "opt-in": f"fixes this, but is opt-in: kvfix explain {row.code}, then kvfix run --plus {row.code} -- CMD",
+    }
+    return f"{row.code} {row.slug} {texts.get(row.verdict, f'may fix this; {row.verdict}: {why}')}"

@@ -1,8 +1,7 @@
 """Report an engine that stands still: its requests wait, and none has made progress for KVFIX_WATCHDOG seconds.
 
 Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals,
-takes no lock and calls no function of the engine. It reports each standstill once. The engine stands still if one of
-these is true for the whole time:
+takes no lock, calls no function of the engine, and reports each standstill once. A standstill is one of these states:
 
 - the main thread is in one call of a hook, or of LMCache while the engine starts
 - requests wait, no request has computed a token or ended, and the workers compute nothing
@@ -14,8 +13,6 @@ These are not standstills:
 - a step that the workers have not answered yet, such as a long prefill or a compilation
 - a decode instance that makes steps while its requests wait for prefill: the connector has a timeout for that wait
 """
-
-from __future__ import annotations
 
 import os
 import threading

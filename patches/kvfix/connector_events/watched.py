@@ -2,11 +2,8 @@
 
 `before_HOOK` and `after_HOOK` run before and after this hook (`hooks.HOOKS`). They take the hook's own parameters
 (vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
-step must not grow with the number of running requests: a running request is recorded only if the step loads or stores
-for it.
+step must not grow with the running requests: only those with a load or store in the step are recorded.
 """
-
-from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Iterable
@@ -25,8 +22,7 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from kvfix.connector_events.audit import Audit
 
-#: An ended request is checked for leaks after so many steps and so many seconds. Its transfers and lookups have ended
-#: by then.
+#: Steps and seconds after which an ended request is checked for leaks: its transfers and lookups have ended by then.
 STEPS, SECONDS = 32, 3.0
 #: A request is stuck if a load is still missing so many steps after its grant. A load is due in the next metadata.
 PATIENCE = 8
@@ -137,8 +133,10 @@ class WatchedConnector:
         if self._windows is not None:
             for lost in self._windows.step(answer, scheduler_output):
                 self._record(lost)
-        if loads is not None and self._granted:
-            self._look_for_stuck()
+        for name, since in list(self._granted.items()) if loads is not None else ():
+            if self.steps - since >= PATIENCE:
+                del self._granted[name]
+                self._record(ev.Stuck(name, self.steps - since))
         if self._ended:
             self._look_for_leaks()
 
@@ -308,12 +306,6 @@ class WatchedConnector:
             oldest = next(iter(self._given_up))
             del self._given_up[oldest]
             self._unanswered.discard(oldest)
-
-    def _look_for_stuck(self) -> None:
-        for name, since in list(self._granted.items()):
-            if self.steps - since >= PATIENCE:
-                del self._granted[name]
-                self._record(ev.Stuck(name, self.steps - since))
 
     def _look_for_leaks(self) -> None:
         """Check the ended requests that are due. They are sorted by time: stop at the first that is not due."""

@@ -1,11 +1,8 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
 This concerns the blocks of a sliding window and blocks with a state. A store's blocks are compared with vLLM's list for
-the request in the step of the store and in the next step. After that step the store may have ended, and the scheduler
-does not learn of it.
+the request in the step of the store and in the next one. Later the store may have ended, and the scheduler cannot know.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,11 +21,10 @@ class Read(NamedTuple):
     blocks: dict[int, int]
 
 
-def stores(connector: Any) -> Stores | None:
+def stores(connector: Any) -> "Stores | None":
     """Return a Stores for the scheduler's connector, or None.
 
-    None: the model has no sliding windows or states, or only one KV group, or vLLM does not call
-    `bind_kv_cache_manager`.
+    None: the model has one KV group, or no windows or states; or vLLM does not call `bind_kv_cache_manager`.
     """
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
@@ -84,10 +80,7 @@ class Stores:
                 yield Read(name, group, start, end, dict(zip(places, blocks, strict=False)))
 
     def _lost(self, read: Read) -> list[int]:
-        """Return the blocks that are null, or not in vLLM's list any more.
-
-        A request without a list was preempted or has ended: return [].
-        """
+        """Return the blocks that are null or no longer in vLLM's list; [] if the request was preempted or has ended."""
         held = self._managers[read.group].req_to_blocks.get(read.request)
         if not held:
             return []

@@ -18,8 +18,6 @@ prompts or host names. None: not known. Times are seconds before the look.
      "unread": {"scheduler": "AttributeError ..."}}     what could not be read, and why
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -17,8 +17,6 @@ Each connector has a row, and so has each child of a MultiConnector:
      "threads": {"lookup_server": True}}   worker, in process: true if the thread that answers lookups runs
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,8 +64,7 @@ def _one(connector: Any) -> dict[str, Any]:
 def place(connector: Any) -> dict[str, Any]:
     """Return the connector's engine, data-parallel replica, rank and number of ranks; {} if it does not have them.
 
-    `engine_id` is the same in all processes and nodes of an engine (vllm/config/kv_transfer.py 0.32.0). A scheduler is
-    rank 0.
+    All processes of an engine have the same `engine_id` (vllm/config/kv_transfer.py 0.32.0). A scheduler is rank 0.
     """
     try:
         config = connector._vllm_config

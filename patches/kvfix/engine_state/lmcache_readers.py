@@ -1,7 +1,5 @@
 """Readers of LMCache's connectors, by the attributes of LMCache's releases (0.3.9 to 0.5.6)."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Collection, Iterable
@@ -24,12 +22,8 @@ class V1(Reader):
 
     _LOOKUPS = ("reqs_status", "aborted_lookups")
     _SETTINGS = (
-        "save_decode_cache",
-        "save_unfull_chunk",
-        "min_retrieve_tokens",
-        "max_tokens_per_load",
-        "enable_async_loading",
-    )
+        "save_decode_cache", "save_unfull_chunk", "min_retrieve_tokens", "max_tokens_per_load", "enable_async_loading",
+    )  # fmt: skip
     _KEPT = ("load_specs", "_request_trackers", "_unfinished_requests", "_requests_priority")
 
     def __init__(self, connector: Any) -> None:
@@ -106,10 +100,7 @@ class V1(Reader):
         return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
-        """Leave out an aborted lookup that is answered: the next lookup of any request removes it.
-
-        (lmcache_async_lookup_client.py 0.5.6:260)
-        """
+        """Leave out answered aborted lookups: the next one removes them (lmcache_async_lookup_client.py 0.5.6:260)."""
         if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
             return [where for where in super().left(request) if not where.startswith("lookup_client.")]
         return super().left(request)
@@ -117,7 +108,9 @@ class V1(Reader):
     def add_state(self, state: dict[str, Any]) -> None:
         impl = self.impl
         manager = getattr(impl, "_manager", None)
-        client = _unwrapped(self.client)
+        client = self.client
+        for _ in range(4):  # wrappers only count or limit lookups (hit_limit_lookup_client.py 0.5.6:31)
+            client = getattr(client, "actual_lookup_client", None) or client
         engine = getattr(impl, "lmcache_engine", None)
         state["chunk_size"] = getattr(impl, "_lmcache_chunk_size", None)
         state["lookup_timeout"] = self._timeout
@@ -139,16 +132,6 @@ class V1(Reader):
         server = getattr(impl, "lookup_server", None) or getattr(manager, "_lookup_server", None)
         thread = getattr(server, "thread", None)
         state["threads"] = {} if thread is None else {"lookup_server": thread.ident in sys._current_frames()}
-
-
-def _unwrapped(client: Any) -> Any:
-    """Return the client that sends lookups. Wrappers only count or limit (hit_limit_lookup_client.py 0.5.6:31)."""
-    for _ in range(4):
-        inner = getattr(client, "actual_lookup_client", None)
-        if inner is None:
-            break
-        client = inner
-    return client
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
@@ -215,9 +198,8 @@ class MP(Reader):
         ]
 
     def stores(self, metadata: Any) -> Spans:
-        return [
-            (meta.request_id, meta.op.start, meta.op.end) for meta in metadata.requests if meta.direction == "STORE"
-        ]
+        metas = [meta for meta in metadata.requests if meta.direction == "STORE"]
+        return [(meta.request_id, meta.op.start, meta.op.end) for meta in metas]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         adapter = getattr(self.connector, "scheduler_adapter", None)
@@ -280,8 +262,7 @@ def _server_ports(connector: Any) -> list[int]:
 
 
 def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
-    """Add the counts of LMCacheMPRequestTracker. LMCache counts in blocks up to 0.4.6, and in tokens since 0.4.7.
-    vLLM's copy counts in blocks."""
+    """Add the counts of LMCacheMPRequestTracker. vLLM's copy and LMCache up to 0.4.6 count in blocks, not in tokens."""
 
     def tokens(name: str) -> int:
         in_blocks = getattr(tracker, f"num_{name}_blocks", None)

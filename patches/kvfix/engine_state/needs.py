@@ -4,8 +4,6 @@
 of full attention and of sliding windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +11,16 @@ from typing import Any
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
 
 
-def held(scheduler: Any, request: Any) -> tuple[list[Any], ...]:
-    """Return the blocks of this request, by KV group."""
-    found: tuple[list[Any], ...] = scheduler.kv_cache_manager.coordinator.get_blocks(request.request_id)
-    return found
+def held(scheduler: Any, request: Any) -> Any:
+    """Return the blocks of this request, a list for each KV group."""
+    return scheduler.kv_cache_manager.coordinator.get_blocks(request.request_id)
 
 
 def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved: int | None) -> int | None:
     """Return the free blocks that the request needs to be admitted; None if they are not known.
 
     promised: tokens that the connector would load, if the request has no computed tokens yet.
-    between: True if they are loaded between steps, False if within the step that computes the rest.
-    reserved: the result of `reserved`.
+    between: True if they load between steps, False if within the step that computes the rest. reserved: of `reserved`.
 
     The watermark for running requests is left out: if any request runs, the engine does not stand still.
     """

@@ -5,8 +5,6 @@ engine in the user's own process is on the stack while it computes. Otherwise a 
 engine. `gc` cannot find it: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -148,9 +146,6 @@ def where(error: Exception) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return type(error).__name__ + ("" if trace is None else f" ({_file(trace.tb_frame)}:{trace.tb_lineno})")
-
-
-# ---------------------------------------------------------------------- of kvfix itself
 
 
 def kvfix() -> dict[str, Any] | None:

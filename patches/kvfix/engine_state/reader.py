@@ -4,14 +4,12 @@ A reader changes nothing. The recorder calls it before and after hooks. If it ra
 recorded, but no rule is checked any more. A look calls `add_state` between any two bytecodes of the main thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
-from typing import Any, Optional
+from typing import Any
 
 #: (request, first token, end)
 Span = tuple[str, int, int]
-Spans = Optional["list[Span]"]
+Spans = list[Span] | None
 #: Name in `Reader.kept` of the chunks that a lookup has pinned for its load.
 PINS = "pins of the worker"
 

@@ -19,11 +19,8 @@ A request has these fields:
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
-With `full`, it also has "block_ids" ([[...]], one list for each KV group) and "hashes" (hashes of its whole blocks, in
-hexadecimal).
+With `full`, it also has "block_ids" ([[...]], a list for each KV group) and "hashes" (hexadecimal, of whole blocks).
 """
-
-from __future__ import annotations
 
 import time
 from typing import Any
@@ -34,11 +31,10 @@ from . import needs
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
 _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
+Row = dict[str, Any]
 
 
-def read(
-    scheduler: Any, engine: Any, held: dict[str, dict[str, Any]], recorded: dict[str, dict[str, Any]], full: bool
-) -> dict[str, Any] | None:
+def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, Row], full: bool) -> Row | None:
     """Return the state; None without a scheduler. held, recorded: {request: row} of connectors and recorder."""
     if scheduler is None:
         return None
@@ -72,8 +68,7 @@ def read(
             "cached": len(pool.cached_block_hash_to_block),
             "reserved": reserved,
         },
-        # EngineCore uses a queue with asynchronous scheduling or pipeline parallelism. Otherwise a step is answered
-        # before the next one begins.
+        # Without asynchronous scheduling and pipeline parallelism, a step is answered before the next one begins.
         "answers": None if engine is None else len(getattr(engine, "batch_queue", None) or ()),
         "deferred": sum(len(blocks) for _, blocks in list(getattr(scheduler, "deferred_frees", ()))),
         "ended_reports": sorted(set(scheduler.finished_recving_kv_req_ids) - set(scheduler.requests)),
@@ -92,14 +87,12 @@ def _requests(scheduler: Any) -> list[tuple[Any, str]]:
     return found + [(each, "ended" if each.status.name.startswith("FINISHED") else "") for each in rest]
 
 
-def _row(
-    scheduler: Any, request: Any, queue: str, held: dict[str, Any], recorded: dict[str, Any], now: float
-) -> dict[str, Any]:
+def _row(scheduler: Any, request: Any, queue: str, held: Row, recorded: Row, now: float) -> Row:
     name = request.request_id
     report = "loaded" if name in scheduler.finished_recving_kv_req_ids else ""
     if name in getattr(scheduler, "failed_recving_kv_req_ids", ()):
         report = "failed"
-    row: dict[str, Any] = {
+    row: Row = {
         "id": name,
         "status": request.status.name,
         "queue": queue,

@@ -1,16 +1,13 @@
 """The fixes. One file is one bug. `modules` finds the files by their names, without importing them.
 
-`fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed.
-
-Each folder is a component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its multi-process connectors.
-`scheduler`, `offloading`, `nixl` and `mooncake` are vLLM's. `unfixable` has the bugs that cannot be fixed from outside,
-each with a workaround.
+`fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed. Each folder is a
+component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its multi-process connectors. `scheduler`,
+`offloading`, `nixl` and `mooncake` are vLLM's. `unfixable` has bugs with a workaround in place of a fix.
 """
 
 from __future__ import annotations
 
-#: Codes of fixes (KVF), rules (KVR) and findings (KVD) that are gone, and are never used again.
-#: {code: why it is gone, and what to read instead}
+#: {code of a fix, rule or finding that is gone, and never used again: why it is gone, and what to read instead}
 RETIRED = {
     "KVF368": (
         "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 describes "

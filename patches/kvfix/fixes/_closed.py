@@ -136,25 +136,18 @@ def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
-def recompute_all(preempted: Any) -> Callable[..., Any]:
-    """vLLM's scheduler, after a failed load: preempt all requests and drop the output of their steps in flight.
-
-    preempted: the status of a preempted request.
-    """
-
-    def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        forget_cached(scheduler, answer)
-        for request in scheduler.requests.values():
-            if request.status == preempted and hasattr(request, "drop_stale_output"):
-                request.drop_stale_output = request.num_stale_output_tokens > 0
-        while scheduler.running:
-            request = scheduler.running.pop()
-            request._kvfix_compute = True  # for KVF205: LMCache promises nothing
-            try:
-                scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-            except TypeError:  # to 0.31
-                scheduler._preempt_request(request, time.monotonic())
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        return answer
-
-    return recompute_all
+def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """vLLM's scheduler, after a failed load: preempt all requests and drop the output of their steps in flight."""
+    forget_cached(scheduler, answer)
+    for request in scheduler.requests.values():
+        if request.status.name == "PREEMPTED" and hasattr(request, "drop_stale_output"):
+            request.drop_stale_output = request.num_stale_output_tokens > 0
+    while scheduler.running:
+        request = scheduler.running.pop()
+        request._kvfix_compute = True  # for KVF205: LMCache promises nothing
+        try:
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        except TypeError:  # to 0.31
+            scheduler._preempt_request(request, time.monotonic())
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    return answer

@@ -51,35 +51,14 @@ def store_nothing(impl: Any, request: Any) -> None:
         request.token_ids, request.slot_mapping = [], request.slot_mapping[:0]
 
 
-def fix_producer(is_meant: Callable[[Any], Any]) -> Fixing:
-    """For `wait_for_save`: a kv_producer stores nothing for the requests for which `is_meant` is true.
+def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
+    """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
 
+    The second one is for layerwise stores. The loads need the tokens of the request, so it removes the tokens after the
+    loads have read them. A wrapper of `save_kv_layer` would run once for each layer.
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
-    wrap = fix_before(when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing)
-    return wrap(_store_nothing_of(is_meant))
 
-
-def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Fixing:
-    """For `start_load_kv`: the same as `fix_producer` for layerwise stores.
-
-    The loads need the tokens of the request. This wrapper removes the tokens after the loads have read them. A wrapper
-    of `save_kv_layer` would run once for each layer.
-    """
-    store_nothing_of = _store_nothing_of(is_meant)
-
-    @fix_after(
-        when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
-        on_fault=_closed.worker_saves_nothing,
-    )
-    def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        store_nothing_of(impl)
-        return answer
-
-    return start_load_kv
-
-
-def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
     def store_nothing_of(impl: Any, *_: Any, **__: Any) -> bool:
         requests = impl._parent._get_connector_metadata().requests
         meant = [request for request in requests if request.save_spec and is_meant(request)]
@@ -87,7 +66,15 @@ def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
             store_nothing(impl, request)
         return bool(meant)
 
-    return store_nothing_of
+    @fix_after(
+        when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
+        on_fault=_closed.worker_saves_nothing,
+    )
+    def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
+        store_nothing_of(impl)
+
+    wrap = fix_before(when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing)
+    return wrap(store_nothing_of), start_load_kv
 
 
 def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:

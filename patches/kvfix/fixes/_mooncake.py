@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 from kvfix.fixes.api import Any, engine_log, stubs
@@ -11,17 +12,11 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the ids of the requests whose load by this coroutine's message to a prefill rank has ended.
-
-    Each message has its own coroutine.
-    """
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
+    """Return the requests whose load by the message of this coroutine, to a prefill rank, has ended."""
     known: set[str] = set()
-    if task is not None:
-        known = vars(worker).setdefault("_kvfix_settled", WeakKeyDictionary()).setdefault(task, known)
+    with suppress(RuntimeError):  # no loop runs
+        if (task := asyncio.current_task()) is not None:
+            known = vars(worker).setdefault("_kvfix_settled", WeakKeyDictionary()).setdefault(task, known)
     return known
 
 

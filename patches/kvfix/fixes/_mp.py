@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
-from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, Any, stubs
+from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, Any, Probe, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
@@ -135,17 +135,22 @@ def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: i
     return connector, tracker
 
 
-def finds(hook: Callable[..., Any], module: ModuleType, **more: Any) -> bool:
-    """For probes: return True if `get_num_new_matched_tokens` has a hit for a request with these attributes."""
-    return bool(hook(scheduler_side(module, found=512), stubs.request(2048, **more), 0)[0])
+def looks_up(**more: Any) -> tuple[Probe, Probe]:
+    """Return probes of `get_num_new_matched_tokens` and `on_new_request`, for a request with these attributes.
 
+    512 tokens are cached. Wrong is a hit, or to send a lookup when the request arrives.
+    """
 
-def looks_up_on_arrival(hook: Callable[..., Any], module: ModuleType, **more: Any) -> bool:
-    """For probes: return True if `on_new_request` sends a lookup for a request with these attributes."""
-    connector = scheduler_side(module)
-    connector._eager_prefetch, connector._role = True, module.KVConnectorRole.SCHEDULER
-    hook(connector, stubs.request(2048, resumable=False, **more))
-    return "maybe_submit_lookup_request" in connector.scheduler_adapter.names()
+    def finds(hook: Callable[..., Any], module: ModuleType) -> bool:
+        return bool(hook(scheduler_side(module, found=512), stubs.request(2048, **more), 0)[0])
+
+    def asks_on_arrival(hook: Callable[..., Any], module: ModuleType) -> bool:
+        connector = scheduler_side(module)
+        connector._eager_prefetch, connector._role = True, module.KVConnectorRole.SCHEDULER
+        hook(connector, stubs.request(2048, resumable=False, **more))
+        return "maybe_submit_lookup_request" in connector.scheduler_adapter.names()
+
+    return finds, asks_on_arrival
 
 
 def worker_side(**more: Any) -> Any:

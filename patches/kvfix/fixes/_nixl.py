@@ -5,8 +5,7 @@ from kvfix.fixes.api import NIXL_BASE_WORKER, Any, stubs
 
 def now() -> float:
     """Return the seconds of the clock by which NixlConnector's leases end. The lab replaces this clock."""
-    seconds: float = NIXL_BASE_WORKER.imported.time.perf_counter()
-    return seconds
+    return float(NIXL_BASE_WORKER.imported.time.perf_counter())
 
 
 def fail_load(worker: Any, request_id: str, *_: Any, **__: Any) -> Any:
@@ -79,7 +78,6 @@ def allocated(*blocks: int) -> Any:
     return stubs.Stub(get_unhashed_block_ids_all_groups=lambda: (list(blocks),))
 
 
-def registration(module: Any, **data: Any) -> bytes:
-    """For probes: return the notice with which a decode rank registers the blocks of a request."""
-    notice: bytes = module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode({"request_id": stubs.NAME, **data})
-    return notice
+def registration(module: Any, **data: Any) -> Any:
+    """For probes: return the notice with which a decode rank registers the blocks of a request, as bytes."""
+    return module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode({"request_id": stubs.NAME, **data})

@@ -52,7 +52,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
             manager.complete_store(keys, context, success=success and bool(kept))
 
         with replaced(scheduler, manager=View(manager, complete_store=complete_store)):
-            answer = yield
+            yield
         size = scheduler.config.blocks_per_chunk
         for number, (_, request) in stores.items():
             for place, group in enumerate(request.group_states) if number not in scheduler._jobs else ():
@@ -60,20 +60,16 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
                     before = group.next_stored_chunk_idx * size
                     group.block_ids[:before] = [0] * len(group.block_ids[:before])
                 group.next_stored_chunk_idx = 0
-        return answer
 
     return update_connector_output
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata. The mark tells the worker that the scheduler handles failed copies. Without the mark, the
-    worker never reports failed copies as done.
-    """
+    """Mark the metadata: the scheduler handles failed copies. Without the mark, a worker never reports one as done."""
 
     @fix_after()
-    def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+    def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:
         setattr(metadata, mark, True)  # the attributes of the metadata are sent to the workers
-        return metadata
 
     return build_connector_meta
 
@@ -93,18 +89,14 @@ def all_failed(mark: str, completed: str) -> Callable[..., Any]:
 
 
 def combines_reports(mark: str, completed: str) -> Fixing:
-    """Combine the reports of several ranks. A job has failed if one rank reports it as failed.
-
-    mark, completed: as in `all_failed`.
-    """
+    """Combine the reports of the ranks: a job has failed if one rank says so. mark, completed: as in `all_failed`."""
 
     @fix_after(
         when=lambda meta, answer, other, *_, **__: hasattr(meta, mark) or hasattr(other, mark),
         on_fault=all_failed(mark, completed),
     )
-    def aggregate(meta: Any, answer: Any, other: Any) -> Any:
+    def aggregate(meta: Any, answer: Any, other: Any) -> None:
         setattr(answer, mark, getattr(meta, mark, set()) | getattr(other, mark, set()))
-        return answer
 
     return aggregate
 
@@ -125,9 +117,8 @@ def reports_failed_loads(side: str, requests: str) -> Fixing:
         when=lambda connector, *_, **__: getattr(getattr(connector, side, None), requests, None),
         on_fault=all_loads_fail,
     )
-    def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
+    def get_transfer_results(connector: Any, answer: Any, *_: Any) -> None:
         failed = vars(getattr(connector, side)).pop(requests)
         answer.failed_recving.update(failed & answer.finished_recving)
-        return answer
 
     return get_transfer_results

@@ -31,14 +31,6 @@ def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
     return True
 
 
-def loads(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
-    """Return True if the request gets this prefill. Otherwise make it compute its prompt."""
-    if first(connector, prefill, request):
-        return True
-    compute(request)
-    return False
-
-
 def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[Fixing, Fixing]:
     """Let only the first request for a prefill read its blocks. Return two fixes.
 
@@ -49,7 +41,10 @@ def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[
 
     def reads(connector: Any, request: Any) -> bool:
         prefill = names(connector, request.kv_transfer_params)
-        return prefill is None or loads(connector, prefill, request)
+        if prefill is None or first(connector, prefill, request):
+            return True
+        compute(request)
+        return False
 
     @fix_after(when=lambda connector, answer, request, *_: is_to_load(request), on_fault=_closed.compute)
     def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
@@ -106,7 +101,6 @@ def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
 def compute(request: Any) -> None:
     """Make the request compute its prompt: remove the remote prefill, as vLLM does after the load.
 
-    Otherwise update_state_after_alloc treats a promise of 0 as a full hit and reports a load. The worker is then also
-    notified when the request is aborted.
+    Otherwise update_state_after_alloc treats a promise of 0 as a full hit and reports a load, even after an abort.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

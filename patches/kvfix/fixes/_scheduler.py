@@ -33,19 +33,14 @@ def connectors(scheduler: Any) -> tuple[Any, ...]:
     return connector, *getattr(connector, "_connectors", ())
 
 
-def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
-    """Yield LMCache's in-process adapters of this scheduler."""
-    for each in connectors(scheduler):
-        adapter = getattr(each, "_lmcache_engine", None)
-        if adapter is not None:
-            yield adapter
+def lmcache_adapters(scheduler: Any) -> list[Any]:
+    """Return LMCache's in-process adapters of this scheduler."""
+    found = [getattr(each, "_lmcache_engine", None) for each in connectors(scheduler)]
+    return [adapter for adapter in found if adapter is not None]
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """For probes: a scheduler in which these requests run. Each has blocks 3 and 4.
-
-    adapter: LMCache's adapter in the scheduler's connector.
-    """
+    """For probes: a scheduler in which these requests run, with blocks 3 and 4. adapter: of its LMCache connector."""
     manager = stubs.Stub(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,

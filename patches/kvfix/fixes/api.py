@@ -8,12 +8,11 @@ def fix(connector, answer, request, *_): ...
 """
 
 import functools
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from kvfix import engine_log, wrapping
+from kvfix import engine_log
 from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.record import AT_START, NEW_REQUESTS, PRIVATE, Fix, Fixing, Function, Owner, Probe, Target, Wrapper
@@ -28,37 +27,29 @@ __all__ = (
 Steps = Generator[Any, Any, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class _Fixing:
-    """The code of a fix that needs nothing of the function's module: the `fix` of a target.
+def _decorator(make: Callable[..., Wrapper], **options: Any) -> Callable[[Function], Fixing]:
+    """Decorate the code of a fix that needs nothing of the function's module: it becomes the `fix` of a target.
 
-    kind: before, after or around. options: its `when` and `on_fault` (kvfix.wrapping).
+    make: before, after or around. options: its `when` and `on_fault` (kvfix.wrapping).
     """
 
-    kind: str
-    code: Function
-    options: Mapping[str, Any]
+    def decorate(code: Function) -> Fixing:
+        def fixing(module: ModuleType) -> Wrapper:
+            return make(code, **options)
 
-    @property
-    def fails_closed(self) -> bool:
-        return self.options.get("on_fault") is not None
+        vars(fixing)["fails_closed"] = options.get("on_fault") is not None
+        return fixing
 
-    def __call__(self, module: ModuleType) -> Wrapper:
-        wrapper: Wrapper = getattr(wrapping, self.kind)(self.code, **self.options)
-        return wrapper
-
-
-def _decorator(kind: str, **options: Any) -> Callable[[Function], Fixing]:
-    return lambda code: _Fixing(kind, code, options)
+    return decorate
 
 
 #: `@fix_before(when=..., on_fault=...)` decorates the code of a fix that runs before the function.
-fix_before = functools.partial(_decorator, "before")
+fix_before = functools.partial(_decorator, before)
 #: The same for code that runs after the function.
-fix_after = functools.partial(_decorator, "after")
+fix_after = functools.partial(_decorator, after)
 #: The same for code that runs before and after the function. `answer = yield` calls the function. `yield (arguments,)`
 #: calls it with other arguments. Without a `yield` the code answers in place of the function.
-fix_around = functools.partial(_decorator, "around")
+fix_around = functools.partial(_decorator, around)
 
 
 def fix_calls(code: Function) -> Fixing:
@@ -153,10 +144,7 @@ def multi_process(
     for_0180: str = ">=0.4.4",
     place: int = 0,
 ) -> tuple[Target, ...]:
-    """Return targets for one function of all multi-process connectors.
-
-    If the broken releases of a connector are "", it has no target.
-    """
+    """Return targets for one function of all multi-process connectors, without those whose broken releases are ""."""
     broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
     return tuple(
         getattr(owner, function)(broken=releases, probe=probe, fix=fix, place=place)

@@ -31,8 +31,7 @@ MIXED_ROLL_OUT = "Mixed roll-out"
 FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
-#: The release of vLLM that kvfix was written for. If the record of a bug begins with this release, no earlier release
-#: was tested.
+#: The release of vLLM that kvfix was written for. If a bug's record begins with it, no earlier release was tested.
 _WRITTEN_FOR = "0.32.0"
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
@@ -94,10 +93,7 @@ class Owner:
         self.copy = copy
 
     def target(self, function: str, **more: Any) -> Target:
-        """Return the target for this function.
-
-        more: the other fields of `Target`. Without `probe`, no stub can show the bug.
-        """
+        """Return the target for this function. more: other fields of `Target`. No `probe`: no stub can show the bug."""
         full_name = f"{self.name}.{function}" if self.name else function
         return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": stubs.cannot_tell, **more})
 
@@ -135,8 +131,7 @@ class Fix:
     answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is promised. The
     default is "closed" if a decorated function of the fix has an `on_fault`.
     let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
-    harmless: () -> the reason that the bug does no harm in this process, or "" if it can do harm. For a bug that cannot
-    be fixed.
+    harmless: of an unfixable bug, () -> the reason that the bug does no harm in this process, or "" if it can do harm.
     """
 
     def __init__(

@@ -17,14 +17,17 @@ def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
     raise NotImplementedError("no probe for this fix")
 
 
-def raises(
-    error: type[Exception] | tuple[type[Exception], ...], hook: Callable[..., Any], *args: Any, **kw: Any
-) -> bool:
-    """Return True if this call raises this error. Any other error means that the probe does not fit the function."""
+def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
+    """Return True if this call raises this error, with this text in it. Another error: the probe does not fit the hook.
+
+    error: a type, or a tuple of types.
+    """
     try:
         hook(*args, **kw)
-    except error:
-        return True
+    except error as raised:
+        if text in str(raised):
+            return True
+        raise
     return False
 
 
@@ -127,8 +130,7 @@ def step(
 ) -> Any:
     """Return a scheduler output with one request, `new` or a cached one; without a request if `tokens` is 0.
 
-    computed, blocks: computed tokens and new blocks of a cached request. resumed: the cached request was preempted.
-    preempted: the request is preempted in this step.
+    computed, blocks: of a cached request. resumed: the request was preempted. preempted: in this step it is preempted.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(

@@ -1,7 +1,5 @@
 """The events of the ledger. Counts are in tokens; None: the source does not know the count."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 
@@ -225,7 +223,7 @@ class TimedOut(NamedTuple):
     waited: float
     at: float
 
-    def is_at_once_after(self, other: TimedOut) -> bool:
+    def is_at_once_after(self, other: "TimedOut") -> bool:
         """Return True if the pause between the two lookups was shorter than the wait of this lookup."""
         return self.at - other.at < 2 * self.waited
 

@@ -1,7 +1,5 @@
 """The ledger: one history per request, and the check of the rules at each event."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any, NamedTuple
 

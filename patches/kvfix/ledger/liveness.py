@@ -5,16 +5,13 @@ the `break` after `allocate_slots`; v1/core/sched/scheduler.py 0.32.0:1275-1282)
 running request, a transfer or a lookup ends. If nothing runs and nothing is in flight, the request waits for ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvfix.engine_state.scheduler import QUEUES
 
-#: A request waits for free blocks (PLACE), for its load, for the answer to its lookup, or for something outside the
-#: engine: the next part of a streamed prompt, or a grammar.
+#: A request waits for free blocks (PLACE), its load, its lookup, or something outside: streamed input, or a grammar.
 PLACE, LOAD, LOOKUP, OUTSIDE = "place", "load", "lookup", "outside"
 #: {status of vLLM in which a request waits for something outside of the engine: what it waits for}
 OUTSIDE_STATUSES = {
@@ -112,9 +109,8 @@ class Engine:
     workers: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
 
     @property
-    def scheduler(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.process["scheduler"]
-        return found
+    def scheduler(self) -> Any:
+        return self.process["scheduler"]
 
     @property
     def requests(self) -> list[dict[str, Any]]:
@@ -165,8 +161,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
     """Return (row, what it waits for) of the waiting requests.
 
-    vLLM stops at the first request that it has no blocks for. It does not read the lookup results of later requests, so
-    these wait for blocks too.
+    vLLM stops at the first request that it has no blocks for. Later requests then wait for blocks, not for lookups.
     """
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]

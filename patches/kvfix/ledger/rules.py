@@ -1,8 +1,7 @@
 """The rules: invariants of the token accounting. `kvfix explain` prints the docstring of a rule.
 
 A rule checks an event against the history so far. It returns None (valid), or ("violated" or "unknown", the arithmetic,
-the earlier event that this one contradicts). It returns "unknown" if the record began after the request, or if the
-source does not know a count.
+the earlier event that this one contradicts). "unknown": the record began after the request, or a count is not known.
 """
 
 from __future__ import annotations
@@ -147,12 +146,10 @@ def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
 
     These differences are correct (vllm/v1/core/sched/scheduler.py 0.32.0):
 
-    - up to one block more, if nothing is granted: for the connector, vLLM rounds a prefix hit down to whole blocks
-      (971-1027)
+    - up to one block more, if nothing is granted: the connector gets a prefix hit in whole blocks (971-1027)
     - one token less, after a load between steps that covers all tokens
     - up to a window less, with prefix replay (1053-1124, 3159-3170)
-    - fewer tokens, if nothing is granted and the KV groups have different hits: vLLM starts with the tokens that all KV
-      groups have (1029-1038)
+    - fewer tokens, if nothing is granted and the KV groups have different hits: the smallest hit counts (1029-1038)
     """
     if not event.first or history.asked is None or history.granted is None:
         return None

@@ -4,8 +4,6 @@ A look is the states of all processes (`kvfix.engine_state`). They are read one 
 looks or more: a report that is on its way at the first look has arrived at the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +12,7 @@ from kvfix.ledger.liveness import LOAD, LOOKUP, Engine
 
 #: Seconds after which a hook counts as stuck.
 HOOK = 3.0
-#: Seconds after which a transfer or a lookup counts as not answered. LATE: if no request moves. LATER: if other
-#: requests move.
+#: Seconds after which a transfer or a lookup counts as not answered: if no request moves, and if other requests move.
 LATE, LATER = 5.0, 30.0
 #: Fields of a request that do not change during one wait.
 _OF_A_WAIT = ("computed", "total", "preemptions")
@@ -55,9 +52,6 @@ def verdicts(looks: Sequence[Look]) -> list[Verdict]:
             if each.request not in {other.request for other in found if other.request}:
                 found.append(each)
     return found
-
-
-# ---------------------------------------------------------------------- comparing looks
 
 
 def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
@@ -118,8 +112,7 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
     """Return the newest looks with the same processes in the same hooks as the last look, if there are two or more.
 
-    Otherwise return all looks. A process that entered a hook after the first look may block all other processes, so
-    earlier looks show another situation.
+    Otherwise return all looks. A process that enters a hook may block all others: earlier looks show another situation.
     """
     hooks = {each["pid"]: each["hook"] for each in looks[-1].processes if each.get("hook")}
     first = len(looks) - 1
@@ -134,9 +127,6 @@ def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
     steps = {after.process["pid"]: steps_between(before, after) for before, after, _ in engines(looks)}
     count = steps.get(process["pid"])
     return span >= HOOK and not (moved(looks) if count is None else count > span / 2)
-
-
-# ---------------------------------------------------------------------- the rules, the worst first
 
 
 def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
@@ -265,10 +255,9 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
             who = "no worker answers" if in_process else "the LMCache server does not answer"
             helps = f"waiting helps: the lookup times out after {timeout:g} s, and vLLM computes the request"
             helps += "; without KVF011 EngineCore may crash then" if in_process else ""
+            code, name = ("KVD211", "lookups-given-up") if in_process else ("KVD204", "server-does-not-answer")
             yield Verdict(
-                "KVD211" if in_process else "KVD204",
-                "lookups-given-up" if in_process else "server-does-not-answer",
-                row["id"],
+                code, name, row["id"],
                 f"{row['id']} has waited {waits:.0f} s for its lookup, which {who}",
                 "read LMCache's log " + ("of the workers" if in_process else "of the server, and check that it runs"),
                 helps if timeout > waits else "waiting does not help",
@@ -278,8 +267,7 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
     """No request can move at both looks, and none has moved between them.
 
-    There is no verdict within a step, where the queues are not complete. There is none while a process stays in one
-    hook: that hook may be the cause.
+    There is no verdict within a step (incomplete queues), or while a process stays in one hook (maybe the cause).
     """
     if moved(looks) or any(in_hooks(looks)):
         return
@@ -319,21 +307,12 @@ def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
 def _without_lmcache(looks: Sequence[Look]) -> Iterator[Verdict]:
     """A connector runs without its cache at every look."""
     sick = [_sick(look) for look in looks]
-    for key, message in sick[-1].items():
-        if all(key in each for each in sick):
-            in_process = key[2] == "in process"
-            yield Verdict(
-                "KVD207" if in_process else "KVD204",
-                "worker-without-lmcache" if in_process else "server-does-not-answer",
-                "",
-                message,
-                "read the log of LMCache's start" if in_process else "start the LMCache server again",
-                "vLLM computes all tokens" + ("; waiting does not help" if in_process else " until the server answers"),
-            )
+    return (verdict for key, verdict in sick[-1].items() if all(key in each for each in sick))
 
 
-def _sick(look: Look) -> dict[tuple[int, int, str], str]:
-    found = {}
+def _sick(look: Look) -> dict[tuple[Any, ...], Verdict]:
+    """Return {(process, its rank or "server"): verdict} of the connectors without a cache."""
+    found: dict[tuple[Any, ...], Verdict] = {}
     for process in look.processes:
         for each in process.get("connectors") or ():
             if each.get("healthy") is not False:
@@ -341,21 +320,24 @@ def _sick(look: Look) -> dict[tuple[int, int, str], str]:
             rank = f"rank {each['rank']}" if each["role"] == "WORKER" else "the scheduler"
             why = f" ({each['why']})" if each.get("why") else ""
             if "threads" in each or "asynchronous" in each:
-                found[process["pid"], each["rank"], "in process"] = (
-                    f"{rank} runs without LMCache, which did not start{why}"
-                )
+                found[process["pid"], each["rank"]] = Verdict(
+                    "KVD207", "worker-without-lmcache", "",
+                    f"{rank} runs without LMCache, which did not start{why}",
+                    "read the log of LMCache's start",
+                    "vLLM computes all tokens; waiting does not help",
+                )  # fmt: skip
             else:
-                found[process["pid"], 0, "server"] = f"the LMCache server does not answer the pings of {rank}"
+                found[process["pid"], "server"] = Verdict(
+                    "KVD204", "server-does-not-answer", "",
+                    f"the LMCache server does not answer the pings of {rank}",
+                    "start the LMCache server again",
+                    "vLLM computes all tokens until the server answers",
+                )  # fmt: skip
     return found
 
 
+#: The worst first.
 _RULES: tuple[Callable[[Sequence[Look]], Iterator[Verdict]], ...] = (
-    _lookup_blocks,
-    _stands_in_hook,
-    _load_without_worker,
-    _load_not_answered,
-    _lookup_not_answered,
-    _cannot_move,
-    _kept_after_end,
-    _without_lmcache,
-)
+    _lookup_blocks, _stands_in_hook, _load_without_worker, _load_not_answered, _lookup_not_answered, _cannot_move,
+    _kept_after_end, _without_lmcache,
+)  # fmt: skip

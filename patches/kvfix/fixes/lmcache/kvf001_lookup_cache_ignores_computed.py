@@ -13,8 +13,7 @@ are too few free blocks, vLLM calls the hook again. The second call returns the 
 neither the computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
 
 If the hit is 256 tokens and 336 tokens are computed, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right
-numbers, so `update_state_after_alloc` raises. After chunked prefill or a preemption, vLLM can have more tokens than
-LMCache.
+numbers, so `update_state_after_alloc` raises. vLLM can have more tokens after chunked prefill or a preemption.
 
 Fix: If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request
 else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.

@@ -50,7 +50,6 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
             spec.vllm_cached_tokens, spec.lmcache_cached_tokens = vllm, lmcache
     for _, _, hit, name in as_hit:
         _save_from(hit, impl._request_trackers[name], [each for each in meta.requests if each.req_id == name])
-    return meta
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
@@ -72,31 +71,19 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
     """
     specs = {stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)}
     impl, tracker = stubs.scheduled(adapter, 900, tracked=900, computed=800, load_specs=specs)
-    try:
-        hook(impl, stubs.step(50, computed=800, blocks=list(range(60)), resumed=True))
-    except AssertionError as error:
-        if "Preempted request" not in str(error):
-            raise
-        return True
-    return len(tracker.token_ids) != 850
+    step = stubs.step(50, computed=800, blocks=list(range(60)), resumed=True)
+    return stubs.raises(AssertionError, hook, impl, step, text="Preempted request") or len(tracker.token_ids) != 850
 
 
 FIX = Fix(
     LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),
     effect="crash",
     evidence={
-        "KVD103": "",
-        "KVD104": "",
-        "KVD105": "",
-        "KVD106": "",
-        "KVD107": "",
+        "KVD103": "", "KVD104": "", "KVD105": "", "KVD106": "", "KVD107": "",
         "KVR011": "Preempted request|is preempted but was not given a load spec",
     },
     scenarios=(
-        "preempt-full-hit",
-        "preempt-local-exceeds-lmcache",
-        "preempt-min-retrieve",
-        "preempt-multiconnector-loser",
+        "preempt-full-hit", "preempt-local-exceeds-lmcache", "preempt-min-retrieve", "preempt-multiconnector-loser",
         "preempt-prompt-logprobs",
     ),
-)
+)  # fmt: skip

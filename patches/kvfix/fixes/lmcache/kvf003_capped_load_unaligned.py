@@ -9,7 +9,6 @@ Cause: `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that
 tokens are new (0.5.6 vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that both numbers are equal.
 
 Fix: The fix promises only the tokens between vLLM's computed tokens and the end of the LoadSpec.
-- Releases: LMCache 0.4.7 to 0.5.6, with `max_tokens_per_load` set.
 - Upstream: None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
 - Remove when: LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
 """

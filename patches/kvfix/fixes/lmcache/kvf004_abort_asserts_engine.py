@@ -7,8 +7,7 @@ Cause: The hook needs the cache engine, because it reports the abort to the stor
 engine. The scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 
 Fix: Without a cache engine, the hook handles an abort like any other end, and still cancels a lookup in flight.
-- Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340; fixed in
-  0.5.1.
+- Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340 (in 0.5.1).
 """
 
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, fix_around, stubs
@@ -20,10 +19,9 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, fix_around, stubs
     )
 )
 def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
-    answer = yield View(request, status=None), block_ids
+    yield View(request, status=None), block_ids
     if impl.async_loading and impl.lookup_client is not None:
         impl.lookup_client.cancel_lookup(request.request_id)
-    return answer
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:

@@ -13,42 +13,35 @@ LMCache removes the priority and the decoder (`disagg_spec`) of new requests onl
 
 Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers its pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
-- Remove when: `request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and
-  the lookup client, and `get_finished` unpins.
+- Remove when: `request_finished` and `get_finished` release all that the fix releases.
 """
 
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
-# An admitted request is in none of the three, but a resumed one can be in the last two. Every lookup adds the
-# request to one of the first two.
-@fix_after(
-    when=lambda impl, answer, request, *_, **__: (
-        request.request_id in impl.load_specs
-        or request.request_id in impl._requests_priority
-        or request.request_id in LMCACHE_V1.imported.tmp_disagg_tracker
-    )
-)
-def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
+def _kept(impl: Any) -> Any:
+    """A lookup adds its request to one of the first two, until the admission. A resumed one can be in the last two."""
+    return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
+
+
+@fix_after(when=lambda impl, answer, request, *_, **__: any(request.request_id in each for each in _kept(impl)))
+def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> None:
     name = request.request_id
     note(__name__, f"request {name} has ended before it was admitted")
-    impl.load_specs.pop(name, None)
-    impl._requests_priority.pop(name, None)
-    LMCACHE_V1.imported.tmp_disagg_tracker.pop(name, None)
+    for each in _kept(impl):
+        each.pop(name, None)
     # With asynchronous loading the hook itself cancels the lookup. It is cleaned up when its answer comes.
     if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
         impl.lookup_client.clear_lookup_status(name)
-    return answer
 
 
 @fix_after(when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
-def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
+def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> None:
     # With asynchronous loading this releases what the lookup has fetched.
     engine = impl.lmcache_engine
     if engine is not None:
         for name in finished_req_ids:
             engine.lookup_unpin(name)
-    return answer
 
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
@@ -79,10 +72,7 @@ FIX = Fix(
         ),
     },
     scenarios=(
-        "abort-while-waiting",
-        "async-abort-while-other-loads",
-        "decoder-left-after-resume",
-        "priority-left-after-resume",
-        "reused-id-gets-dead-hit",
+        "abort-while-waiting", "async-abort-while-other-loads", "decoder-left-after-resume",
+        "priority-left-after-resume", "reused-id-gets-dead-hit",
     ),
-)
+)  # fmt: skip

@@ -30,8 +30,7 @@ class Failed:
     """The failed blocks of a worker's last steps: as many steps as vLLM schedules before it gets the report.
 
     The metadata object identifies a step. It stays bound until the step is saved and vLLM has asked for its failed
-    blocks, in either order. Without asynchronous scheduling vLLM gets the report before it schedules the next step, so
-    one step is kept.
+    blocks, in either order. Without asynchronous scheduling vLLM has the report before the next step: one step is kept.
     """
 
     def __init__(self, config: Any) -> None:
@@ -57,10 +56,9 @@ def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end)
-def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
     """Act before the save by layers, which begins at the first layer."""
     _store_nothing_of_failed(impl)
-    return answer
 
 
 def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
@@ -89,13 +87,12 @@ fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_o
     when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
     on_fault=_closed.set_to("_kvfix_failed", None),
 )
-def fix_failed_blocks(impl: Any, blocks: set[int]) -> set[int]:
+def fix_failed_blocks(impl: Any, blocks: set[int]) -> None:
     if getattr(impl, "_kvfix_failed", ()) is None:  # an error before: nothing is stored any more
-        return blocks
+        return
     if not hasattr(impl, "_kvfix_failed"):
         impl._kvfix_failed = Failed(impl._vllm_config)
     impl._kvfix_failed.add(getattr(impl._parent, "_connector_metadata", None), blocks)
-    return blocks
 
 
 def _all_rolled_back(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -105,12 +102,11 @@ def _all_rolled_back(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(on_fault=_all_rolled_back)
-def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> None:
     for impl in _scheduler.lmcache_adapters(scheduler):
         rolled_back = vars(impl).setdefault("_kvfix_rolled_back", set())
         rolled_back.intersection_update(scheduler.requests)
         rolled_back.update(answer[0])
-    return answer
 
 
 # The hook runs in every step: a loop over all running requests would cost more than all other fixes together.

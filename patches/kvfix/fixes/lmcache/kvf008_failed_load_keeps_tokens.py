@@ -9,8 +9,7 @@ next step to the tracker's old tokens. The tracker then has more tokens than the
 
 Fix: Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. It cuts
 them to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
-- Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516; fixed in
-  0.4.1.
+- Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516 (in 0.4.1).
 """
 
 from kvfix.fixes import _closed

@@ -1,13 +1,12 @@
 """With asynchronous loading each abort makes lookups slower: the client leaks the id of every aborted request.
 
-Symptom: Nothing is logged. `aborted_lookups` grows by one id per aborted request, and each lookup reads all of them.
+Symptom: With `enable_async_loading`, `aborted_lookups` grows by one id per abort, and each lookup reads all of them.
 
 Cause: `request_finished` cancels the lookup of every aborted request, even if its lookup was answered and used long ago
 (0.5.6 vllm_v1_adapter.py:1903). `cancel_lookup` keeps the id until an answer comes, and none comes
 (lmcache_async_lookup_client.py 0.5.6:264-280).
 
 Fix: The fix does not cancel a lookup that the client does not have.
-- Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `cancel_lookup` checks whether the lookup exists.
 """
 

@@ -3,14 +3,13 @@
 Symptom: LMCache logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens
 so vllm can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
-Cause: With asynchronous loading the client gives up after `lookup_timeout_ms`. It returns 0 and deletes the start time
+Cause: With `enable_async_loading` the client gives up after `lookup_timeout_ms`. It returns 0 and drops the start time
 of the lookup, which still counts as in flight. If vLLM has no free blocks, it asks again in the next step, and the
 client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15 the client also does
 not cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
 
 Fix: After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has
 cleaned it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
-- Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
 - Remove when: `lookup_cache` returns an answer for a lookup that has timed out.
 """
@@ -26,10 +25,9 @@ def given_up(client: Any, lookup_id: str) -> bool:
 def _answered(client: Any, lookup_id: str) -> Steps:
     if given_up(client, lookup_id):
         return 0
-    answer = yield
+    yield
     if given_up(client, lookup_id):  # the hook gave up: cancel as in 0.4.1
         client.cancel_lookup(lookup_id)
-    return answer
 
 
 fix = fix_around()(_answered)
@@ -48,9 +46,7 @@ def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
 
 FIX = Fix(
     ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
-    ASYNC_LOOKUP_CLIENT.lookup(
-        broken="==0.3.10", probe=lambda hook, module: shows_bug(hook, module, []), fix=fix_0_3_10
-    ),
+    ASYNC_LOOKUP_CLIENT.lookup(broken="==0.3.10", probe=lambda *probed: shows_bug(*probed, []), fix=fix_0_3_10),
     effect="crash",
     evidence={"KVD114": "", "KVD211": "", "KVR011": "KeyError"},
     scenarios=("async-late-answer-left", "async-lookup-timeout"),

@@ -1,6 +1,6 @@
 """The CPU cache fills up: LMCache never releases chunks that were fetched for a request that then loads nothing.
 
-Symptom: With asynchronous loading, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates
+Symptom: With `enable_async_loading`, memory of the CPU cache is never freed. Later LMCache logs `No eviction candidates
 found in local cpu backend. Local cpu memory is under pressure.`
 
 Cause: A lookup with a hit fetches and pins the chunks. If vLLM's own prefix cache has at least as many tokens as the
@@ -10,7 +10,6 @@ pair of key and chunk for a chunk: `Error releasing memory object: 'tuple' objec
 
 Fix: When the pins of the request are released at the end of its step, the fix also releases the chunks that were
 fetched and not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up releases the chunks.
-- Releases: LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.
 - Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
 """
 
@@ -44,10 +43,9 @@ def fix_clean_up(engine: Any, lookup_id: str) -> Any:
 @fix_around()
 def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
     chunks = _lmcache.fetched(engine, more.get("req_id")) if engine.async_loading else []
-    answer = yield
+    yield
     for chunk in chunks:
         _lmcache.unpin(chunk)
-    return answer
 
 
 def shows_bug(hook: Any, engine: Any) -> bool:
@@ -55,12 +53,9 @@ def shows_bug(hook: Any, engine: Any) -> bool:
     cleaned: list[str] = []
     done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE
     stub = stubs.Stub(
-        lookup_pins={},
-        async_loading=True,
-        storage_manager=None,
+        lookup_pins={}, async_loading=True, storage_manager=None, cleanup_memory_objs=cleaned.append,
         event_manager=stubs.Stub(get_event_status=lambda kind, name: done),
-        cleanup_memory_objs=cleaned.append,
-    )
+    )  # fmt: skip
     hook(stub, stubs.NAME)
     return not cleaned
 

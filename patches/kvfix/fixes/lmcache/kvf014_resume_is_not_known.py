@@ -8,7 +8,6 @@ those of the resume. The old blocks now belong to other requests. LMCache stores
 of the resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
 Fix: The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
-- Upstream: None known; 0.3.10 handles resumed requests.
 """
 
 from kvfix import scheduling

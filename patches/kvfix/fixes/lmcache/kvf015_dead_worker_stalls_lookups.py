@@ -8,8 +8,7 @@ again. The lookup blocks the scheduler during this time, and so all running requ
 
 Fix: After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (One timeout is not
 enough: the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a
-minute. During a pause every lookup returns no hit. The first answer ends the pauses. The fix logs one line when the
-first pause begins, and one line when the pauses end.
+minute. During a pause every lookup returns no hit. The first answer ends the pauses. The log shows begin and end.
 - Releases: LMCache 0.3.9 to 0.5.6.
 - Remove when: LMCache's lookup transport backs off after a timeout.
 """
@@ -18,8 +17,7 @@ from kvfix import clock
 from kvfix.fixes.api import LOOKUP_CLIENT, ZMQ_CLIENT, Any, Fix, Steps, engine_log, fix_around, stubs
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-#: Seconds. Up to 0.3.15 a lookup does not report a timeout (3 s). An answer of 0 that took longer than SLOW counts as a
-#: timeout.
+#: Seconds. Up to 0.3.15 a lookup does not report its timeout (3 s): an answer of 0 counts as a timeout after SLOW.
 SLOW = 0.5
 
 
@@ -49,7 +47,6 @@ class Pause:
 
 
 def pause_of(holder: Any) -> Pause:
-    """The pause of this client or transport."""
     pause: Pause = vars(holder).setdefault("_kvfix_pause", Pause())
     return pause
 
@@ -64,7 +61,6 @@ def fix(transport: Any, message: Any) -> Steps:
         pause_of(transport).failed(transport.timeout_ms / 1000)
     elif pause is not None:
         pause.answered()
-    return answers
 
 
 @fix_around()
@@ -78,7 +74,6 @@ def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Steps:
         pause.failed(waited)
     else:
         pause.answered()
-    return hit
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

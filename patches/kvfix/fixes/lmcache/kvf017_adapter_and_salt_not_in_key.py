@@ -14,7 +14,6 @@ Mixed roll-out: Use the fix in all engines that share a cache, or in none of the
 salt. An engine with the fix does not find chunks that an engine without the fix has stored for this request. An engine
 without the fix still shares KV between adapters. After you add or remove the fix, the chunks of requests with an
 adapter or a salt are not found until they are stored again. Requests without adapter and salt keep their keys.
-- Releases: LMCache 0.3.9 to 0.5.6, with the in-process connector.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.
 - Remove when: LMCache has LoRA and cache_salt in its keys.
 """
@@ -52,10 +51,7 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Steps:
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Give each new request a tag that no other request has.
-
-    Promised loads then fail, and no request finds the stores.
-    """
+    """Give each new request a tag of its own. Promised loads then fail, and no request finds the stores."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
         new.sampling_params.extra_args = {

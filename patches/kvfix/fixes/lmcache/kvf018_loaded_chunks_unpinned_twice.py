@@ -33,8 +33,7 @@ class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
     `with load:` surrounds each stretch of the load's own code. Meanwhile other threads can release pins of the chunk,
-    and loads by layers run in turn. So a release counts for this load only if the thread of the stretch releases the
-    pin during the stretch.
+    and loads by layers run in turn. So a release counts for this load only in the thread of the stretch, and during it.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -127,7 +126,6 @@ def _layers(layers: Any, load: _Load) -> Iterator[Any]:
 
 
 name_request = _lmcache.layer_loads(lambda call, request: call.setdefault("req_id", request.req_id))
-
 
 FIX = Fix(
     CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, place=3),

@@ -9,7 +9,6 @@ the request. vLLM may have evicted the computed tokens by then. LMCache also cou
 
 Fix: The lookup asks for all chunks, as in the releases before and after.
 - Releases: LMCache 0.3.10.post2 and 0.3.11.
-- Upstream: None known; fixed in 0.3.12.
 - Remove when: LMCache 0.3.11 is no longer in use.
 """
 

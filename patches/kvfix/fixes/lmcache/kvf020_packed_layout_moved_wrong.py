@@ -10,8 +10,7 @@ row from the memory object, which has two planes: `[2, layers, tokens, heads * h
 gpu_connectors.py:325). So it uses half of the real distance between slots, and never moves one of the planes.
 
 Fix: The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object
-and V into the second, as in chunks from before vLLM 0.26. Chunks that were stored without the fix stay wrong. Clear the
-disk caches and the remote caches.
+and V into the second, as before vLLM 0.26. Chunks stored without the fix stay wrong: clear the disk and remote caches.
 - Releases: LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later; with `use_gpu_connector_v3` 0.5.0 to 0.5.6. LMCache 0.4.3
   to 0.4.6 fail on the packed layout. The layerwise connector refuses it. The multi-process mode does not have the bug.
 - Upstream: https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
@@ -86,10 +85,9 @@ def fix_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any)
     when=lambda engine, *_, **__: _EMPTY in getattr(engine.gpu_connector, "__dict__", ()),
     on_fault=lambda engine, mask, *_, **__: mask & False,
 )
-def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> Any:
+def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
     for start, end in vars(engine.gpu_connector).pop(_EMPTY):
         mask[start:end] = False
-    return mask
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
@@ -165,10 +163,7 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """The widest integer type that divides rows of `row` bytes.
-
-    It gives fewer elements, and every KV dtype is moved in the same way.
-    """
+    """The widest integer type that divides rows of `row` bytes. So every KV dtype moves alike, in fewer elements."""
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

@@ -22,19 +22,14 @@ from kvfix.fixes.api import AT_START, Any, Fix, Owner, Steps, fix_around
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
 
 
-@fix_around(
-    when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3]
-)
+@fix_around(when=lambda own, cache, slots, way, layout, *_: layout.name in SWAPPED and cache.shape[2] != cache.shape[3])
 def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False) -> Steps:
     swapped = getattr(type(layout), SWAPPED[layout.name])
     return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
 
 
 def shows_bug(hook: Any, operations: Any) -> bool:
-    """The token in slot 1, with two heads and blocks of one token: no index is out of range.
-
-    Right is the two rows of the token.
-    """
+    """The token in slot 1, with two heads and blocks of one token: no index is out of range. Right are its two rows."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
         return False  # re-exported by a package (0.5.6): another target has the module that defines it
     import torch  # the module has imported it
@@ -56,8 +51,7 @@ FIX = Fix(
     ),
     effect="wrong output",
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    # The operation has no answer for "not moved", and a worker must not raise. After an error of this fix, the
-    # function's own answer is used.
+    # The operation has no answer for "not moved", and a worker must not raise: after an error, its own answer is used.
     on_fault="original",
     attaches=AT_START,  # what it stored before would be loaded in the other order
 )

@@ -31,13 +31,12 @@ def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(on_fault=_own_lists)
-def fix(impl: Any, answer: Any, scheduler_output: Any) -> Any:
+def fix(impl: Any, answer: Any, scheduler_output: Any) -> None:
     for name in scheduling.resumed(scheduler_output):
         tracker = impl._request_trackers.get(name)
         if tracker is not None:
             note(__name__, f"request {name} is resumed")
             tracker.allocated_block_ids = list(tracker.allocated_block_ids)
-    return answer
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:

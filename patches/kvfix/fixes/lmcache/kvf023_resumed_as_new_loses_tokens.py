@@ -24,12 +24,11 @@ def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_co
 
 
 @fix_after(on_fault=_found_nowhere)
-def fix(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
+def fix(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> None:
     tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
     if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
         note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are passed to the tracker")
         tracker.token_ids = tokens[:num_tokens_to_compute].copy()
-    return tracker
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:

@@ -1,7 +1,6 @@
 """Wrong text with `save_decode_cache` and asynchronous scheduling: generated tokens are skipped or get wrong keys.
 
-Symptom: Nothing is logged. A request that begins with the generated text of another request, such as the next turn of a
-conversation, returns wrong text.
+Symptom: Nothing is logged. Requests that begin with generated text, as in a conversation's next turn, get wrong text.
 
 Cause: The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
 `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that position is in flight

@@ -60,8 +60,7 @@ def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
 def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     """Record the blocks that will not be loaded, and return how many tokens will be.
 
-    first: the number of these tokens, or None if there are none. An unhealthy LMCache yields a mask without tokens as
-    its first value.
+    first: the number of these tokens; None if there are none; a mask without tokens if LMCache is unhealthy.
     """
     loaded = 0 if first is None or first.dim() else int(first)
     start = len(mask) - int(mask.sum())

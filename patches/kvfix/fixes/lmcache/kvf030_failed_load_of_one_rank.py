@@ -35,10 +35,7 @@ _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class Unsaved:
-    """The saves that wait for the reports of all ranks.
-
-    There is one for each request, with all tokens of the request.
-    """
+    """The saves that wait for the reports of all ranks: one for each request, with all tokens of the request."""
 
     def __init__(self, config: Any) -> None:
         self.in_flight = scheduling.most_in_flight(config)
@@ -83,7 +80,7 @@ def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(when=_has_ranks, on_fault=_closed.drop_saves)
-def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
+def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> None:
     unsaved = getattr(impl, _UNSAVED, None) or Unsaved(impl._vllm_config)
     setattr(impl, _UNSAVED, unsaved)
     unsaved.step += 1
@@ -98,7 +95,6 @@ def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
         elif meta.req_id in due:
             _join(meta, due.pop(meta.req_id))
     metadata.requests[:0] = due.values()
-    return metadata
 
 
 def _saves(impl: Any, meta: Any) -> bool:
@@ -108,11 +104,7 @@ def _saves(impl: Any, meta: Any) -> bool:
     return bool(meta.save_spec.can_save or impl.kv_role == "kv_producer")
 
 
-def _is_put_off(request: Any) -> bool:
-    return getattr(request, _STORE_NOTHING, False)
-
-
-fix_stores, fix_layers = _lmcache.fix_producer(_is_put_off), _lmcache.fix_producer_layers(_is_put_off)
+fix_stores, fix_layers = _lmcache.skip_producer_stores(lambda request: getattr(request, _STORE_NOTHING, False))
 
 
 def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -124,13 +116,12 @@ def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(on_fault=_drop_all)
-def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> None:
     for impl in _scheduler.lmcache_adapters(scheduler):
         unsaved = getattr(impl, _UNSAVED, None)
         saves = unsaved.saves if unsaved is not None else {}
         for name in saves.keys() & answer[0]:
             del saves[name]
-    return answer
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:

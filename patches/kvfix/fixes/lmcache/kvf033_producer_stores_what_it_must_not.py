@@ -18,7 +18,7 @@ def _must_not_be_stored(request: Any) -> Any:
     return configs and configs.get("lmcache.skip_save") and request.disagg_spec is None
 
 
-fix, fix_layers = _lmcache.fix_producer(_must_not_be_stored), _lmcache.fix_producer_layers(_must_not_be_stored)
+fix, fix_layers = _lmcache.skip_producer_stores(_must_not_be_stored)
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:

@@ -4,11 +4,10 @@ Symptom: The worker logs `Error processing request from scheduler: Expected `str
 `Request ... is still waiting for async lookup after ... seconds`. The id of the request stays in the lookup client.
 
 Cause: A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
-asynchronous loading the scheduler sends the settings with the lookup. But the message is declared with strings only
+`enable_async_loading` the scheduler sends the settings with the lookup. But the message is declared with strings only
 (0.5.6 async_lookup_message.py:22), so the worker cannot decode it.
 
 Fix: The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
-- Releases: LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
 - Remove when: `LookupRequestMsg` takes settings of any type.
 """
 

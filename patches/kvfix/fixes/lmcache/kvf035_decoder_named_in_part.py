@@ -28,10 +28,9 @@ def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
 def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
     engine_log.warning("KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it")
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
-    answer = yield View(request, kv_transfer_params=others), num_external_tokens
+    yield View(request, kv_transfer_params=others), num_external_tokens
     if request.request_id in impl._unfinished_requests:  # the hook keeps what it is given
         impl._unfinished_requests[request.request_id] = request
-    return answer
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:

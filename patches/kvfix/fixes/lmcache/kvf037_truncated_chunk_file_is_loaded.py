@@ -47,13 +47,12 @@ def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
     end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
     mark = os.urandom(len(end))
     end[:] = list(mark)
-    answer = yield
+    yield
     if bytes(end) == mark:
         if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
             backend.dict.setdefault(key, entry)
     elif os.path.getsize(path) >= size:  # a short file may end within the mark
         _READS.short -= 1
-    return answer
 
 
 def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
@@ -86,7 +85,8 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
     if chunks is None:
         answer = load(*args, **kwargs)
         return answer if _READS.short == before else []
-    if _is_layer(chunks):
+    # `retrieve_layer` loads the chunks of one layer, and accepts no shorter list.
+    if len({getattr(key, "layer_id", None) for _, key, _ in chunks} - {None}) == 1:
         answer = load(*args, **kwargs)
         if _READS.short != before:
             what = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
@@ -100,11 +100,6 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
             break
         loaded.append(memory)
     return loaded
-
-
-def _is_layer(chunks: list[tuple[Any, ...]]) -> bool:
-    """True if these are the chunks of one layer. `retrieve_layer` loads them, and accepts no shorter list."""
-    return len({getattr(key, "layer_id", None) for _, key, _ in chunks} - {None}) == 1
 
 
 def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:
@@ -141,20 +136,16 @@ def _warn(what: str, path: str) -> None:
 
 
 @fix_after()
-def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> Any:
+def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> None:
     ret_mask[:] = False
     for _, _, start, end in answer[0]:
         ret_mask[start:end] = True
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A read of 32 bytes from an empty file. Wrong is to end without an error."""
     backend = stubs.Stub(os_disk_bs=4096, use_odirect=False, dict={})
-    try:
-        return hook(backend, stubs.NAME, bytearray(32), os.devnull) is None
-    except OSError:
-        return False
+    return not stubs.raises(OSError, hook, backend, stubs.NAME, bytearray(32), os.devnull)
 
 
 FIX = Fix(

@@ -2,17 +2,14 @@
 
 Symptom: No error. The external hit of a prompt never grows past the same token, although the prompt is used again and
 again. The chunks after that token are stored, the chunks before it are not. Requests that wait for blocks lead to this.
-
 After a miss, the last tokens of a prompt are not stored: as many as vLLM's own prefix cache held.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
-hit of 512 the first store begins at 1536.
+hit of 512 the first store begins at 1536. On a miss the hook returns before it records vLLM's computed tokens
+(0.5.5:1143), so the store ends too early.
 
-On a miss the hook returns before it records vLLM's computed tokens (0.5.5:1143), so the store ends too early.
-
-Fix: After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit. The fix also
-records the tokens that vLLM has computed.
+Fix: Until the admission, the fix sets the stored tokens to the hit after each answer, and records vLLM's own tokens.
 - Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """
@@ -21,15 +18,12 @@ from kvfix.fixes import _mp
 from kvfix.fixes.api import Any, Fix, fix_after, multi_process, stubs
 
 
-@fix_after(
-    when=lambda connector, answer, request, *_: answer[0] is not None and _mp.is_in(connector, request, "PREFETCHING")
-)
-def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> Any:
+@fix_after(when=lambda impl, answer, request, *_: answer[0] is not None and _mp.is_in(impl, request, "PREFETCHING"))
+def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> None:
     tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
     aligned = getattr(connector, "_hit_alignment_tokens", size)
     _mp.set_tokens(tracker, "num_stored", _mp.tokens(tracker, "num_lmcache_hit", size), size)
     _mp.set_tokens(tracker, "num_vllm_hit", num_computed_tokens // aligned * aligned, size)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -49,11 +43,9 @@ FIX = Fix(
     effect="lost hits",
     evidence={"KVR007": ""},
     scenarios=(
-        "mp-apc-hit-not-stored",
-        "mp-apc-hit-not-stored-in-tree",
-        "mp-lookup-double-count",
-        "mp-lookup-double-count-in-tree",
+        "mp-apc-hit-not-stored", "mp-apc-hit-not-stored-in-tree",
+        "mp-lookup-double-count", "mp-lookup-double-count-in-tree",
     ),
     # As released, vLLM's copy stores too little after a miss where vLLM has a prefix itself.
     changes_healthy=("mp-in-tree",),
-)
+)  # fmt: skip

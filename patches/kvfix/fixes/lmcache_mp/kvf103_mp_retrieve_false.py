@@ -21,8 +21,6 @@ from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, View, engine_log, fix_a
 
 
 def load(adapter: Any, future: Any, blocks: Any) -> Any:
-    """The future of a load into these blocks."""
-
     def failed() -> bool:
         adapter.error_block_ids.update(blocks)
         note(__name__, f"{len(blocks)} blocks of a failed load are reported")
@@ -49,10 +47,9 @@ def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> A
 
 # If the server does not answer, no load starts, and its blocks are reported already.
 @fix_after(when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed)
-def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
     future, blocks = adapter.retrieve_futures[request_id]
     adapter.retrieve_futures[request_id] = (load(adapter, future, blocks), blocks)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -60,11 +57,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
     failed = stubs.Stub(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
     failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
     adapter = _mp.worker_side(
-        lazy_offload=True,
-        mq_client=stubs.Stub(submit_request=lambda *_: failed),
+        lazy_offload=True, request_telemetry=stubs.Nothing(), mq_client=stubs.Stub(submit_request=lambda *_: failed),
         transfer_ctx=stubs.Stub(submit_retrieve=lambda *_, **__: failed),
-        request_telemetry=stubs.Nothing(),
-    )
+    )  # fmt: skip
     op = module.LoadStoreOp(token_ids=[0] * 32, block_ids=[3, 4], start=0, end=32)
     hook(adapter, stubs.NAME, op, stubs.Stub(ipc_handle=lambda: b""))
     if adapter.error_block_ids:

@@ -1,9 +1,8 @@
 """The server cannot evict chunks: a request that is aborted before its admission keeps read locks until they time out.
 
 Symptom: vLLM logs nothing. Chunks that were looked up stay read-locked in the LMCache server for the read TTL
-(`read_ttl_seconds`, 300 s by default). Under pressure the server finds nothing to evict, and stores fail.
-
-Up to LMCache 0.5.4, and in vLLM's copy, a later request with the same id also gets the hit of the aborted request.
+(`read_ttl_seconds`, 300 s by default). Under pressure the server finds nothing to evict, and stores fail. Up to LMCache
+0.5.4, and in vLLM's copy, a later request with the same id also gets the hit of the aborted request.
 
 Cause: A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`.
 `request_finished` ends the session (lmcache_mp_connector.py 0.5.6:1579), which releases no lock (modules/lookup.py
@@ -104,9 +103,7 @@ FIX = Fix(
     effect="leak",
     evidence={"KVR009": r"^scheduler_adapter\.|^read locks of the server "},
     scenarios=(
-        "mp-abort-before-alloc",
-        "mp-abort-before-alloc-in-tree",
-        "mp-abort-while-prefetching",
-        "mp-abort-while-prefetching-in-tree",
+        "mp-abort-before-alloc", "mp-abort-before-alloc-in-tree",
+        "mp-abort-while-prefetching", "mp-abort-while-prefetching-in-tree",
     ),
-)
+)  # fmt: skip

@@ -24,11 +24,10 @@ def fix(module: Any) -> Wrapper:
     def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Steps:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
         note(__name__, f"request {request.request_id} has embeddings")
-        answer = yield
+        yield
         tracker = connector.request_trackers.get(request.request_id)
         if tracker is not None:
             _closed.all_is_stored(tracker)
-        return answer
 
     def without_lookup(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
         if not _has_embeddings(connector, request):
@@ -40,15 +39,7 @@ def fix(module: Any) -> Wrapper:
     return around(asks, when=_has_embeddings, on_fault=without_lookup)
 
 
-def shows_bug(hook: Any, module: Any) -> bool:
-    """A request with embeddings; 512 zeros are cached. Wrong is a hit."""
-    return _mp.finds(hook, module, prompt_embeds=object())
-
-
-def new_request_shows_bug(hook: Any, module: Any) -> bool:
-    """A request with embeddings arrives, and lookups are sent on arrival. Wrong is to send one."""
-    return _mp.looks_up_on_arrival(hook, module, prompt_embeds=object())
-
+shows_bug, new_request_shows_bug = _mp.looks_up(prompt_embeds=object())
 
 FIX = Fix(
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=3),

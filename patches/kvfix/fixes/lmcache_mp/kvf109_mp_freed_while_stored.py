@@ -44,7 +44,7 @@ def both(first: Any, second: Any) -> Any:
 def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Steps:
     first = adapter.store_futures.get(request_id)
     is_in_flight = first is not None and not first.query()
-    answer = yield
+    yield
     store = adapter.store_futures.get(request_id)
     if store is not first:
         if is_in_flight or request_id in adapter.finished_stores:
@@ -52,7 +52,6 @@ def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Steps:
         adapter.finished_stores.discard(request_id)
         if is_in_flight:
             adapter.store_futures[request_id] = both(first, store)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
@@ -62,12 +61,10 @@ def shows_bug(hook: Any, module: Any) -> bool:
         store.to_cuda_future = lambda store=store: store  # 0.4.5 sends the request itself
     queue = list(stores)
     adapter = _mp.worker_side(
-        is_kv_writer=True,
+        is_kv_writer=True, finished_stores={stubs.NAME}, _kv_events_enabled=False,
         mq_client=stubs.Stub(submit_request=lambda *_: queue.pop(0)),
         transfer_ctx=stubs.Stub(submit_store=lambda *_, **__: queue.pop(0)),
-        finished_stores={stubs.NAME},
-        _kv_events_enabled=False,
-    )
+    )  # fmt: skip
     event = stubs.Stub(ipc_handle=lambda: b"")
     for _ in stores:
         hook(adapter, stubs.NAME, module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], end=64), event)

@@ -17,7 +17,7 @@ from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
-def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
+def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> None:
     skipped = _skipped(op)
     if skipped:
         note(__name__, f"request {request_id}: {len(skipped)} computed blocks are not reported as failed")
@@ -26,7 +26,6 @@ def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any)
         adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in skipped])
     else:  # the server does not answer: reported at once
         adapter.error_block_ids.difference_update(skipped)
-    return answer
 
 
 def _skipped(op: Any) -> list[int]:

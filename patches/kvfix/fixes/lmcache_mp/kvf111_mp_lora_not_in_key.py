@@ -5,8 +5,7 @@ Symptom: No error. With `--enable-lora`, a prompt gets the KV that another adapt
 Cause: The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes
 the KV and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
 
-Fix: The tracker of a request with a LoRA gets a `cache_salt` that combines the request's own salt and the name of the
-adapter. Lookups, loads and stores read it from there.
+Fix: The tracker of a request with a LoRA gets a `cache_salt` of its own salt and the adapter's name, for all keys.
 
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
 fix. An engine with the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA.
@@ -36,7 +35,6 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
         # The same on every machine, with characters that are safe in file names and keys.
         name = hashlib.sha256(lora.lora_name.encode()).hexdigest()[:16]
         tracker.cache_salt = f"{request.cache_salt or ''}+lora-{name}"
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

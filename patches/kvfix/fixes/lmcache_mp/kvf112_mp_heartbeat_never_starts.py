@@ -27,7 +27,6 @@ def fix(adapter: Any, answer: None) -> None:
                 beats = thread(**{name: client}, health_event=event, interval=interval)
                 beats.start()
                 adapter._heartbeats[url] = beats
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

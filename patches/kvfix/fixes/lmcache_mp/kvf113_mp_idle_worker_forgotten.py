@@ -22,7 +22,6 @@ from kvfix.fixes.api import AT_START, MP_WORKER_ADAPTER, Any, Fix, fix_after, no
 def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
     note(__name__, "heartbeats are started")
     adapter._ensure_heartbeat_started()
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -18,9 +18,7 @@ from kvfix.fixes import _mp
 from kvfix.fixes.api import Any, Fix, Steps, fix_around, multi_process, note, replaced, stubs
 
 
-@fix_around(
-    when=lambda connector, request, *_: getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
-)
+@fix_around(when=lambda impl, request, *_: getattr(impl.request_trackers.get(request.request_id), "cache_salt", ""))
 def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Steps:
     adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
     note(__name__, f"request {request.request_id} has a salt")
@@ -39,15 +37,10 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     *multi_process(
-        "update_state_after_alloc",
-        shows_bug,
-        fix,
-        lmcache=">=0.4.5,<=0.5.0",
-        for_0201=">=0.4.5,<=0.5.4",
-        for_0180="",
-        place=1,
+        "update_state_after_alloc", shows_bug, fix,
+        lmcache=">=0.4.5,<=0.5.0", for_0201=">=0.4.5,<=0.5.4", for_0180="", place=1,
     ),
     effect="leak",
     evidence={"KVR009": "^read locks of the server "},
     scenarios=("mp-free-locks-salt", "mp-free-locks-salt-in-tree"),
-)
+)  # fmt: skip

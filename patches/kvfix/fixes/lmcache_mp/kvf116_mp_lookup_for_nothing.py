@@ -1,8 +1,7 @@
 """Chunks stay locked until a timeout: LMCache looks up a request that reads no cache, and never releases the locks.
 
 Symptom: vLLM logs nothing. Chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s), and
-under pressure the server finds nothing to evict. Requests with `prompt_logprobs`, and pooling requests that skip the
-cache, cause this.
+under pressure the server finds nothing to evict. Requests with `prompt_logprobs` or pooling without cache cause this.
 
 Cause: vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
 (scheduler.py 0.32.0:983). If the lookup is still running, vLLM admits the request all the same. The connector then
@@ -22,15 +21,7 @@ def fix(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
     note(__name__, f"request {request.request_id} reads no cache")
 
 
-def shows_bug(hook: Any, module: Any) -> bool:
-    """A request that reads no cache; 512 tokens are cached. Wrong is a hit."""
-    return _mp.finds(hook, module, skip_reading_prefix_cache=True)
-
-
-def new_request_shows_bug(hook: Any, module: Any) -> bool:
-    """A request that reads no cache arrives, and lookups are sent on arrival. Wrong is to send one."""
-    return _mp.looks_up_on_arrival(hook, module, skip_reading_prefix_cache=True)
-
+shows_bug, new_request_shows_bug = _mp.looks_up(skip_reading_prefix_cache=True)
 
 FIX = Fix(
     *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),

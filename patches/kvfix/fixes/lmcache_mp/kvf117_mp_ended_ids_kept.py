@@ -4,8 +4,7 @@ Symptom: Nothing shows at first: the workers' memory grows with every request, b
 (with a vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
 
 Cause: The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask
-for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It removes no id, and reports none
-twice.
+for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It keeps ids, and reports none twice.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -42,7 +41,6 @@ class Recent(set[str]):
 @fix_after()
 def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
     adapter._returned_finished = Recent()
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -27,17 +27,15 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
-def fix_new(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+def fix_new(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
     computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
     _keep_whole(connector, metadata, computed)
-    return answer
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
-def fix_cached(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+def fix_cached(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
     cached = scheduler_output.scheduled_cached_reqs
     _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
-    return answer
 
 
 def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:

@@ -76,7 +76,7 @@ def _wait_and_drop(connector: Any, answer: Any, scheduler_output: Any, metadata:
 
 
 @fix_after(when=lambda connector, *_, **__: _windows.has_several_groups(connector), on_fault=_wait_and_drop)
-def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
     stores = vars(connector).setdefault("_kvfix_stores", Stores())
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
     stores.step(computed, scheduled, connector.request_trackers)
@@ -95,7 +95,6 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> An
                 Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done)
                 for group, window in windows.items()
             ]
-    return answer
 
 
 def _any_in_use(connector: Any, blocks: set[int]) -> bool:

@@ -60,11 +60,10 @@ def note_connection(client: Any) -> None:
 
 # After an error, the worker's transfers are dropped. A server that has ended writes nothing.
 @fix_after(on_fault=_closed.set_to("_kvfix_connected", False))
-def fail_transfers(client: Any, answer: Any) -> Any:
+def fail_transfers(client: Any, answer: Any) -> None:
     client._kvfix_connected = False
     if _mp.answer_in_flight(client, _FAILED):
         note(__name__, "transfers of a server that has ended are reported as failed")
-    return answer
 
 
 class _Unhealthy(stubs.Stub):

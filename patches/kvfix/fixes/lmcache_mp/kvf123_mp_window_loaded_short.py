@@ -56,7 +56,6 @@ FIX = Fix(
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # The function runs once, at the start. Later lookups and loads cannot learn of an error, so the function's own
-    # answer is used.
+    # The function runs once, at the start. Lookups and loads cannot learn of an error: the function's answer is used.
     on_fault="original",
 )

@@ -25,11 +25,11 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
-def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
     """In the stores of the step, set each state that vLLM does not have to null. For new and for running requests."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
-        return answer
+        return
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
     for meta in metadata.requests:
         if meta.direction != "STORE" or meta.request_id not in computed:
@@ -44,25 +44,18 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> An
                         note(__name__, f"request {meta.request_id}: the state at token {end} is not stored")
                     ids[last - chunk // size : last] = [0] * (chunk // size)
             meta.op.block_ids[group] = ids
-    return answer
 
 
-def new_shows_bug(hook: Any, module: Any) -> bool:
-    """A step of 512 tokens of a new request. All its blocks but the first and the last are null. Wrong is to
-    store the first chunk with the first block."""
-    connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=0)
-    return _stored(hook, module, connector, 0)
+def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> bool:
+    """A step of 512 tokens. All blocks but the first and the last are null. Wrong is to store the first block."""
+    connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=computed)
+    stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
+    return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
     """The same for a request that continues at 256 tokens and has no store."""
-    connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=256)
-    return _stored(hook, module, connector, 256, blocks=[])
-
-
-def _stored(hook: Any, module: Any, connector: Any, computed: int, **blocks: Any) -> bool:
-    stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
-    return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)
+    return new_shows_bug(hook, module, computed=256, blocks=[])
 
 
 FIX = Fix(

@@ -38,16 +38,14 @@ _TRANSFERS = {
     "store": (b"", False),
     "retrieve": (b"", False),
 }
-_IN_FLIGHT = {**_TRANSFERS, "lookup": None, "query_prefetch_status": 0}
 _WHERE = f"{__name__}.process_outbound_task"
 _REGISTRATIONS = ("register_kv_cache", "register_kv_cache_engine_driven_context")
 
 
 @fix_after()
-def fail_in_flight(client: Any, answer: Any) -> Any:
+def fail_in_flight(client: Any, answer: Any) -> None:
     client._kvfix_unregistered = True
-    _mp.answer_in_flight(client, _IN_FLIGHT)
-    return answer
+    _mp.answer_in_flight(client, {**_TRANSFERS, "lookup": None, "query_prefetch_status": 0})
 
 
 def _is_unregistered(client: Any) -> bool:

@@ -61,13 +61,12 @@ def update_state_after_alloc(scheduler: Any, request: Any, *_: Any) -> Steps:
     """If the address is a number, pass it as a string to the function that makes the metadata."""
     if _of_other_role(scheduler, request):
         return None
-    answer = yield
+    yield
     params, waiting = request.kv_transfer_params, scheduler._reqs_need_recv
     if isinstance(params.get(_ADDRESS), int) and request.request_id in waiting:
         _, *blocks = waiting[request.request_id]
         with_text = View(request, kv_transfer_params={**params, _ADDRESS: str(params[_ADDRESS])})
         waiting[request.request_id] = with_text, *blocks
-    return answer
 
 
 @fix_around(when=_of_other_role)

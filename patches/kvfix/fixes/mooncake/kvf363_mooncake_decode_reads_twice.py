@@ -6,16 +6,14 @@ before sending on P side`, or nothing.
 
 Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687). It frees them even
 while a write to the second request is in flight, and this write then reads KV of other requests. A second request that
-is aborted before it is scheduled counts as one that has read the blocks.
-
-If prefill gets the second request after it has freed the blocks, it waits 480 s for a prefill of that transfer_id
-(:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
+is aborted before it is scheduled counts as one that has read the blocks. If prefill gets the second request after it
+has freed the blocks, it waits 480 s for a prefill of that transfer_id (:1566). Otherwise prefill leaves the request out
+of its answer (:1621), and decode waits for ever.
 
 Fix: Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id
 computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know
 what another decode engine has read. So a router that retries a request must send it to prefill again.
-- Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 the code was read: the second request waits for a
-  timeout.
+- Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 (only read) the second request waits for a timeout.
 - Remove when: Prefill refuses the second read.
 """
 
@@ -28,8 +26,7 @@ def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     return prefill if all(isinstance(each, str) for each in prefill) else None
 
 
-# Without the wrapper of request_finished, an abort of the second request makes prefill free the blocks while it writes
-# them to the first.
+# Without the second wrapper, an abort of the second request lets prefill free blocks while it writes them to the first.
 promise_once, end_once = _prefills.for_the_first(_prefill)
 
 

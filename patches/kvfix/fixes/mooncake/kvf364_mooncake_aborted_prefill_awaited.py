@@ -31,13 +31,12 @@ def start_load_kv(worker: Any, metadata: Any) -> Steps:
 
 
 @fix_after()
-def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
     """Tell the worker about a prefill that is not sent."""
     params = request.kv_transfer_params or {}
     asked = params.get("do_remote_decode") and isinstance(params.get("transfer_id"), str)
     if asked and not answer[0] and not connector.is_kv_consumer:
         connector._reqs_not_processed.add(params["transfer_id"])
-    return answer
 
 
 def _drop(worker: Any, transfer: str) -> None:

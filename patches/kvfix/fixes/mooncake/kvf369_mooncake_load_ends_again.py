@@ -3,17 +3,14 @@
 Symptom: The prefill engine has ended. Minutes later EngineCore of the decode engine dies with `assert req_id in
 self.requests` in `_update_from_kv_xfer_finished`. With KVF201, running requests fail or start again instead. The log
 has `pulling kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`, and names ended requests.
-
 If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
 Cause: Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails,
-decode reports all of them as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has written.
-
-The first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
+decode reports all of them as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has written. The
+first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
 
 Fix: Each rank reports each load once. A load that failed at a rank is reported as failed after the last rank's report.
 - Releases: vLLM 0.32.0, the first release that reports failed loads.
-- Upstream: None known; fixed in 0.33.0.
 """
 
 from collections.abc import Collection
@@ -75,8 +72,7 @@ FIX = Fix(
     MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
     MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
     effect="wrong output",
-    # If no rank reports a load, its request waits for ever. After an error, vLLM reports everything as it does without
-    # the fix.
+    # If no rank reports a load, its request waits for ever. After an error, vLLM reports all as without the fix.
     on_fault="original",
     no_patch={"vllm": "0.33.0 is right"},
 )

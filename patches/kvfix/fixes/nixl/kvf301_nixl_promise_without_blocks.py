@@ -14,7 +14,6 @@ If the blocks are not in lists, or the name of engine, request or host is not a 
 blocks in one flat list, the fix still promises the tokens if the worker can fail their load (KVF311).
 
 Fix: The fix promises nothing for incomplete or malformed parameters. The request computes its prompt itself.
-- Releases: vLLM 0.11.2 to 0.33.0.
 - Remove when: vLLM checks the parameters before it promises.
 """
 
@@ -55,8 +54,7 @@ def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
 
 
 def _fails_loads(module: Any) -> bool:
-    """True if the worker of this release can fail one load. With KVF311, a list that the worker cannot read does not
-    end the worker."""
+    """True if the worker can fail one load. With KVF311, a list that the worker cannot read does not end the worker."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
 

@@ -4,9 +4,7 @@ Symptom: The worker of the decode engine dies with `AssertionError`, `TypeError`
 `_read_blocks_for_req` or below. Or the request waits for its load for ever, if the handshake with its peer fails.
 
 Cause: The parameters come with the request. NixlConnector uses their remote blocks without a check (pull_worker.py
-0.32.0:174). Blocks that are not numbers raise in `_compute_desc_ids`, and other values raise elsewhere. NixlConnector
-catches only exceptions of NIXL itself (:560).
-
+0.32.0:174). Blocks that are not numbers raise in `_compute_desc_ids`. vLLM catches only exceptions of NIXL (:560).
 NixlConnector logs a failed handshake before it reports the failure (base_worker.py 0.32.0:1354). The log line counts
 the blocks of each group. If the blocks are one flat list, the log line raises, and the failure is never reported.
 

@@ -18,13 +18,12 @@ from kvfix.fixes.api import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER, Any, Fix, 
 
 
 @fix_after()
-def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
     params = request.kv_transfer_params
     asked = params and (params.get("do_remote_decode") or connector.is_bidirectional_kv_xfer_enabled)
     if asked and not answer[0]:
         note(__name__, f"request {request.request_id} keeps no blocks")
         connector._reqs_not_processed.add(request.request_id)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -26,7 +26,6 @@ def start_load_kv(worker: Any, answer: None, metadata: Any) -> None:
         if not any(meta.local_block_ids):
             note(__name__, f"request {name} is removed from the requests that wait for blocks")
             worker._recving_metadata.pop(name, None)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

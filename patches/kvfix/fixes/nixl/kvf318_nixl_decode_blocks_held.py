@@ -22,7 +22,6 @@ def begin_lease(connector: Any, answer: None, request: Any, *_: Any) -> None:
     if keeps and request.request_id not in connector._reqs_in_batch:
         note(__name__, f"request {request.request_id}: its lease begins")
         connector._reqs_in_batch.add(request.request_id)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

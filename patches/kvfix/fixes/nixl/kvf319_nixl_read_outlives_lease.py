@@ -16,8 +16,7 @@ With `bidirectional_kv_xfer` the fix does nothing, where `remote_blocks_expiry_t
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the
 decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines a read after that time, even if its heartbeats have renewed the lease. So do not set this option in only one of
-the two engines.
+declines a read after that time, even if its heartbeats have renewed the lease. So set this option in both or neither.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
@@ -34,13 +33,10 @@ def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tupl
     return answer[0], {**answer[1], "remote_blocks_expiry_time": 0.0} if answer[1] else answer[1]
 
 
-@fix_after(
-    when=lambda connector, answer, *_: answer[0] and not connector.is_bidirectional_kv_xfer_enabled, on_fault=_ended
-)
-def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+@fix_after(when=lambda impl, answer, *_: answer[0] and not impl.is_bidirectional_kv_xfer_enabled, on_fault=_ended)
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
     # Naming the end changes no outcome. The answer is changed in place, so kvfix counts no action.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
-    return answer
 
 
 @fix_around(when=lambda worker, meta: meta.heartbeat_by_engine, on_fault=_closed.set_to("_kvfix_heartbeats", {}))
@@ -56,18 +52,16 @@ def _send_heartbeats(worker: Any, metadata: Any) -> Steps:
             raise
 
     with replaced(worker, nixl_wrapper=View(agent, send_notif=send_notif)):
-        answer = yield
-    before_that, sent = getattr(worker, "_kvfix_heartbeats", {}), {}
-    for meta in worker._recving_metadata.values():
-        if meta.remote.request_id in before_that:
-            sent[meta.remote.request_id] = before_that[meta.remote.request_id]
+        yield
+    before_that = getattr(worker, "_kvfix_heartbeats", {})
+    waiting = {meta.remote.request_id for meta in worker._recving_metadata.values()}
+    sent = {name: times for name, times in before_that.items() if name in waiting}
     for engine, info in metadata.heartbeat_by_engine.items():
         is_sent = engine in worker._remote_agents and f"HB:{','.join(info.req_ids)}".encode() not in not_sent
         for name in info.req_ids:
             times = before_that.get(name, ())
             sent[name] = (*times, now) if is_sent else times
     worker._kvfix_heartbeats = sent
-    return answer
 
 
 def _all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_: Any, **__: Any) -> Any:

@@ -5,8 +5,7 @@ Symptom: Wrong text without any message, if the prefill engine has generated mor
 Cause: As in pull mode (KVF310), `_apply_prefix_caching` pairs the blocks from the end of the prefill engine's list
 (push_worker.py 0.32.0:660). If the generated tokens need a new block, the prefill engine has one block more.
 
-Fix: After request_finished of prefill, the fix removes the blocks after the prompt from each KV group with full
-attention. The worker does not get them.
+Fix: After request_finished of prefill, the fix removes the blocks after the prompt from groups with full attention.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 
@@ -21,21 +20,18 @@ def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any,
 
 
 @fix_after(when=lambda connector, answer, *_: answer[0], on_fault=_not_pushed)
-def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
     pushed = connector._newly_finished_push_blocks
     if request.request_id not in pushed:
-        return answer
+        return
     specs = [group.kv_cache_spec for group in connector.kv_cache_config.transfer_groups]
     cut = []
     for spec, blocks in zip(specs, pushed[request.request_id], strict=True):
-        own = blocks
-        if _nixl.has_full_attention(type(spec)):
-            own = blocks[: -(-request.num_prompt_tokens // spec.block_size)]
-        if len(own) != len(blocks):
+        own = -(-request.num_prompt_tokens // spec.block_size) if _nixl.has_full_attention(type(spec)) else None
+        cut.append(blocks[:own])
+        if len(cut[-1]) != len(blocks):
             note(__name__, f"request {request.request_id}: blocks after its prompt are not sent")
-        cut.append(own)
     pushed[request.request_id] = tuple(cut)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -18,13 +18,12 @@ seconds later the decode engine's worker reports the load as failed, and `kv_loa
 
 Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes
 nothing. In the decode engine alone it can be worse than the released code: a prefill engine without the fix may write
-into blocks of a load that has timed out. Restart the prefill engines with the fix first. Remove the fix from the decode
-engines first.
+into blocks of a load that has timed out. So add the fix to prefill engines first, and remove it from them last.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 
 from kvfix.fixes import _closed, _nixl, api
-from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around, fix_before, note, stubs
+from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around, fix_before, note
 
 #: Key in the registration: the time of its end, by the clock of the decode engine's scheduler.
 _UNTIL = "kvfix_until"
@@ -39,7 +38,6 @@ def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any
     registration = connector._push_pending_registrations[request.request_id]
     if until is not None:
         registration.setdefault(_UNTIL, until)
-    return answer
 
 
 @fix_before(when=lambda worker, metadata: metadata.push_registrations)
@@ -82,10 +80,7 @@ def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, regist
 def shows_bug(hook: Any, module: Any) -> bool:
     """A registration. Wrong is that it does not name its end."""
     connector = _nixl.scheduler_side()
-    params = {
-        "do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "p", "remote_port": 1, "tp_size": 1,
-    }  # fmt: skip
-    hook(connector, stubs.request(8, kv_transfer_params=params), _nixl.allocated(1), 8)
+    hook(connector, _nixl.remote_prefill(8), _nixl.allocated(1), 8)
     known = {
         "request_id", "decode_engine_id", "decode_host", "decode_port", "decode_tp_size", "local_block_ids",
         "remote_engine_id", "remote_host", "remote_port", "remote_tp_size", "remote_pp_size",
@@ -100,13 +95,11 @@ FIX = Fix(
     api.NIXL_PUSH_WORKER._do_start_push_kv(broken=">=0.32", fix=_do_start_push_kv, helper=True),
     effect="hang",
     evidence={
-        "KVD688": "",
-        "KVR009": r"^_recving_metadata ",
-        "LAB003": "WAITING_FOR_REMOTE_KVS",
+        "KVD688": "", "KVR009": r"^_recving_metadata ", "LAB003": "WAITING_FOR_REMOTE_KVS",
         "LAB020": "of the decode engine",
     },
     scenarios=("nixl-push-never-arrives", "nixl-push-abort-keeps-blocks", "nixl-push-engines-wait-for-each-other"),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of NIXL's messages"},
     opt_in=True,
-)
+)  # fmt: skip

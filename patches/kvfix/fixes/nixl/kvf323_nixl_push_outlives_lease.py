@@ -21,8 +21,7 @@ from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix,
 
 #: Held only for moments, by the thread that writes or by the worker's own thread.
 _lock = threading.Lock()
-#: Attributes of a worker: the requests whose write begins, and the last requests whose lease has ended. _MOST limits
-#: the number of the latter.
+#: Attributes of a worker: the requests whose write begins, and the last _MOST requests whose lease has ended.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 
@@ -42,14 +41,13 @@ def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Steps:
         if any(until <= now for until in kept.values()):
             note(__name__, "blocks that are written are kept beyond their lease")
         try:
-            answer = yield
+            yield
         finally:
             over = vars(worker).setdefault(_OVER, {})
             over.update(dict.fromkeys(name for name in open_before if name not in leases))
             while len(over) > _MOST:
                 del over[next(iter(over))]
             leases.update(kept)
-    return answer
 
 
 @fix_around(on_fault=_closed.nothing)

@@ -20,15 +20,13 @@ from kvfix.fixes.api import NIXL_BASE_WORKER, PRIVATE, Any, Fix, Steps, fix_arou
 
 @fix_around()
 def fix(worker: Any, metadata: Any, *_: Any) -> Steps:
-    refused = True
     try:
-        answer = yield
-        refused = False
-    finally:
-        if refused and metadata.engine_id not in worker._remote_agents:
+        return (yield)
+    except GeneratorExit:  # the function has raised
+        if metadata.engine_id not in worker._remote_agents:
             note(__name__, f"the stored values of a refused peer are deleted: {metadata.engine_id}")
             worker.transfer_topo.unregister_remote_engine(metadata.engine_id)
-    return answer
+        raise
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

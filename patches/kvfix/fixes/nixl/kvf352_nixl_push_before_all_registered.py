@@ -20,8 +20,7 @@ from contextlib import suppress
 from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import NEW_REQUESTS, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around
 
-#: Maximum number of remembered requests for which only some ranks have registered. Beyond this number, the oldest are
-#: forgotten.
+#: Maximum number of remembered requests for which only some ranks have registered. The oldest are forgotten.
 MOST = 4096
 
 

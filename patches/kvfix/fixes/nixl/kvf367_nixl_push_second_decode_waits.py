@@ -11,8 +11,7 @@ that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). It neve
 Fix: In each decode engine, only the first request for a prefill registers. A later request for the same prefill
 computes its prompt itself. Two requests are for the same prefill if their remote_engine_id, their remote_request_id and
 their ids without the random end are equal. (The prefill engine pairs requests by the id without this end.) The fix does
-not know which requests another decode engine has registered. With KVF322 the load of a request that waits in the other
-engine fails after a timeout.
+not know which requests another decode engine has registered. With KVF322, a load that waits there times out.
 - Remove when: vLLM promises a prefill to one decode request.
 """
 
@@ -24,7 +23,6 @@ from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, Any, Fix, fix_after
 def note_first(connector: Any, answer: None, request: Any, *_: Any) -> None:
     """Note that this request has registered for its prefill."""
     _prefills.first(connector, _prefill(request), request)
-    return answer
 
 
 @_prefills.promise_if

@@ -9,8 +9,7 @@ step. A load between steps allocates blocks for a request that is not yet in a s
 `update_state_after_alloc` does not record them (offloading/scheduler.py 0.32.0:1151).
 
 Fix: The fix always records the blocks.
-- Upstream: https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960; fixed in
-  0.33.0.
+- Upstream: https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960 (0.33.0).
 """
 
 from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Any, Fix, fix_before, note, stubs

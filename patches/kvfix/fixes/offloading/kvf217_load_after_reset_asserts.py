@@ -9,7 +9,6 @@ vLLM can admit a request that a reset has preempted between two steps. The job i
 
 Fix: If a preempted request has a load in flight, the fix hides the request from the hook. The request has no stores to
 wait for, because vLLM grants a load only when the request's stores are done.
-- Upstream: None known; fixed in 0.33.0.
 """
 
 from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, Steps, View, fix_around, stubs

@@ -1,14 +1,12 @@
 """Later requests return wrong text: OffloadingConnector stores wrong blocks of a streaming session.
 
 Symptom: Nothing is logged at first. When a session ends, a `KeyError` in `_remove_pending_job` of
-offloading/scheduler.py may end EngineCore. This needs OffloadingConnector, alone or in a MultiConnector, and streaming
-input (a resumable request).
+offloading/scheduler.py may end EngineCore. This needs OffloadingConnector, also in MultiConnector, and streaming input.
 
 Cause: When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector
 appends all of them to its list, which has the earlier blocks already (offloading/scheduler.py 0.32.0:1282).
 
 Fix: When a request is scheduled as new, the fix drops the blocks that OffloadingConnector has recorded for the request.
-- Upstream: None known; fixed in 0.33.0.
 """
 
 from kvfix.fixes.api import GO_ON, OFFLOADING_SCHEDULER, Any, Fix, fix_before, note, stubs

@@ -26,9 +26,7 @@ _TOLD = "_kvfix_knows_failed_copies"
 tells_worker = _offloading.tells_worker(_TOLD)
 get_transfer_results = _offloading.reports_failed_loads("connector_worker", _REQUESTS)
 aggregate = _offloading.combines_reports(_JOBS, "completed_jobs")
-update_connector_output = _offloading.fails_jobs(
-    _JOBS, lambda scheduler, output: getattr(output.kv_connector_worker_meta, _JOBS, ())
-)
+update_connector_output = _offloading.fails_jobs(_JOBS, lambda _, out: getattr(out.kv_connector_worker_meta, _JOBS, ()))
 
 
 @fix_around(when=lambda worker, *_, **__: getattr(worker, _TOLD, False))
@@ -37,8 +35,7 @@ def get_finished(worker: Any, finished_req_ids: Any) -> Steps:
 
     def finished() -> Any:
         done = own.get_finished()
-        # If the failed copies cannot be noted, they are handed on unchanged. vLLM then asserts, as it does without the
-        # fix.
+        # If the failed copies cannot be noted, they are handed on unchanged: vLLM asserts, as without the fix.
         noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
         return done if noted is None else noted
 
@@ -79,8 +76,7 @@ FIX = Fix(
     api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
     api.OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, place=5, helper=True),
     api.OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
-    # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results. The next function differs between
-    # the releases.
+    # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results, and another update_connector_output.
     api.OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, place=5),
     effect="crash",
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},

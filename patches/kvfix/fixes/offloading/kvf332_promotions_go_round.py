@@ -1,8 +1,7 @@
 """A request waits for ever if its hit is larger than OffloadingConnector's CPU memory: its chunks evict each other.
 
 Symptom: Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again.
-This needs `TieringOffloadingSpec` with `secondary_tiers`, and less CPU memory than the chunks of the waiting requests
-need.
+This needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU memory for the chunks of waiting requests.
 
 Cause: A lookup that finds a chunk in a tier allocates CPU memory for it at once, and evicts the least recently used
 chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may be one that was just promoted for

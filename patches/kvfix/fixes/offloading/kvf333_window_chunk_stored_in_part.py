@@ -1,7 +1,6 @@
 """Later requests return wrong text: OffloadingConnector stores an incomplete chunk of a sliding window.
 
-Symptom: Nothing is logged. The model has sliding-window layers, and `blocks_per_chunk` (or `block_size`) is more than
-one block.
+Symptom: Nothing is logged. The model has sliding windows, and `blocks_per_chunk` (or `block_size`) is above one block.
 
 Cause: A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
 OffloadingConnector checks only the chunk's last block. It stores the blocks that are not null, and counts the chunk as

@@ -6,8 +6,7 @@ parameters of the request, so any client that can reach the engine can cause thi
 
 Cause: In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In the
 dictionary it expects a string, `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146), and
-uses `kv_request_id` as a key in the lookup and at the end of the request (:391, :467). No code of the scheduler catches
-an exception there.
+uses `kv_request_id` as a key in the lookup and at the end of the request (:391, :467). The scheduler catches no error.
 
 Fix: The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.
@@ -42,9 +41,7 @@ def on_new_request(tier: Any, context: Any) -> Steps:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """A request whose peer is a number. Wrong is to raise."""
-    context = stubs.Stub(
-        kv_transfer_params={"remote_decoder": 1}, req_id=stubs.NAME, set_state=id, get_state=lambda kind: None
-    )
+    context = stubs.Stub(kv_transfer_params={"remote_decoder": 1}, req_id=stubs.NAME, set_state=id, get_state={}.get)
     return stubs.raises(AttributeError, hook, stubs.Stub(), context)
 
 

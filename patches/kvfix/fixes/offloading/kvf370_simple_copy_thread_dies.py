@@ -132,26 +132,24 @@ def _all_loads_failed(worker: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(when=lambda worker, *_, **__: getattr(worker._load_events, "failed", None), on_fault=_all_loads_failed)
-def get_finished(worker: Any, answer: Any, finished_req_ids: Any) -> Any:
+def get_finished(worker: Any, answer: Any, finished_req_ids: Any) -> None:
     """Report the loads that have failed."""
     failed = worker._load_events.failed
     done = {each for each in failed if each <= worker._load_hwm and each not in worker._pending_load_event_indices}
     names = [name for each in done for name in worker._connector_metadata.load_event_to_reqs.get(each, ())]
     setattr(worker, _REQUESTS, getattr(worker, _REQUESTS, set()).union(names))
     failed -= done
-    return answer
 
 
 @fix_after(
     when=lambda worker, meta, *_, **__: meta is not None and getattr(worker._store_events, "failed", None),
     on_fault=all_stores_failed,
 )
-def build_connector_worker_meta(worker: Any, meta: Any) -> Any:
+def build_connector_worker_meta(worker: Any, meta: Any) -> None:
     """Report the stores that have failed."""
     failed = worker._store_events.failed
     setattr(meta, _STORES, failed.intersection(meta.completed_store_events))
     failed.difference_update(meta.completed_store_events)
-    return meta
 
 
 def _stores_failed(scheduler: Any, output: Any, *_: Any, **__: Any) -> Any:
@@ -171,10 +169,9 @@ def update_connector_output(scheduler: Any, output: Any) -> Steps:
     stores = getattr(output.kv_connector_worker_meta, _STORES, ())
     setattr(scheduler, _STORES, getattr(scheduler, _STORES, set()).union(stores))
     loads = [scheduler._reqs_to_load[name] for name in output.failed_recving if name in scheduler._reqs_to_load]
-    answer = yield
+    yield
     for load in loads:
         scheduler.cpu_block_pool.evict_blocks(set(load.transfer_meta.cpu_block_ids))
-    return answer
 
 
 def _end_store(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
@@ -200,8 +197,7 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 
 
 FIX = Fix(
-    # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads. The functions below differ
-    # between the releases.
+    # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads, and the functions below differ.
     api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
     api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
     api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),

@@ -1,8 +1,7 @@
 """An idle engine never rests: with `lazy_offload` SimpleCPUOffloadConnector stores the same blocks again and again.
 
-Symptom: Nothing is logged. EngineCore uses a whole CPU core, and the GPU keeps copying blocks. This begins when the KV
-of the prompts so far needs more memory than `cpu_bytes_to_use`. `vllm:simple_kv_offload_pending_store_blocks` never
-reaches 0.
+Symptom: Nothing is logged. EngineCore uses a whole CPU core, and the GPU keeps copying blocks, once the prompts' KV
+needs more memory than `cpu_bytes_to_use`. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
 
 Cause: In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have
 (manager.py 0.32.0:590-640). A stored block goes to the end of that list, and is checked again. If the list has more
@@ -29,7 +28,6 @@ def prepare_store_specs(scheduler: Any, output: Any) -> Steps:
         return [], [], [], None
     answer = yield
     setattr(scheduler, _STORED, stored + len(answer[0]))
-    return answer
 
 
 FIX = Fix(

@@ -28,9 +28,7 @@ def _windows(scheduler: Any) -> list[tuple[int, Any]]:
 
 
 @fix_after(when=lambda scheduler, promise, *_, **__: promise[0] and _windows(scheduler), on_fault=_not_promised)
-def get_num_new_matched_tokens(
-    scheduler: Any, promise: tuple[int, bool], request: Any, computed: int
-) -> tuple[int, bool]:
+def get_num_new_matched_tokens(scheduler: Any, promise: Any, request: Any, computed: int) -> Any:
     hit, tokens, _ = scheduler._pending_cpu_hits[request.request_id]
     pool, found = scheduler.cpu_block_pool, []
     for number, spec in _windows(scheduler):

@@ -7,7 +7,6 @@ SimpleCPUOffloadConnector and a connector that loads within the step, such as LM
 
 Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py
 0.32.0:840). `update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
-
 At the end of the store, it uses the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
 the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 
@@ -85,10 +84,7 @@ def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The store of block 3 is done, and the load of this block has failed in the same step.
-
-    Wrong is that requests find the block by its key.
-    """
+    """The store of block 3 is done, and its load has failed in the same step. Wrong is that requests find the block."""
     found: list[Any] = []
     block = stubs.Stub(
         block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None
@@ -107,9 +103,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _reqs_to_store={stubs.NAME: state}, _store_event_pending_counts={}, _expected_worker_count=1,
     )  # fmt: skip
     report = module.SimpleCPUOffloadWorkerMetadata(completed_store_events={7: 1})
-    output = stubs.Stub(
-        finished_recving=None, failed_recving=None, invalid_block_ids={3}, kv_connector_worker_meta=report
-    )
+    output = stubs.Stub(finished_recving=(), failed_recving=(), invalid_block_ids={3}, kv_connector_worker_meta=report)
     hook(scheduler, output)
     return bool(found)
 

@@ -8,8 +8,7 @@ load only if the other free blocks are enough (scheduler.py 0.32.0:1249). A requ
 its blocks (0.32.0:3146), but stays in the list of prefills in flight. When the request asks for its next load, vLLM
 also reserves the blocks that this request itself needs. So a request that needs over half of all blocks never starts.
 
-Fix: After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from the prefills in
-flight. vLLM adds it again when it is admitted.
+Fix: After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from those in flight.
 - Remove when: vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 
@@ -23,7 +22,6 @@ def forget_failed_load(scheduler: Any, answer: None, request: Any) -> None:
     if request in scheduler._inflight_prefills:
         note(__name__, f"request {request.request_id}: its load has failed")
     scheduler._inflight_prefills.discard(request)
-    return answer
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -4,14 +4,12 @@ Symptom: The log has `Recovered from KV load failure: ... request(s) rescheduled
 
 Cause: With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes
 them at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted before that, nothing recomputes them.
-
 With either policy, another request may have computed KV in the same step on top of shared blocks. This KV stays cached.
 vLLM also does not check a request that is aborted during its step, or preempted while the next step is in flight.
 
 Fix: With either policy, the fix evicts from the prefix cache the failed blocks, and all later blocks of every request
 that has a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no
 longer exists, its later blocks are not known: the fix evicts all blocks that no request holds.
-- Releases: vLLM 0.11.2 to 0.33.0.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
 - Remove when: `_handle_invalid_blocks` evicts them, or caches them again only once they are computed.
 """
@@ -24,7 +22,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, note, stubs
 
 
 @fix_after(on_fault=_closed.forget_cached)
-def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> Any:
+def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> None:
     for _, first, own in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
         note(__name__, f"{len(own) - first} blocks after a failed load are not cached")
         _evict(scheduler.kv_cache_manager, set(own[first:]))
@@ -33,7 +31,6 @@ def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: 
     if cached and (not all(block.ref_cnt for block in cached) or _is_a_request_gone(requests, *more)):
         note(__name__, "free blocks are not cached after a failed load")
         _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if not block.ref_cnt})
-    return answer
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:

@@ -26,13 +26,12 @@ def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 @fix_after(on_fault=from_the_start)
-def roll_back_all(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> Any:
+def roll_back_all(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> None:
     for name, first, _ in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
         request = scheduler.requests[name]
         if request.num_computed_tokens > first * scheduler.block_size:
             note(__name__, f"request {name} is rolled back to {first * scheduler.block_size} tokens")
             request.num_computed_tokens = first * scheduler.block_size
-    return answer
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:

@@ -40,15 +40,12 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     preempted = module.RequestStatus.PREEMPTED
     drops_by_request = not lacks_stale_output(fix, module)
 
-    def _update_requests_with_invalid_blocks(
-        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
-    ) -> Any:
+    def drop_outputs(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any) -> Any:
         if not _scheduler.is_within_step(*more) or not _is_ahead(scheduler, drops_by_request):
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # If the mark of an earlier failure is still set, no lookup has read it. If this request were preempted
-            # again, the connector would load and fail for ever.
+            # If no lookup has read the mark of an earlier failure, another preemption would load and fail for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -58,7 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             _drop(scheduler, request)
         return answer
 
-    return after(_update_requests_with_invalid_blocks, on_fault=_closed.recompute_all(preempted))
+    return after(drop_outputs, on_fault=_closed.recompute_all)
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
@@ -102,8 +99,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
 
-# To drop the output of steps in flight: up to 0.26 vLLM can only do it for all requests at once (`reset_prefix_cache`),
-# and assumes that each request has one step in flight.
+# Up to 0.26, vLLM can drop output in flight only for all requests (`reset_prefix_cache`), and only of one step of each.
 
 #: Attribute of a scheduler: {request: its first step whose output is valid again; None until it is scheduled}.
 _VALID_FROM = "_kvfix_valid_from"
@@ -131,12 +127,11 @@ def _skip_output(request: Any, scheduler_output: Any) -> None:
 
 
 @fix_after(when=lambda scheduler, *_: getattr(scheduler, _VALID_FROM, None))
-def fix_schedule(scheduler: Any, scheduler_output: Any, *_: Any) -> Any:
+def fix_schedule(scheduler: Any, scheduler_output: Any, *_: Any) -> None:
     valid_from = getattr(scheduler, _VALID_FROM)
     for name in valid_from.keys() & scheduler_output.num_scheduled_tokens:
         if valid_from[name] is None:
             valid_from[name] = scheduler_output
-    return scheduler_output
 
 
 def _is_ahead_or_failed(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -42,7 +42,6 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
             queue.prepend_requests(reversed(aside))
     is_idle = not scheduler.running and not output.total_num_scheduled_tokens
     scheduler._kvfix_refused = next(_ready(scheduler), None) if is_idle else None
-    return output
 
 
 def _ready(scheduler: Any) -> Iterator[Any]:
@@ -75,8 +74,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
     evidence={"KVD202": ""},
-    # After a step without tokens, because blocks were missing, another loaded request goes first. Here other requests
-    # free blocks later.
+    # After a step without tokens, for lack of blocks, another loaded request goes first. Here others free blocks later.
     changes_healthy=("mp", "mp-in-tree"),
     no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; who is first is policy"},
     opt_in=True,

@@ -9,10 +9,8 @@ does the finished load. `schedule` stops at the first request for which it has n
 
 Fix: The fix acts when three steps in a row have scheduled nothing and nothing is in flight. The blocks of one waiting
 request must be enough for another one to run. The newest loaded request that is no session then returns its blocks, as
-after a failed load. vLLM computes this request later.
-
-The fix acts only if LMCacheMPConnector is the only connector. Only this connector accepts a request whose computed
-tokens are zero again. So the fix does not act in a MultiConnector.
+after a failed load. vLLM computes this request later. The fix acts only if LMCacheMPConnector is the only connector.
+Only this connector accepts a request whose computed tokens are zero again. So the fix does not act in a MultiConnector.
 
 Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because it takes the
 blocks of a loaded request. vLLM then computes the prompt of this request.
@@ -41,7 +39,6 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
         if request is not None:
             note(__name__, f"request {request.request_id} returns its blocks")
             _give_back(scheduler, request)
-    return output
 
 
 def _to_give_back(scheduler: Any) -> Any:
@@ -55,12 +52,10 @@ def _to_give_back(scheduler: Any) -> Any:
         if request.status.name in ("WAITING", "PREEMPTED", _LOADING):
             ready.append(request)
     loaded = [request for request in ready if not request.resumable and not request.num_in_flight_tokens]
-    if len(ready) < 2 or not loaded:
-        return None
     trackers = getattr(scheduler.connector, "request_trackers", {})
     found = [(each, trackers.get(each.request_id)) for each in loaded]
     loaded = [each for each, tracker in found if tracker and _mp.tokens(tracker, "num_lmcache_hit") > 0]
-    if not loaded:
+    if len(ready) < 2 or not loaded:
         return None
     last, free = loaded[-1], manager.block_pool.get_num_free_blocks()
     needs = [scheduler._request_remaining_blocks(request) for request in ready if request is not last]

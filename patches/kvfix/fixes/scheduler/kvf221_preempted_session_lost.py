@@ -9,7 +9,6 @@ not computed (:1659). After a preemption, no token of the session is computed.
 
 Fix: After `update_from_output`, the fix puts each session that is in no queue into a waiting queue. When the next input
 comes, the fix keeps all tokens of the session except the last one, as 0.33.0 does (scheduler.py:1889).
-- Releases: vLLM 0.32.0. Earlier releases were not tested with sessions.
 - Upstream: None known; 0.33.0 puts sessions into the queue after it has removed the other requests (scheduler.py:2545).
 """
 
@@ -28,7 +27,6 @@ def _handle_stopped_request(scheduler: Any, request: Any) -> Steps:
     finished = yield
     if not finished and not was_running:
         vars(scheduler).setdefault(_SESSIONS, []).append(request)
-    return finished
 
 
 def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
@@ -48,10 +46,7 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """The session waits for this input, so vLLM must take the input.
-
-    Without its tokens, the session would continue with wrong text.
-    """
+    """vLLM must take the input that the session waits for. Without its tokens, the session would return wrong text."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)

@@ -9,9 +9,7 @@ Symptom: The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. The
 - a full KV cache
 
 Cause: vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:1249). The first generated token
-may need one more block. If none is free, the request preempts itself while the step that computes its last prompt token
-is in flight.
-
+may need one more block. If none is free, the request preempts itself while the last step of its prompt is in flight.
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops the token that this step generates
 (:836). So the request loads again, into the blocks that it freed. Then another loaded request does the same.
 
@@ -21,8 +19,7 @@ Other engines are not affected. An engine that also consumes does not preempt a 
 Fix: In an affected engine with more than one request, a load leaves one block free in each KV group, as with
 speculative decoding. One of the requests gets this block, and its token fits.
 
-Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because a load may
-start later.
+Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because a load may start later.
 - Releases: vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, but keeps the token. The fix does nothing there.
 - Remove when: `schedule` admits a load only if its first generated token fits, or keeps a preempted request's token.
 """

@@ -7,7 +7,6 @@ Cause: Each connector in MultiConnector may send statistics. Only some have Prom
 that all do (multi_connector.py 0.32.0:126).
 
 Fix: `observe` gets only the statistics of connectors that have metrics.
-- Releases: vLLM 0.11.2 to 0.32.0.
 - Upstream: https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
 """
 

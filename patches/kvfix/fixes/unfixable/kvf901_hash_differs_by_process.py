@@ -13,8 +13,7 @@ strings and bytes in each process. Up to 0.3.15 LMCache also hashes None. On Pyt
 an address, so a fixed seed is not enough there. Python sets the seed at its start, before kvfix runs.
 
 Workaround: Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process. Or set
-`pre_caching_hash_algorithm: sha256_cbor` in LMCache's configuration, the same everywhere. A process that shares no
-cache needs neither.
+`pre_caching_hash_algorithm: sha256_cbor` in each LMCache's configuration. A process that shares no cache needs neither.
 - Upstream: https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCache/issues/2511
 - Remove when: The default is an algorithm that is the same everywhere.
 """
@@ -34,8 +33,6 @@ FIX = Fix(
     TOKEN_DATABASE.target("__init__", broken=">=0.3.9", fix=None),
     effect="lost hits",
     evidence={"KVD304": "", "KVD305": ""},
-    no_patch={
-        "lmcache": "the default hash is LMCache's decision: with another one, no chunk that is stored now is found"
-    },
+    no_patch={"lmcache": "the default hash is LMCache's decision: another one finds no chunk that is stored now"},
     harmless=harmless,
 )

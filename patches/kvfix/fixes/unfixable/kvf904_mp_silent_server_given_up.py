@@ -11,8 +11,7 @@ A fix would have to drop only the transfers that the server will never do. Up to
 connection (multiprocess/mq.py 0.5.5:281), and a restarted server answers pings like the old one. So if the worker
 waited, it would wait for ever for transfers that were lost with the old server.
 
-Workaround: Use LMCache 0.5.6 with kvfix, which has KVF122. Or set `lmcache.mp.heartbeat_interval` to more seconds than
-the longest pause of the server.
+Workaround: Use LMCache 0.5.6 with KVF122. Or set `lmcache.mp.heartbeat_interval` above the server's longest pause.
 - Releases: LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. The other releases were only read.
 """
 

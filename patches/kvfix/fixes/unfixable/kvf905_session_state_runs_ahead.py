@@ -12,8 +12,7 @@ scheduler.py 0.32.0:1651). The KV of attention is overwritten. A state cannot go
 Drafts have the same effect. vLLM drops drafts that were accepted beyond the end of a turn
 (`_update_request_with_output`, :2506), and the state includes them.
 
-Workaround: For streaming input to a model with Mamba or GDN layers, use `--no-async-scheduling` and no speculative
-decoding.
+Workaround: For streaming input to these models, use `--no-async-scheduling` and no speculative decoding.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases were not tested with states. Tests of kvfix show the bug with
   pipeline parallelism and with drafts. For the case of a stop token, only the source was read.
 - Remove when: vLLM recomputes the state of a session from the last state that vLLM has kept.
