@@ -5,7 +5,7 @@ vLLM starts EngineCore and its workers as other processes, most often by spawn, 
 before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
 A finder on the meta path applies a fix after the import of its target's module, or at once if the module is imported
-already. (`wrapt.register_post_import_hook` takes too long to import, and its hooks can break imports, and stay.)
+already. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.
 """
 
 from __future__ import annotations
@@ -103,15 +103,19 @@ def load() -> None:
 
     vLLM calls it unguarded in each of its processes, so it never raises.
     """
-    text = os.environ.get(ENV)
     try:
-        if text and not Config.is_off(text):
-            activate(Config.parse(text))
-    except ValueError as error:
-        engine_log.warning(
-            f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
-            f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
-        )
+        text = os.environ.get(ENV)
+        if not text or Config.is_off(text):
+            return
+        try:
+            config = Config.parse(text)
+        except ValueError as error:
+            engine_log.warning(
+                f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
+                f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
+            )
+            return
+        activate(config)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.activation.load", error)
 
