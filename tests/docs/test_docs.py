@@ -14,8 +14,8 @@ from kvfix import catalogue
 from kvfix_tools.diagnose import problems
 from kvfix_tools.lab.engine import rules as lab_rules
 from kvfix_tools.ledger import RULES
-from maintain import documentation, scenario_matrix
-from maintain.documentation import error_index, support_matrix
+from maintain import scenario_matrix
+from maintain.documentation import error_index, mkdocs_hook, support_matrix
 from maintain.documentation.diagnose_picture import picture
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
@@ -65,7 +65,7 @@ def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
 def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
     """Links to no page and to no heading, and a page that nothing leads to. (With `--quiet` nothing would warn.)"""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in ("mkdocs.yml", *documentation.TOP):
+    for name in ("mkdocs.yml", *mkdocs_hook.TOP):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     planted = {
