@@ -16,8 +16,9 @@ from kvfix.ledger import liveness, standstill
 from kvfix.ledger.liveness import LOAD, LOOKUP
 from kvfix.ledger.standstill import HOOK, LATE, Look, Verdict, moved, of_these_hooks
 from kvfix_tools import screen
+from kvfix_tools.doctor import servers
 from kvfix_tools.dump import gather
-from kvfix_tools.look import lmcache_server, looking, show
+from kvfix_tools.look import looking, show
 
 SCHEMA = 1
 #: Seconds between two looks, and the maximum number of immediate repetitions. A scheduler that is inside a step and has
@@ -30,7 +31,7 @@ _FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     """Return 0 without a verdict, 1 with one, 2 if the process does not exist, 77 if it may not be read."""
-    tree = looking.engine_of(lmcache_server.client_of(pid) or pid)
+    tree = looking.engine_of(servers.client_of(pid) or pid)
     if not tree:
         print(f"kvfix look: {looking.why_none(pid)}", file=sys.stderr)
         return 2
@@ -132,7 +133,7 @@ def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -
         "verdicts": [show.as_dict(each, last.processes) for each in found],
         "owes": {row["id"]: show.waits_for(engine, row) for engine in engines for row in engine.requests},
         "ways": [each._asdict() for each in ways],
-        "servers": lmcache_server.of(last.processes),
+        "servers": servers.of(last.processes),
         "processes": last.processes,
     }
 

@@ -14,7 +14,7 @@ from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import liveness
 from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE, Engine, ranks_text
 from kvfix.ledger.standstill import Look, Verdict
-from kvfix_tools.look import lmcache_server
+from kvfix_tools.doctor import servers
 from kvfix_tools.look.looking import INSIDE, NOT, Way
 
 ROWS = 40  # of the table at most
@@ -70,7 +70,7 @@ def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Iterable
         if engine.requests:
             parts.append(_table(engine))
         parts += [Text(f"  {line}") for line in _held(engine)]
-    parts += [Text(f"  {lmcache_server.line(each)}") for each in lmcache_server.of(looks[-1].processes)]
+    parts += [Text(f"  {servers.line(each)}") for each in servers.of(looks[-1].processes)]
     silent = [each for each in looks[-1].processes if each.get("silent")]
     parts += [Text(f"{each['name']} ({each['pid']}): {(each['stack'] or ['no frames'])[0]}") for each in silent]
     unread = [(each, f"{what}: {why}") for each in looks[-1].processes for what, why in each.get("unread", {}).items()]
