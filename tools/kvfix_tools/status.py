@@ -106,19 +106,15 @@ def status(
 def _select(rows: list[FixRow], names: Sequence[str], connector: str, severity: str, transfer_config: str) -> Selected:
     """Raise ValueError for an unknown fix, connector or severity."""
     codes = {_code(name) for name in names}
-    effect = fix_overview.severity(severity) if severity else ""
+    effect = severity.strip().lower().replace("-", " ")
+    if effect not in ("", *EFFECTS):
+        raise ValueError(f"unknown severity {severity!r}; known: {', '.join(EFFECTS)}")
     chosen, where = fix_overview.in_use(connector, transfer_config)
     fixes = {fix.code: fix for fix in catalogue.fixes()}
-    found, left_out = [], 0
-    for row in rows:
-        fix = fixes[row.code]
-        if (codes and row.code not in codes) or (effect and fix.effect != effect):
-            continue
-        if fix_overview.concerns(fix, chosen):
-            found.append((fix, row))
-        else:
-            left_out += 1
-    return Selected(found, chosen, where, left_out)
+    asked = [(fixes[row.code], row) for row in rows if not codes or row.code in codes]
+    asked = [(fix, row) for fix, row in asked if effect in ("", fix.effect)]
+    found = [(fix, row) for fix, row in asked if fix_overview.concerns(fix, chosen)]
+    return Selected(found, chosen, where, len(asked) - len(found))
 
 
 def _code(name: str) -> str:
