@@ -53,13 +53,14 @@ def test_there_is_a_page_for_everything(site: Path) -> None:
         assert all(f'href="{code.lower()}.html"' in index for code in codes)
 
 
-def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_is_small_and_takes_nothing_from_elsewhere(site: Path) -> None:
     """No font, script, style or picture; what leads elsewhere are links that a reader follows."""
     fetched = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//|<link[^>]*href=\"(?:https?:)?//")
     for page in site.rglob("*.html"):
         assert not fetched.search(page.read_text()), page
     for file in [*site.rglob("*.css"), *site.rglob("*.svg")]:
         assert not re.search(r"@import|url\(\s*[\"']?(?:https?:)?//", file.read_text()), file
+    assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) < 15_000_000
 
 
 def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
@@ -80,10 +81,6 @@ def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
     output = done.stdout + done.stderr
     assert done.returncode != 0
     assert all(word in output for word in ("nowhere.md", "lmcache-9.9", "nothing.md", "alone.md", "4 warnings")), output
-
-
-def test_the_site_is_small(site: Path) -> None:
-    assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) < 15_000_000
 
 
 def found(site: Path, queries: list[str]) -> list[list[str]]:
