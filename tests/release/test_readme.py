@@ -87,12 +87,8 @@ def died(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempPath
 def test_kvfix_is_installed_as_the_readme_says() -> None:
     """The fixture `shell` has run this line. Nothing says that the index has kvfix: there it is somebody else's."""
     assert "pip install ." in [block.text for block in of(DIED)]
-    pages = [
-        ROOT / "README.md",
-        *(ROOT / "docs").glob("*.md"),
-        *ROOT.glob("patches/**/*.py"),
-        *ROOT.glob("tools/**/*.py"),
-    ]
+    patterns = "README.md", "docs/*.md", "patches/**/*.py", "tools/**/*.py"
+    pages = [page for pattern in patterns for page in ROOT.glob(pattern)]
     assert not [page.name for page in pages if re.search(r"p install [^`\n]*\bkvfix\b(?![-/])", page.read_text())]
 
 

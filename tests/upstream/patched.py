@@ -115,8 +115,6 @@ _OURS = (
     "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.",
     "vllm.v1.kv_cache_spec_registry",
 )  # fmt: skip
-
-
 #: A package that hands on what its modules have. The lab has replaced what they know of time and threads.
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 #: Of it the lab has replaced asyncio and the settings: upstream's tests would wait for minutes, as released too.

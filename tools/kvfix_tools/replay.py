@@ -118,8 +118,7 @@ def _replay_engines(peers: Peers, json: bool) -> int:
     for finding, keeps, history in peers.findings():
         findings[engines.index(keeps)].append(Judged(finding, history[-1][1], keeps.scheduler, history))
     if json:
-        rows = [_engine_as_dict(*each) for each in zip(engines, findings, strict=True)]
-        print(jsonlib.dumps(rows, indent=2))
+        print(jsonlib.dumps([*map(_engine_as_dict, engines, findings)], indent=2))
     else:
         for engine, found in zip(engines, findings, strict=True):
             print("".join(_engine_report(engine, each, peers) for each in _violated(found)), end="")
@@ -136,11 +135,8 @@ def _process_report(found: Recording, each: Judged) -> str:
     finding, entry, *_ = each
     connector = found.connectors.get(entry.connector, {})
     role = f" ({connector['role']})" if connector.get("role") else ""
-    history = [
-        one
-        for one in found.entries
-        if (one.connector, one.event.request) == (entry.connector, finding.request) and one.mono <= entry.mono
-    ]
+    key = entry.connector, finding.request
+    history = [one for one in found.entries if (one.connector, one.event.request) == key and one.mono <= entry.mono]
     where = f"{entry.hook} of {connector.get('name', 'a connector')}{role}, pid {found.head['pid']}"
     return _report(finding, history, found, where=where, holds=[])
 
@@ -184,8 +180,7 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
     ]
     for boot, clock in engine.clocks.items():
         node = next(part.recording.head.get("node") for part in engine.parts if part.boot == boot)
-        offset = clock.text("the scheduler's")
-        lines.append(f"  clock of {node}: {offset}")
+        lines.append(f"  clock of {node}: " + clock.text("the scheduler's"))
     lines += peers.summary(engine)
     verdicts = [each.finding.verdict for each in findings]
     lines.append(f"  {verdicts.count('violated')} violations, {verdicts.count('unknown')} events not checked")

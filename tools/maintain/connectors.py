@@ -9,13 +9,8 @@ from typing import Any, NamedTuple
 
 SEEDS, LIMIT = 20, 900  # seeds of the fuzzer, and maximum seconds for a connector
 FILE = Path(__file__).parents[2] / "docs/connectors.json"
-_EXAMPLE = {
-    "kv_connector": "ExampleConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"shared_storage_path": "{dir}"},
-}
-
-
+_FOLDER = {"shared_storage_path": "{dir}"}
+_EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": _FOLDER}
 #: Connectors that run without a configuration.
 _PLAIN = (
     "LMCacheConnectorV1", "LMCacheMPConnector", "OffloadingConnector", "SimpleCPUOffloadConnector",
@@ -34,11 +29,11 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = (
-    Subject("ExampleConnector", "ExampleConnector", {"shared_storage_path": "{dir}"}),
+    Subject("ExampleConnector", "ExampleConnector", _FOLDER),
     Subject("MultiConnector[ExampleConnector]", "MultiConnector", {"connectors": [_EXAMPLE]}),
     Subject("DecodeBenchConnector", "DecodeBenchConnector", note="loads made-up KV on purpose, for benchmarks."),
     *(Subject(name, name) for name in _PLAIN),
-    Subject("ExampleHiddenStatesConnector", "ExampleHiddenStatesConnector", {"shared_storage_path": "{dir}"}),
+    Subject("ExampleHiddenStatesConnector", "ExampleHiddenStatesConnector", _FOLDER),
 )
 
 

@@ -137,11 +137,8 @@ def client_of(pid: int) -> int:
     with contextlib.suppress(psutil.Error, OSError):
         connections = psutil.net_connections("tcp")
         ports = {each.laddr.port for each in connections if each.pid == pid and each.status == psutil.CONN_LISTEN}
-        clients = {
-            each.pid
-            for each in connections
-            if each.status == psutil.CONN_ESTABLISHED and each.raddr and each.raddr.port in ports
-        }
+        served = [each for each in connections if each.status == psutil.CONN_ESTABLISHED and each.raddr]
+        clients = {each.pid for each in served if each.raddr.port in ports}
         return min((client for client in clients - {pid, None} if client), default=0)
     return 0
 

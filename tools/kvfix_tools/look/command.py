@@ -101,11 +101,7 @@ def seconds_to_look(looks: Sequence[Look]) -> float:
 def _between_steps(looker: looking.Looker) -> Look:
     for _ in range(AGAIN):
         found = looker.look()
-        idle = [
-            each
-            for each in liveness.engines(found.processes)
-            if not any(r["queue"] == "running" for r in each.requests)
-        ]
+        idle = [one for one in liveness.engines(found.processes) if all(r["queue"] != "running" for r in one.requests)]
         if not any(each.process["in_step"] and not each.process["hook"] for each in idle):
             break
     return found

@@ -94,13 +94,12 @@ def _nothing(processes: Sequence[dict[str, Any]]) -> str:
     engines = liveness.engines(processes)
     if not engines:
         return "kvfix could not read a scheduler, so it knows nothing about requests"
-    answers = [
-        f"the scheduler is paused ({engine.scheduler['paused']})"
-        if engine.scheduler["paused"]
-        else liveness.can_move(liveness.state(engine)).message
-        for engine in engines
-    ]
-    return f"nothing is known to be wrong: {'; '.join(answers)}"
+
+    def answer(engine: Engine) -> str:
+        paused = engine.scheduler["paused"]
+        return f"the scheduler is paused ({paused})" if paused else liveness.can_move(liveness.state(engine)).message
+
+    return f"nothing is known to be wrong: {'; '.join(map(answer, engines))}"
 
 
 def _head(engine: Engine, looks: Sequence[Look]) -> Text:
@@ -203,11 +202,8 @@ def _held(engine: Engine) -> Iterable[str]:
     scheduler = engine.scheduler
     alive = {row["id"] for row in engine.requests}
     for process, each in engine.workers:
-        kinds = [
-            f"{len(each[kind])} {kind} ({_some(each[kind])})"
-            for kind in ("loads", "stores", "unreported", "fetched")
-            if each.get(kind)
-        ]
+        held = {kind: each[kind] for kind in ("loads", "stores", "unreported", "fetched") if each.get(kind)}
+        kinds = [f"{len(names)} {kind} ({_some(names)})" for kind, names in held.items()]
         if each.get("failed_blocks"):
             kinds.append(f"{each['failed_blocks']} blocks of failed loads")
         pins = {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}

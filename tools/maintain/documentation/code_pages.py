@@ -25,8 +25,6 @@ _COMPONENTS = {
     "OffloadingConnector": "offloading",
     "SimpleCPUOffloadConnector": "offloading",
 }
-
-
 ALL_RULES: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
 
 
