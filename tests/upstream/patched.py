@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,15 +132,24 @@ def _is_own(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
 
 
+@contextmanager
+def fuzzer() -> Iterator[Any]:
+    """Yield functions of the lab that draw and play a schedule. What they print is hidden."""
+    from kvfix_tools.lab import runner
+
+    with runner.quiet():
+        from kvfix_tools.lab.fuzz.fuzz import play
+        from kvfix_tools.lab.fuzz.schedule import draw
+
+        yield draw, play
+
+
 def prepare(lmcache: str, connectors: list[str]) -> None:
     """Imports of a process, once for all patches of a release of LMCache, whose folder it is."""
     from kvfix_tools.lab import runner
 
     runner.prepare(lmcache)
-    with runner.quiet():
-        from kvfix_tools.lab.fuzz.fuzz import play
-        from kvfix_tools.lab.fuzz.schedule import draw
-
+    with fuzzer() as (draw, play):
         for connector in connectors:
             play(draw(0, connector, plain=True))
     _imports_of_ours()  # every fork asks for them
@@ -302,13 +312,8 @@ def _violated(code: str, connectors: list[str]) -> list[Any]:
 
 def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
     """{schedule: digest of its events, with these fixes}: the scenarios of the fix, and random schedules."""
-    from kvfix_tools.lab import runner
-
     found = {}
-    with runner.quiet():
-        from kvfix_tools.lab.fuzz.fuzz import play
-        from kvfix_tools.lab.fuzz.schedule import draw
-
+    with fuzzer() as (draw, play):
         kvfix.revert()
         if fixes:
             kvfix.apply(only=fixes)
@@ -335,12 +340,7 @@ def _digest(events: list[Any]) -> str:
 
 def healthy(connector: str, fixes: list[str]) -> list[str]:
     """For each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
-    from kvfix_tools.lab import runner
-
-    with runner.quiet():
-        from kvfix_tools.lab.fuzz.fuzz import play
-        from kvfix_tools.lab.fuzz.schedule import draw
-
+    with fuzzer() as (draw, play):
         if fixes:
             kvfix.apply(only=fixes)
         played = [play(draw(seed, connector, plain=True)) for seed in range(SEEDS)]
