@@ -48,14 +48,11 @@ def ready() -> list[Ready]:
         for path in folder.glob("*/*.patch"):
             dist, _, version = path.stem.partition("-")
             known = catalogue.find(path.parent.name)
-            found.append(Ready(known.code if known else "", path.parent.name, dist, version, _subject(path), path))
+            header = path.read_text().partition("\n\n")[0]
+            folded = re.search(r"^Subject: (?:\[PATCH\] )?(.*(?:\n .*)*)", header, re.M)
+            subject = " ".join(folded[1].split()) if folded else ""
+            found.append(Ready(known.code if known else "", path.parent.name, dist, version, subject, path))
     return sorted(found)
-
-
-def _subject(path: Path) -> str:
-    header = path.read_text().partition("\n\n")[0]
-    folded = re.search(r"^Subject: (?:\[PATCH\] )?(.*(?:\n .*)*)", header, re.M)
-    return " ".join(folded[1].split()) if folded else ""
 
 
 @app.command("list")
@@ -91,18 +88,15 @@ def export(
     if not all(submitter.values()):
         print(f"kvfix upstream export: {NO_SUBMITTER}", file=sys.stderr)
         return 2
+    who = f"{submitter['name']} <{submitter['email']}>"
     folder.mkdir(parents=True, exist_ok=True)
     for row in wanted:
         path = folder / f"{row.slug}-{row.dist}-{row.version}.patch"
-        path.write_text(signed_off(row.path.read_text(), f"{submitter['name']} <{submitter['email']}>"))
+        patch = re.sub(r"^From: .*$", f"From: {who}", row.path.read_text(), count=1, flags=re.M)
+        patch = re.sub(r"^Date: .*$", f"Date: {formatdate(localtime=True)}", patch, count=1, flags=re.M)
+        path.write_text(patch.replace("\n---\n", f"\nSigned-off-by: {who}\n---\n", 1))
         print(f"{path}: apply it to a checkout of {row.dist} with: git am --3way {path}")
     return 0
-
-
-def signed_off(patch: str, submitter: str) -> str:
-    patch = re.sub(r"^From: .*$", f"From: {submitter}", patch, count=1, flags=re.M)
-    patch = re.sub(r"^Date: .*$", f"Date: {formatdate(localtime=True)}", patch, count=1, flags=re.M)
-    return patch.replace("\n---\n", f"\nSigned-off-by: {submitter}\n---\n", 1)
 
 
 def _git_config(key: str) -> str:

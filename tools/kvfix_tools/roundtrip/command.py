@@ -114,7 +114,8 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
         for one in [one for one, _ in here if timed and not one.whole]:
             report.progress(len(every), len(every), Cell(one.name))
             report.add_speed(measure(one, device, options.gib, options.seed))
-        report.fixes = applied_fixes()
+        kvfix = sys.modules.get("kvfix")
+        report.fixes = sorted({row.code for row in kvfix.status() if row.verdict == "applied"}) if kvfix else []
     return report
 
 
@@ -146,11 +147,6 @@ def fixes(wanted: bool) -> Iterator[None]:
 def _warnings(record: logging.LogRecord) -> bool:
     """Hide lines about applied fixes, because the report names them."""
     return record.levelno >= logging.WARNING
-
-
-def applied_fixes() -> list[str]:
-    kvfix = sys.modules.get("kvfix")
-    return [] if kvfix is None else sorted({row.code for row in kvfix.status() if row.verdict == "applied"})
 
 
 def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Iterator[tuple[Result, Job]]:

