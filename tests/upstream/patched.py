@@ -134,7 +134,7 @@ def _is_own(path: Path, folder: Path) -> bool:
 
 @contextmanager
 def fuzzer() -> Iterator[Any]:
-    """Yield functions of the lab that draw and play a schedule. What they print is hidden."""
+    """Yield functions of the lab that draw and play a schedule, and hide its output."""
     from kvfix_tools.lab import runner
 
     with runner.quiet():
