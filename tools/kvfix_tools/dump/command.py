@@ -44,11 +44,7 @@ def _is_read(of: gather.Gathered) -> bool:
 def _row(of: gather.Gathered) -> dict[str, Any]:
     process = of.process
     return {
-        "pid": process.pid,
-        "parent": process.parent,
-        "name": process.name,
-        "state": process.state,
-        "threads": process.threads,
+        **{name: getattr(process, name) for name in ("pid", "parent", "name", "state", "threads")},
         "ranks": gather.ranks(of),
         "hook": gather.where(of) if _is_read(of) else None,
         "stacks": of.why_no_stacks or f"stacks-{process.pid}.json",
