@@ -6,7 +6,6 @@ checked with the scheduler's events only. peer_recordings.py checks the blocks t
 """
 
 import json as jsonlib
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from kvfix.connector_events import violations
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
-from kvfix_tools import engine_recordings, recording
+from kvfix_tools import engine_recordings, recording, screen
 from kvfix_tools.engine_recordings import Engine, Part
 from kvfix_tools.ledger import RankDiffers
 from kvfix_tools.peer_recordings import Peers, RouterLog
@@ -45,16 +44,14 @@ def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
         try:
             recordings += recording.read_all(path)
         except (OSError, ValueError) as error:  # noqa: PERF203  there are few files
-            print(f"kvfix replay: {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
-            return 2
+            return screen.error(f"kvfix replay: {path}: {getattr(error, 'strerror', None) or error}")
     if len(recordings) == 1:
         return _replay_process(recordings[0], json)
     try:
         log = RouterLog(router) if router is not None else None
         return _replay_engines(Peers(engine_recordings.engines(recordings), log), json)
     except (OSError, ValueError) as error:
-        print(f"kvfix replay: {error}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix replay: {error}")
 
 
 def judged(found: Recording) -> list[Judged]:

@@ -2,7 +2,6 @@
 
 import json as jsonlib
 import os
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -81,13 +80,11 @@ def status(
         return status_released.status(json)
     rows = fix_status.rows(_probed) if probe else kvfix.status()
     if not rows:
-        print(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}")
     try:
         selected = _select(rows, names, connector, severity, transfer_config)
     except ValueError as error:
-        print(f"kvfix status: {error}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix status: {error}")
     found = [row for _, row in selected.rows]
     is_nothing_here = all(row.verdict == "not-installed" for row in rows)
     if json:

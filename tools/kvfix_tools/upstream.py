@@ -8,7 +8,6 @@ has no author, and `export` writes the submitter's name into the patch.
 import json as jsonlib
 import re
 import subprocess
-import sys
 from email.utils import formatdate
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -82,12 +81,10 @@ def export(
     wanted = [row for row in ready() if known is not None and row.code == known.code]
     if not wanted:
         guess = screen.did_you_mean(name, {row.slug for row in ready()})
-        print(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list")
     submitter = {key: _git_config(f"user.{key}") for key in ("name", "email")}
     if not all(submitter.values()):
-        print(f"kvfix upstream export: {NO_SUBMITTER}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix upstream export: {NO_SUBMITTER}")
     who = f"{submitter['name']} <{submitter['email']}>"
     folder.mkdir(parents=True, exist_ok=True)
     for row in wanted:

@@ -49,8 +49,7 @@ def conform(
         settings = read_config(config)
         prepare()
     except ValueError as error:
-        print(f"kvfix conform: {error}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix conform: {error}")
     from kvfix_tools.conform.player import Subject
 
     with chosen(fixes):
