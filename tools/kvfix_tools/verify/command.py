@@ -6,8 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfix_tools import screen
 from kvfix_tools.verify import report
@@ -19,8 +18,7 @@ TOKENS_PER_WORD = 1.3  # estimate, if the server does not offer /tokenize
 FEWEST_TOKENS = 8  # with fewer different tokens, prompts have whole blocks in common by chance
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     url: str
     model: str = ""
     decode: str = ""
