@@ -3,8 +3,6 @@
 The patched copy is thin: the touched files are real, all others are links to the release.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc

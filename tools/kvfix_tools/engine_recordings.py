@@ -5,8 +5,6 @@ ordered the load, and before the scheduler learns that the load ended. The loads
 the scheduler's sequence, which orders the records without clocks.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class Clock(NamedTuple):
         return f"{self.ahead / 1e9:+.6f} s relative to {other}, between {low} and {high}"
 
     @classmethod
-    def within(cls, ahead: int, lows: list[int], highs: list[int]) -> Clock:
+    def within(cls, ahead: int, lows: list[int], highs: list[int]) -> "Clock":
         """Move `ahead`, the value by the wall clocks, between the bounds."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
