@@ -111,8 +111,7 @@ def prefer(folder: Path) -> None:
 
 _OURS = (
     "lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.",
-    "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.",
-    "vllm.v1.kv_cache_spec_registry",
+    "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.", "vllm.v1.kv_cache_spec_registry",
 )  # fmt: skip
 #: A package that hands on what its modules have. The lab has replaced what they know of time and threads.
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"

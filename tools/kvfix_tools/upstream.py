@@ -24,11 +24,6 @@ app = typer.Typer(no_args_is_help=True, help="List and export patches for LMCach
 #: Folders of the patches: in a wheel, and in a checkout.
 FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
 
-NO_SUBMITTER = (
-    "git does not know your name and address, and both projects require your sign-off (DCO). Run: "
-    "git config --global user.name NAME; git config --global user.email ADDRESS"
-)
-
 
 class Ready(NamedTuple):
     """A patch for one release of one distribution."""
@@ -84,7 +79,10 @@ def export(
         return screen.error(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list")
     submitter = {key: _git_config(f"user.{key}") for key in ("name", "email")}
     if not all(submitter.values()):
-        return screen.error(f"kvfix upstream export: {NO_SUBMITTER}")
+        return screen.error(
+            "kvfix upstream export: git does not know your name and address, and both projects require your sign-off "
+            "(DCO). Run: git config --global user.name NAME; git config --global user.email ADDRESS"
+        )
     who = f"{submitter['name']} <{submitter['email']}>"
     folder.mkdir(parents=True, exist_ok=True)
     for row in wanted:
