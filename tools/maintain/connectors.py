@@ -7,6 +7,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvfix import installed_source
+from kvfix_tools.conform import command, verdicts
+
 SEEDS, LIMIT = 20, 900  # seeds of the fuzzer, and maximum seconds for a connector
 FILE = Path(__file__).parents[2] / "docs/connectors.json"
 _FOLDER = {"shared_storage_path": "{dir}"}
@@ -62,7 +65,7 @@ def version() -> str:
 
 
 def ask(subject: Subject) -> Said:
-    from kvfix_tools.conform import command, player, verdicts
+    from kvfix_tools.conform import player
 
     with command.chosen(fixes=True):
         done = verdicts.run(player.Subject(subject.connector, subject.config), math.inf, range(SEEDS), shrinking=0)
@@ -71,9 +74,6 @@ def ask(subject: Subject) -> Said:
 
 
 def main(names: list[str]) -> None:
-    from kvfix import installed_source
-    from kvfix_tools.conform import command
-
     command.prepare()
     from kvfix_tools.conform.player import Subject as Played
 
