@@ -165,13 +165,11 @@ class Looker:
     def look(self) -> Look:
         """Read all processes at once. This takes milliseconds, or seconds if a main thread reaches no bytecode."""
         with ThreadPoolExecutor(max(1, len(self.tree))) as pool:
-            states = list(pool.map(self._one, self.tree))
-        return Look(time.monotonic(), [each for each in states if each is not None])
-
-    def _one(self, process: Process) -> dict[str, Any] | None:
-        found, *way = self._read(process)
-        self.ways[process.pid] = Way(process.pid, process.name, *way)
-        return found
+            read = list(pool.map(self._read, self.tree))
+        at = time.monotonic()
+        for process, (_, *way) in zip(self.tree, read, strict=True):
+            self.ways[process.pid] = Way(process.pid, process.name, *way)
+        return Look(at, [state for state, *_ in read if state is not None])
 
     def _read(self, process: Process) -> tuple[dict[str, Any] | None, str, str, str]:
         setting = ""
