@@ -75,7 +75,7 @@ def test_the_bundle_has_the_wheels_and_the_scripts(
     assert [path.name for path in (tmp_path / "bundle/1").glob("*.whl")] == [wheel.name]
     monkeypatch.setattr(bundle, "LIMIT", 100)
     with pytest.raises(ValueError, match="folder 1 has"):
-        bundle.make(tmp_path / "bundle", [wheel])
+        bundle.make(tmp_path / "large", [wheel])
 
 
 #: A stage: it notes that it ran, prints a step, and ends with the exit code in its name; "hang" does not end.
