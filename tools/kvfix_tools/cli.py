@@ -264,14 +264,14 @@ def diagnose(
 
 
 @app.command(add_help_option=False, context_settings=ANY_WORDS, rich_help_panel=COMMANDS["roundtrip"])
-def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] = None) -> None:
+def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] = None) -> int:
     """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
         what = "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip with the engine's Python"
         return screen.error(what, 77)
     from kvfix_tools.roundtrip import command
 
-    raise typer.Exit(command.main(arguments or []))
+    return command.main(arguments or [])
 
 
 _DECODE = "Address of a decode instance, if URL is a router of prefill and decode."
@@ -290,7 +290,7 @@ def verify(
     api_key_env: Annotated[str, value("NAME", "Read the API key from this environment variable.")] = "",
     dry_run: Annotated[bool, flag("--dry-run", "Print the requests, and send none.")] = False,
     json: Json = False,
-) -> None:
+) -> int:
     """Check that a running server gives the same answers with and without KV from the connector.
 
     Exit 0: the answers are the same. 1: answers differ. 2: the server cannot be reached, or it refuses requests. 77:
@@ -303,7 +303,7 @@ def verify(
     options = command.Options(
         url, model, decode, requests, prompt_tokens, chunk, clients, seconds, api_key_env, json, dry_run
     )
-    raise typer.Exit(command.verify(options))
+    return command.verify(options)
 
 
 def main() -> None:
