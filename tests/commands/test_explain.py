@@ -86,22 +86,16 @@ def test_any_text_is_answered(text: str, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out
 
 
-@pytest.fixture
-def report(tmp_path: Path) -> Path:
-    (tmp_path / "report.md").write_text("NIXL_ERR_BACKEND in register_memory")
-    return tmp_path / "report.md"
-
-
-def test_a_text_a_file_and_standard_input_answer_alike(report: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(report.read_text()))
+def test_a_text_a_file_and_standard_input_answer_alike(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """A file that cannot be read is an error."""
+    report, words = tmp_path / "report.md", "NIXL_ERR_BACKEND in register_memory"
+    report.write_text(words)
+    monkeypatch.setattr("sys.stdin", io.StringIO(words))
     answers = set()
-    for text in (report.read_text(), str(report), "-"):
+    for text in (words, str(report), "-"):
         assert search(text, json=True) == 0
         answers.add(capsys.readouterr().out)
     assert len(answers) == 1
-
-
-def test_a_file_that_cannot_be_read_is_an_error(report: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(Path, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     assert search(str(report), json=False) == 2
     assert capsys.readouterr().err == f"kvfix search: cannot read {report}: Permission denied\n"

@@ -36,21 +36,18 @@ def answer(result: Any) -> dict[str, Any]:
     return found
 
 
-def test_its_tools(tmp_path: Path) -> None:
-    (listed,) = call(tmp_path, ("list_tools",))
-    tools = {tool.name: tool for tool in listed.tools}
-    assert set(tools) == {"diagnose", "explain", "search", "status", "doctor", "replay", "look"}
-    assert all(tool.description for tool in tools.values())
-
-
-def test_a_log_is_diagnosed_as_by_the_command(tmp_path: Path) -> None:
+def test_its_tools_answer_as_the_commands(tmp_path: Path) -> None:
     shutil.copy(LOGS / "crash-0.3.10.log.gz", tmp_path / "engine.log.gz")
-    results = call(
+    listed, *results = call(
         tmp_path,
+        ("list_tools",),
         ("call_tool", "diagnose", {"paths": ["engine.log.gz"]}),
         ("call_tool", "diagnose", {"paths": ["engine.log.gz"], "brief": True}),
         ("call_tool", "explain", {"name": "KVD101"}),
     )
+    tools = {tool.name: tool for tool in listed.tools}
+    assert set(tools) == {"diagnose", "explain", "search", "status", "doctor", "replay", "look"}
+    assert all(tool.description for tool in tools.values())
     full, brief, explained = map(answer, results)
     assert full["exit_code"] == 1
     assert [found["code"] for found in full["answer"]["findings"]] == ["KVD101"]

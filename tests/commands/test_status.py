@@ -53,9 +53,6 @@ def test_what_is_not_fixed_is_named_and_the_rest_is_counted() -> None:
     (rest,) = (line for line in lines if "more: kvfix status --all" in line)
     assert len(named) + int(rest.split()[1]) == len(FIXES)
     assert lines[-1] == f"SUMMARY: {len(FIXES)} refused"
-
-
-def test_nothing_known() -> None:
     lines = overview("not-affected", "fixed-upstream")
     assert "No known bug of these releases is left for kvfix.apply() to fix." in lines
     assert lines[-1] == "SUMMARY: no known bug"

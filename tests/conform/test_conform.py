@@ -119,16 +119,13 @@ def test_planted_fault_fails_by_its_rule(once: Once, name: str) -> None:
     assert found["broken"][0]["history"]
 
 
-def test_a_connector_that_stores_nothing_has_tested_nothing_of_loads(once: Once) -> None:
+def test_a_connector_that_stores_nothing_or_cannot_be_made_says_what_is_not_tested(once: Once) -> None:
     done = once(says, LMCACHE)["nothing"]
     assert (done["violations"], done["code"]) == ([], 2)
     assert "no hit and no load" in done["tested_nothing"]
     verdicts = {each["rule"]: each["outcome"] for each in done["verdicts"]}
     assert verdicts["raises-nothing"] == verdicts["keeps-nothing"] == "ok"
     assert verdicts["granted"] == verdicts["promise"] == "not applicable"
-
-
-def test_a_connector_that_cannot_be_made_says_why(once: Once) -> None:
     done = once(says, LMCACHE)["nowhere"]
     assert done["code"] == 2
     assert "Nowhere not found in tests.conform.broken" in done["cannot"]
@@ -184,8 +181,6 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
 
 #: Of a block, for TensorMemory.
 CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]
-
-
 #: {fault: what is done to block 1 of the first layer}
 WRONG: dict[str, Callable[[Any, Any], Any]] = {
     "another layer": lambda first, second: first[1].copy_(second[1]),

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from kvfix_tools.conform import contract, scenarios
+from kvfix_tools.conform import command, contract, scenarios, verdicts
 from maintain import connectors
 from tests.conform.test_conform import LMCACHE
 from tests.conftest import Once
@@ -74,7 +74,6 @@ def test_the_side_of_the_lab(connector: str, children: list[dict[str, str]], pla
 
 
 def answers() -> dict[str, Any]:
-    from kvfix_tools.conform import command, verdicts
     from kvfix_tools.conform.player import Subject
 
     found = {}

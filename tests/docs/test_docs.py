@@ -14,8 +14,8 @@ from kvfix import catalogue
 from kvfix_tools.diagnose import problems
 from kvfix_tools.lab.engine import rules as lab_rules
 from kvfix_tools.ledger import RULES
-from maintain import documentation, scenario_matrix
-from maintain.documentation import error_index, support_matrix
+from maintain import scenario_matrix
+from maintain.documentation import error_index, mkdocs_hook, support_matrix
 from maintain.documentation.diagnose_picture import picture
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
@@ -53,19 +53,20 @@ def test_there_is_a_page_for_everything(site: Path) -> None:
         assert all(f'href="{code.lower()}.html"' in index for code in codes)
 
 
-def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_is_small_and_takes_nothing_from_elsewhere(site: Path) -> None:
     """No font, script, style or picture; what leads elsewhere are links that a reader follows."""
     fetched = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//|<link[^>]*href=\"(?:https?:)?//")
     for page in site.rglob("*.html"):
         assert not fetched.search(page.read_text()), page
     for file in [*site.rglob("*.css"), *site.rglob("*.svg")]:
         assert not re.search(r"@import|url\(\s*[\"']?(?:https?:)?//", file.read_text()), file
+    assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) < 15_000_000
 
 
 def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
     """Links to no page and to no heading, and a page that nothing leads to. (With `--quiet` nothing would warn.)"""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in ("mkdocs.yml", *documentation.TOP):
+    for name in ("mkdocs.yml", *mkdocs_hook.TOP):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     planted = {
@@ -80,10 +81,6 @@ def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
     output = done.stdout + done.stderr
     assert done.returncode != 0
     assert all(word in output for word in ("nowhere.md", "lmcache-9.9", "nothing.md", "alone.md", "4 warnings")), output
-
-
-def test_the_site_is_small(site: Path) -> None:
-    assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) < 15_000_000
 
 
 def found(site: Path, queries: list[str]) -> list[list[str]]:
@@ -136,16 +133,13 @@ def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], st
     }
 
 
-def test_the_pair_page_has_what_the_lab_ran() -> None:
+def test_the_pair_page_has_what_the_lab_ran_and_bugs_that_the_code_has() -> None:
+    """The lab plays the least in old releases: without the code they would look the safest."""
     crash = letters(PAIRS, "KVF001")
     assert crash.keys() == PAIRS.keys()
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "F"} == {"0.3.10"}
     dates = support_matrix.when_played(PAIRS)
     assert all(played["date"] in dates for played in PAIRS.values())
-
-
-def test_a_bug_that_was_not_played_is_in_the_pair_page_if_the_code_has_it() -> None:
-    """The lab plays the least in old releases: without the code they would look the safest."""
     not_played = {pair: {**played, "outcomes": []} for pair, played in PAIRS.items()}
     crash = letters(not_played, "KVF001")
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "C"} == {"0.3.10"}

@@ -1,7 +1,5 @@
 """Folders like site-packages, made of links to released files, and a machine made of text files."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -89,7 +87,7 @@ class Planted(NamedTuple):
     redis: str = ""
 
     @contextmanager
-    def served(self) -> Iterator[Planted]:
+    def served(self) -> Iterator["Planted"]:
         """Yield the row with the ports of running servers."""
         with ExitStack() as stack:
             listening, closed = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))

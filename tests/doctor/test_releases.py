@@ -1,7 +1,5 @@
 """Imports and calls of one package that the other does not have. planted.toml has pairs of releases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -17,8 +17,9 @@ import pytest
 from kvfix.ledger import liveness, standstill
 from kvfix.ledger.standstill import Look, Verdict
 from kvfix_tools import recording
+from kvfix_tools.doctor import servers as lmcache_server
 from kvfix_tools.dump import processes
-from kvfix_tools.look import command, lmcache_server, looking
+from kvfix_tools.look import command, looking
 from tests.conftest import RELEASES, Once
 from tests.engine import start
 from tests.engine.start import TWO_PROCESSES, prompt

@@ -59,26 +59,23 @@ def test_the_parts_of_a_wheel_are_one_package_again(wheel: Path, tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", code], cwd=site, check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["7", "1.0", "1.0"]
     assert sorted(path.name for path in (site / "large").glob("*.bin")) == ["compiled.bin"]
-
-
-def test_a_pattern_that_fits_no_file_is_an_error(wheel: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no file large/fa9\.\*"):
         bundle.split(wheel, tmp_path, {"large/fa9.*": "a reason"}, {})
 
 
-def test_the_bundle_has_the_wheels_and_the_scripts(wheel: Path, tmp_path: Path) -> None:
+def test_the_bundle_has_the_wheels_and_the_scripts(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is too large is an error."""
     operations = wheel.with_name("vllm_operations-1.0-py3-none-any.whl")
     operations.write_bytes(wheel.read_bytes())
     sizes = bundle.make(tmp_path / "bundle", [wheel, operations])
     assert sizes["2"] == wheel.stat().st_size
     assert (tmp_path / "bundle/1/maintain/gpu/run.sh").is_file()
     assert [path.name for path in (tmp_path / "bundle/1").glob("*.whl")] == [wheel.name]
-
-
-def test_a_folder_that_is_too_large_is_an_error(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "LIMIT", 100)
     with pytest.raises(ValueError, match="folder 1 has"):
-        bundle.make(tmp_path / "bundle", [wheel])
+        bundle.make(tmp_path / "large", [wheel])
 
 
 #: A stage: it notes that it ran, prints a step, and ends with the exit code in its name; "hang" does not end.

@@ -39,12 +39,6 @@ def test_questions_tables_and_code_are_no_violation(text: str) -> None:
     assert not list(language.violations(text))
 
 
-def test_a_docstring_begins_with_its_first_line() -> None:
-    assert list(language.violations("\nThe block.", is_docstring=True)) == [
-        (1, "the first line of the docstring is empty")
-    ]
-
-
 def test_files_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = tmp_path / "patches/kvfix/fixes/nixl/kvf999.py"
     module.parent.mkdir(parents=True)

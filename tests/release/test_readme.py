@@ -87,12 +87,8 @@ def died(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempPath
 def test_kvfix_is_installed_as_the_readme_says() -> None:
     """The fixture `shell` has run this line. Nothing says that the index has kvfix: there it is somebody else's."""
     assert "pip install ." in [block.text for block in of(DIED)]
-    pages = [
-        ROOT / "README.md",
-        *(ROOT / "docs").glob("*.md"),
-        *ROOT.glob("patches/**/*.py"),
-        *ROOT.glob("tools/**/*.py"),
-    ]
+    patterns = "README.md", "docs/*.md", "patches/**/*.py", "tools/**/*.py"
+    pages = [page for pattern in patterns for page in ROOT.glob(pattern)]
     assert not [page.name for page in pages if re.search(r"p install [^`\n]*\bkvfix\b(?![-/])", page.read_text())]
 
 
@@ -115,15 +111,12 @@ def test_the_two_other_ways_reach_the_program(shell: Shell) -> None:
         assert done.stdout == "fix\n", done.stderr
 
 
-def test_the_log_is_diagnosed(shell: Shell, tmp_path: Path) -> None:
+def test_the_log_and_the_text_of_the_readme_are_diagnosed(shell: Shell, tmp_path: Path) -> None:
     (line,) = (block.text for block in of(ELSE) if block.text.startswith("kvfix-diagnose"))
     (tmp_path / "engine.log").write_bytes(real("crash-0.3.10"))
     done = shell(line, folder=tmp_path, code=1)
     assert "KVD101" in done.stdout
     assert "Do now: kvfix run -- CMD, or kvfix.apply() (KVF001 lookup-cache-ignores-computed)" in done.stdout
-
-
-def test_the_text_of_the_readme_is_diagnosed_too(shell: Shell, tmp_path: Path) -> None:
     text = of(DIED)[0].text.replace("\n", " ").removesuffix("...") + "cmpl-1"
     where = '  File "/lmcache/integration/vllm/vllm_v1_adapter.py", line 1, in update_state_after_alloc'
     (tmp_path / "engine.log").write_text(f"Traceback (most recent call last):\n{where}\n    assert (\n{text}\n")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvfix import applicability, catalogue, installed_source
+from kvfix_tools.status_released import _file
 from maintain.scenario_matrix import VLLM
 from tests.conftest import RELEASES, ROOT, Fresh
 
@@ -33,12 +34,7 @@ def root(dist: str) -> Path:
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
     """A small wheel of the released files that kvfix's fixes are for, in an index as pip reads it. None: left out."""
-    names = {
-        f"{patch.module.replace('.', '/')}.py"
-        for each in catalogue.fixes()
-        for patch in each.targets
-        if patch.dist == dist
-    }
+    names = {_file(target) for fix in catalogue.fixes() for target in fix.targets if target.dist == dist}
     texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
     texts = {name: text for name, text in {**texts, **(changes or {})}.items() if text is not None}
     info = f"{dist}-{version}.dist-info"
@@ -90,8 +86,8 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     assert text.count(hook) == 1
     body = text.index('"""', text.index('"""', text.index(hook)) + 3) + 3
     changed = f"{text[:body]}\n        logger.debug('new')\n{text[body:]}"
-    gone = next(patch.module for each in catalogue.fixes() for patch in each.targets if each.code == "KVF016")
-    publish(index, "lmcache", "0.5.7", {ADAPTER: changed, f"{gone.replace('.', '/')}.py": None})
+    gone = next(_file(target) for fix in catalogue.fixes() for target in fix.targets if fix.code == "KVF016")
+    publish(index, "lmcache", "0.5.7", {ADAPTER: changed, gone: None})
     publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # no release, and so not the newest
     publish(index, "vllm", "0.34.0", {SCHEDULER: "this is no Python"})
     rows = rows_of(fresh, index, 1)

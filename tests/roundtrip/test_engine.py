@@ -16,15 +16,9 @@ from tests.conftest import release
 from tests.fork_server import FORK_WORKERS, Forked
 from tests.roundtrip.test_command import output_of
 
-PLAIN: dict[str, Any] = {
-    name: {"tokens": tokens, "hits": 0, "loaded": 0, "failed": 0, "asked": 600}
-    for name, tokens in {
-        "cold": [[1, 2], [3, 4]],
-        "changed": [[1, 3], [4, 4]],
-        "others": [[5, 5]],
-        "warm": [[1, 2], [3, 4]],
-    }.items()
-}
+TOKENS = {"cold": [[1, 2], [3, 4]], "changed": [[1, 3], [4, 4]], "others": [[5, 5]], "warm": [[1, 2], [3, 4]]}
+COUNTS = {"hits": 0, "loaded": 0, "failed": 0, "asked": 600}
+PLAIN: dict[str, Any] = {name: {"tokens": tokens, **COUNTS} for name, tokens in TOKENS.items()}
 GRANTED = SimpleNamespace(can_load=True, lmcache_cached_tokens=192, vllm_cached_tokens=32)
 REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
 

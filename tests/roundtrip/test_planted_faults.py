@@ -1,7 +1,6 @@
 """The tool can fail: planted faults, and errors in the tool's own copy, are found and called by their names."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,7 +97,7 @@ def test_the_other_layout_of_the_same_shape() -> None:
     class Mistaken(TorchCopy):
         def __init__(self, check: CellCheck) -> None:
             super().__init__(check)
-            inside = replace(check.geometry, layout=LAYOUTS["kv-inside"])
+            inside = check.geometry._replace(layout=LAYOUTS["kv-inside"])
             self.layers = [paged(tensor, inside) for tensor in check.cache.typed()]
 
     found = classes(Mistaken, layout="packed", heads="2")

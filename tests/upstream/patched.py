@@ -3,8 +3,6 @@
 The patched copy is thin: the touched files are real, all others are links to the release.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc
@@ -15,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,11 +111,8 @@ def prefer(folder: Path) -> None:
 
 _OURS = (
     "lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.",
-    "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.",
-    "vllm.v1.kv_cache_spec_registry",
+    "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.", "vllm.v1.kv_cache_spec_registry",
 )  # fmt: skip
-
-
 #: A package that hands on what its modules have. The lab has replaced what they know of time and threads.
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 #: Of it the lab has replaced asyncio and the settings: upstream's tests would wait for minutes, as released too.
@@ -133,15 +129,24 @@ def _is_own(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
 
 
+@contextmanager
+def fuzzer() -> Iterator[Any]:
+    """Yield functions of the lab that draw and play a schedule, and hide its output."""
+    from kvfix_tools.lab import runner
+
+    with runner.quiet():
+        from kvfix_tools.lab.fuzz.fuzz import play
+        from kvfix_tools.lab.fuzz.schedule import draw
+
+        yield draw, play
+
+
 def prepare(lmcache: str, connectors: list[str]) -> None:
     """Imports of a process, once for all patches of a release of LMCache, whose folder it is."""
     from kvfix_tools.lab import runner
 
     runner.prepare(lmcache)
-    with runner.quiet():
-        from kvfix_tools.lab.fuzz.fuzz import play
-        from kvfix_tools.lab.fuzz.schedule import draw
-
+    with fuzzer() as (draw, play):
         for connector in connectors:
             play(draw(0, connector, plain=True))
     _imports_of_ours()  # every fork asks for them
@@ -304,13 +309,8 @@ def _violated(code: str, connectors: list[str]) -> list[Any]:
 
 def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
     """{schedule: digest of its events, with these fixes}: the scenarios of the fix, and random schedules."""
-    from kvfix_tools.lab import runner
-
     found = {}
-    with runner.quiet():
-        from kvfix_tools.lab.fuzz.fuzz import play
-        from kvfix_tools.lab.fuzz.schedule import draw
-
+    with fuzzer() as (draw, play):
         kvfix.revert()
         if fixes:
             kvfix.apply(only=fixes)
@@ -337,12 +337,7 @@ def _digest(events: list[Any]) -> str:
 
 def healthy(connector: str, fixes: list[str]) -> list[str]:
     """For each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
-    from kvfix_tools.lab import runner
-
-    with runner.quiet():
-        from kvfix_tools.lab.fuzz.fuzz import play
-        from kvfix_tools.lab.fuzz.schedule import draw
-
+    with fuzzer() as (draw, play):
         if fixes:
             kvfix.apply(only=fixes)
         played = [play(draw(seed, connector, plain=True)) for seed in range(SEEDS)]

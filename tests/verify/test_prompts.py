@@ -16,21 +16,13 @@ def prompts() -> list[Prompt]:
     return list(maker.prompts(maker.kinds(48), SIZES))
 
 
-def lengths(prompts: list[Prompt], kind: str) -> set[int]:
-    return {each.length for each in prompts if each.kind == kind}
-
-
 def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
+    """Most prompts are controls: all but their last token are whole blocks."""
     assert len(prompts) == 48
-    assert lengths(prompts, "one chunk less one token") == {255}
-    assert lengths(prompts, "one chunk") == {256}
-    assert lengths(prompts, "one chunk and one token") == {257}
-    assert lengths(prompts, "whole chunks") == {1024}
+    lengths = {"one chunk less one token": 255, "one chunk": 256, "one chunk and one token": 257, "whole chunks": 1024}
+    for kind, length in lengths.items():
+        assert {each.length for each in prompts if each.kind == kind} == {length}
     assert max(each.length for each in prompts) <= SIZES.longest
-
-
-def test_most_are_controls(prompts: list[Prompt]) -> None:
-    """All but their last token are whole blocks."""
     assert sum(each.length % 16 == 1 for each in prompts) == 36
 
 

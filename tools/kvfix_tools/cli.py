@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 import kvfix
 from kvfix.config import Config
-from kvfix_tools import mcp_server, status, upstream
+from kvfix_tools import mcp_server, screen, status, upstream
 from kvfix_tools.command_options import ANY_WORDS, MODES, Json, Names, Only, Plus, Skip, flag, several, value
 from kvfix_tools.conform import command as conform
 from kvfix_tools.lab.cli import app as lab
@@ -95,12 +95,10 @@ def run(
     try:
         choice = Config(mode, only, skip, layers, plus, audit)
     except ValueError as error:
-        print(f"kvfix run: {error}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix run: {error}")
     program = shutil.which(command[0])
     if program is None:
-        print(f"kvfix run: {command[0]}: no such program on PATH", file=sys.stderr)
-        return 127
+        return screen.error(f"kvfix run: {command[0]}: no such program on PATH", 127)
     if not Config.is_off(os.environ.get("KVFIX")):
         kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers, choice.plus, choice.audit)
     else:
@@ -111,8 +109,7 @@ def run(
     try:
         os.execv(program, list(command))
     except OSError as error:
-        print(f"kvfix run: {program}: {error.strerror}", file=sys.stderr)
-        return 126
+        return screen.error(f"kvfix run: {program}: {error.strerror}", 126)
 
 
 @app.command(rich_help_panel=COMMANDS["explain"])
@@ -267,15 +264,14 @@ def diagnose(
 
 
 @app.command(add_help_option=False, context_settings=ANY_WORDS, rich_help_panel=COMMANDS["roundtrip"])
-def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] = None) -> None:
+def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] = None) -> int:
     """Check that every byte of KV survives the copy to the host and back."""
     if find_spec("torch") is None:
         what = "kvfix roundtrip: torch is not installed for this Python. Run kvfix roundtrip with the engine's Python"
-        print(what, file=sys.stderr)
-        raise typer.Exit(77)
+        return screen.error(what, 77)
     from kvfix_tools.roundtrip import command
 
-    raise typer.Exit(command.main(arguments or []))
+    return command.main(arguments or [])
 
 
 _DECODE = "Address of a decode instance, if URL is a router of prefill and decode."
@@ -294,21 +290,20 @@ def verify(
     api_key_env: Annotated[str, value("NAME", "Read the API key from this environment variable.")] = "",
     dry_run: Annotated[bool, flag("--dry-run", "Print the requests, and send none.")] = False,
     json: Json = False,
-) -> None:
+) -> int:
     """Check that a running server gives the same answers with and without KV from the connector.
 
     Exit 0: the answers are the same. 1: answers differ. 2: the server cannot be reached, or it refuses requests. 77:
     the check could not decide, and the output says why.
     """
     if find_spec("httpx") is None or find_spec("prometheus_client") is None:
-        print("kvfix verify needs httpx and prometheus_client: pip install httpx prometheus_client", file=sys.stderr)
-        raise typer.Exit(77)
+        return screen.error("kvfix verify needs httpx and prometheus_client: pip install httpx prometheus_client", 77)
     from kvfix_tools.verify import command
 
     options = command.Options(
         url, model, decode, requests, prompt_tokens, chunk, clients, seconds, api_key_env, json, dry_run
     )
-    raise typer.Exit(command.verify(options))
+    return command.verify(options)
 
 
 def main() -> None:

@@ -5,8 +5,6 @@ ordered the load, and before the scheduler learns that the load ended. The loads
 the scheduler's sequence, which orders the records without clocks.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class Clock(NamedTuple):
         return f"{self.ahead / 1e9:+.6f} s relative to {other}, between {low} and {high}"
 
     @classmethod
-    def within(cls, ahead: int, lows: list[int], highs: list[int]) -> Clock:
+    def within(cls, ahead: int, lows: list[int], highs: list[int]) -> "Clock":
         """Move `ahead`, the value by the wall clocks, between the bounds."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
@@ -192,8 +190,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
         entries = dict.fromkeys(entry for each in several for entry in each.entries)
         connectors = {number: line for each in several for number, line in each.connectors.items()}
         lines = {**last.lines, "connector": list(connectors.values())}
-        ordered = sorted(entries, key=lambda entry: entry.mono)
-        merged.append(last._replace(lines=lines, entries=ordered))
+        merged.append(last._replace(lines=lines, entries=sorted(entries, key=lambda entry: entry.mono)))
     return merged
 
 
@@ -222,11 +219,8 @@ def compare(rank: int, scheduler: Sequence[ev.Event], worker: Sequence[ev.Event]
     for (one, other), (next_one, next_other) in pairwise(anchors):
         scheduled = Counter(event for _, event in due[one + 1 : next_one] if isinstance(event, ev.LoadDue))
         loaded = Counter(event for _, event in started[other + 1 : next_other] if isinstance(event, ev.LoadDue))
-        aborted = {
-            event.request
-            for event in scheduler[due[one][0] : due[next_one][0]]
-            if isinstance(event, ev.Finished) and event.aborted
-        }
+        ends = [event for event in scheduler[due[one][0] : due[next_one][0]] if isinstance(event, ev.Finished)]
+        aborted = {event.request for event in ends if event.aborted}
         missing = list((scheduled - loaded).elements())
         unknown += sum(event.request in aborted for event in missing)
         missing = [event for event in missing if event.request not in aborted]

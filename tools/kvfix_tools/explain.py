@@ -46,8 +46,7 @@ def explain(name: str, json: bool) -> int:
         found = Entry(code, "", {"code": code, "retired": retired}, f"{code} is retired: {retired}.")
     if found is None:
         guess = screen.did_you_mean(name, (each.name for each in entries()))
-        print(f"kvfix explain: no fix, rule or finding is called {name!r}.{guess}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix explain: no fix, rule or finding is called {name!r}.{guess}")
     if json:
         print(jsonlib.dumps(found.facts, indent=2))
     elif found.is_markdown and sys.stdout.isatty():

@@ -9,7 +9,7 @@ from functools import lru_cache
 from packaging.version import Version
 
 from kvfix import applicability
-from kvfix.fixes.record import EFFECTS, Fix
+from kvfix.fixes.record import Fix
 from kvfix_tools import screen
 from kvfix_tools.doctor import command_line
 
@@ -85,14 +85,6 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
             raise ValueError(f"unknown connector {name!r}.{hint}")
         found.add(_ALIASES.get(name, name))
     return frozenset(found)
-
-
-def severity(name: str) -> str:
-    """Return the effect with this name. Raise ValueError for an unknown name."""
-    effect = name.strip().lower().replace("-", " ")
-    if effect in EFFECTS:
-        return effect
-    raise ValueError(f"unknown severity {name!r}; known: {', '.join(EFFECTS)}")
 
 
 @lru_cache(maxsize=512)

@@ -1,7 +1,5 @@
 """`kvfix mcp`: kvfix's commands as tools of a Model Context Protocol server, on standard input and output."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -33,7 +31,7 @@ def serve(
     return 0
 
 
-def make(root: Path) -> MCPServer[Any]:
+def make(root: Path) -> "MCPServer[Any]":
     """Return the server. It reads files below `root` only. Raise ImportError without the package mcp 2."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError

@@ -96,11 +96,6 @@ class Peers:
         found = [each for each in self.engines if each.name.rpartition(".")[0] == name and each.scheduler is not None]
         return next((each for each in found if each.connector == reads.connector), found[0] if found else None)
 
-    def unread(self, keeps: Engine) -> set[str]:
-        """Return the requests with a lease whose blocks no request on record reads."""
-        read = {link.kept for link in self.links if link.keeps is keeps}
-        return {event.request for event in _events(keeps, ev.Leased)} - read
-
     def _clock(self, reads: Engine, keeps: Engine) -> Clock:
         here, there = _scheduler(keeps), _scheduler(reads)
         if here.boot and here.boot == there.boot:
@@ -161,7 +156,8 @@ class Peers:
             for (reads, name), count in self.missing.items()
             if reads == engine.name
         ]
-        unread = self.unread(engine)
+        unread = {event.request for event in _events(engine, ev.Leased)}
+        unread -= {link.kept for link in self.links if link.keeps is engine}
         if unread:
             named = sum(bool(self.router.lines(each)) for each in unread) if self.router is not None else None
             by_router = "" if named is None else f"; the router's log names {named} of them"

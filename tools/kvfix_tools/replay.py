@@ -6,7 +6,6 @@ checked with the scheduler's events only. peer_recordings.py checks the blocks t
 """
 
 import json as jsonlib
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from kvfix.connector_events import violations
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
-from kvfix_tools import engine_recordings, recording
+from kvfix_tools import engine_recordings, recording, screen
 from kvfix_tools.engine_recordings import Engine, Part
 from kvfix_tools.ledger import RankDiffers
 from kvfix_tools.peer_recordings import Peers, RouterLog
@@ -45,16 +44,14 @@ def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
         try:
             recordings += recording.read_all(path)
         except (OSError, ValueError) as error:  # noqa: PERF203  there are few files
-            print(f"kvfix replay: {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
-            return 2
+            return screen.error(f"kvfix replay: {path}: {getattr(error, 'strerror', None) or error}")
     if len(recordings) == 1:
         return _replay_process(recordings[0], json)
     try:
         log = RouterLog(router) if router is not None else None
         return _replay_engines(Peers(engine_recordings.engines(recordings), log), json)
     except (OSError, ValueError) as error:
-        print(f"kvfix replay: {error}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix replay: {error}")
 
 
 def judged(found: Recording) -> list[Judged]:
@@ -118,8 +115,7 @@ def _replay_engines(peers: Peers, json: bool) -> int:
     for finding, keeps, history in peers.findings():
         findings[engines.index(keeps)].append(Judged(finding, history[-1][1], keeps.scheduler, history))
     if json:
-        rows = [_engine_as_dict(*each) for each in zip(engines, findings, strict=True)]
-        print(jsonlib.dumps(rows, indent=2))
+        print(jsonlib.dumps([*map(_engine_as_dict, engines, findings)], indent=2))
     else:
         for engine, found in zip(engines, findings, strict=True):
             print("".join(_engine_report(engine, each, peers) for each in _violated(found)), end="")
@@ -136,11 +132,8 @@ def _process_report(found: Recording, each: Judged) -> str:
     finding, entry, *_ = each
     connector = found.connectors.get(entry.connector, {})
     role = f" ({connector['role']})" if connector.get("role") else ""
-    history = [
-        one
-        for one in found.entries
-        if (one.connector, one.event.request) == (entry.connector, finding.request) and one.mono <= entry.mono
-    ]
+    key = entry.connector, finding.request
+    history = [one for one in found.entries if (one.connector, one.event.request) == key and one.mono <= entry.mono]
     where = f"{entry.hook} of {connector.get('name', 'a connector')}{role}, pid {found.head['pid']}"
     return _report(finding, history, found, where=where, holds=[])
 
@@ -184,8 +177,7 @@ def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
     ]
     for boot, clock in engine.clocks.items():
         node = next(part.recording.head.get("node") for part in engine.parts if part.boot == boot)
-        offset = clock.text("the scheduler's")
-        lines.append(f"  clock of {node}: {offset}")
+        lines.append(f"  clock of {node}: " + clock.text("the scheduler's"))
     lines += peers.summary(engine)
     verdicts = [each.finding.verdict for each in findings]
     lines.append(f"  {verdicts.count('violated')} violations, {verdicts.count('unknown')} events not checked")

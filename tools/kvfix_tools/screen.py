@@ -1,4 +1,4 @@
-"""The console for tables, the progress on a terminal, and suggestions for mistyped names."""
+"""The console for tables, errors, the progress on a terminal, and suggestions for mistyped names."""
 
 import sys
 from collections.abc import Iterable
@@ -12,6 +12,12 @@ _COLUMNS = 10_000  # Columns without a terminal. rich would take 80 and cut tabl
 def console() -> Console:
     """Return a console for stdout. Without a terminal it cuts nothing and prints no colour."""
     return Console() if sys.stdout.isatty() else Console(width=_COLUMNS)
+
+
+def error(text: str, code: int = 2) -> int:
+    """Print why a command ends, and return its exit code."""
+    print(text, file=sys.stderr)
+    return code
 
 
 def progress(what: str) -> None:

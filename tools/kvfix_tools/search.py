@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfix import catalogue as fixes
+from kvfix_tools import screen
 from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES
@@ -33,8 +34,7 @@ def search(text: str, json: bool) -> int:
     try:
         found = candidates(_read(text))
     except OSError as error:
-        print(f"kvfix search: cannot read {text}: {error.strerror}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix search: cannot read {text}: {error.strerror}")
     if json:
         print(jsonlib.dumps({"candidates": [each._asdict() for each in found]}, indent=2))
     elif not found:

@@ -2,7 +2,6 @@
 
 import json as jsonlib
 import os
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -81,13 +80,11 @@ def status(
         return status_released.status(json)
     rows = fix_status.rows(_probed) if probe else kvfix.status()
     if not rows:
-        print(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}")
     try:
         selected = _select(rows, names, connector, severity, transfer_config)
     except ValueError as error:
-        print(f"kvfix status: {error}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix status: {error}")
     found = [row for _, row in selected.rows]
     is_nothing_here = all(row.verdict == "not-installed" for row in rows)
     if json:
@@ -106,19 +103,15 @@ def status(
 def _select(rows: list[FixRow], names: Sequence[str], connector: str, severity: str, transfer_config: str) -> Selected:
     """Raise ValueError for an unknown fix, connector or severity."""
     codes = {_code(name) for name in names}
-    effect = fix_overview.severity(severity) if severity else ""
+    effect = severity.strip().lower().replace("-", " ")
+    if effect not in ("", *EFFECTS):
+        raise ValueError(f"unknown severity {severity!r}; known: {', '.join(EFFECTS)}")
     chosen, where = fix_overview.in_use(connector, transfer_config)
     fixes = {fix.code: fix for fix in catalogue.fixes()}
-    found, left_out = [], 0
-    for row in rows:
-        fix = fixes[row.code]
-        if (codes and row.code not in codes) or (effect and fix.effect != effect):
-            continue
-        if fix_overview.concerns(fix, chosen):
-            found.append((fix, row))
-        else:
-            left_out += 1
-    return Selected(found, chosen, where, left_out)
+    asked = [(fixes[row.code], row) for row in rows if not codes or row.code in codes]
+    asked = [(fix, row) for fix, row in asked if effect in ("", fix.effect)]
+    found = [(fix, row) for fix, row in asked if fix_overview.concerns(fix, chosen)]
+    return Selected(found, chosen, where, len(asked) - len(found))
 
 
 def _code(name: str) -> str:

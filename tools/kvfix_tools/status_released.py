@@ -52,8 +52,7 @@ def status(json: bool) -> int:
         with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
             rows = [row for dist in DISTS for row in survey(dist, _wheel(dist, Path(folder)))]
     except Unavailable as error:
-        print(f"kvfix status --released: {error}", file=sys.stderr)
-        return 77
+        return screen.error(f"kvfix status --released: {error}", 77)
     if json:
         print(jsonlib.dumps([row._asdict() for row in rows], indent=2))
     else:

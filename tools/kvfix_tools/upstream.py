@@ -8,7 +8,6 @@ has no author, and `export` writes the submitter's name into the patch.
 import json as jsonlib
 import re
 import subprocess
-import sys
 from email.utils import formatdate
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -24,11 +23,6 @@ app = typer.Typer(no_args_is_help=True, help="List and export patches for LMCach
 
 #: Folders of the patches: in a wheel, and in a checkout.
 FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
-
-NO_SUBMITTER = (
-    "git does not know your name and address, and both projects require your sign-off (DCO). Run: "
-    "git config --global user.name NAME; git config --global user.email ADDRESS"
-)
 
 
 class Ready(NamedTuple):
@@ -48,14 +42,11 @@ def ready() -> list[Ready]:
         for path in folder.glob("*/*.patch"):
             dist, _, version = path.stem.partition("-")
             known = catalogue.find(path.parent.name)
-            found.append(Ready(known.code if known else "", path.parent.name, dist, version, _subject(path), path))
+            header = path.read_text().partition("\n\n")[0]
+            folded = re.search(r"^Subject: (?:\[PATCH\] )?(.*(?:\n .*)*)", header, re.M)
+            subject = " ".join(folded[1].split()) if folded else ""
+            found.append(Ready(known.code if known else "", path.parent.name, dist, version, subject, path))
     return sorted(found)
-
-
-def _subject(path: Path) -> str:
-    header = path.read_text().partition("\n\n")[0]
-    folded = re.search(r"^Subject: (?:\[PATCH\] )?(.*(?:\n .*)*)", header, re.M)
-    return " ".join(folded[1].split()) if folded else ""
 
 
 @app.command("list")
@@ -85,24 +76,22 @@ def export(
     wanted = [row for row in ready() if known is not None and row.code == known.code]
     if not wanted:
         guess = screen.did_you_mean(name, {row.slug for row in ready()})
-        print(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list")
     submitter = {key: _git_config(f"user.{key}") for key in ("name", "email")}
     if not all(submitter.values()):
-        print(f"kvfix upstream export: {NO_SUBMITTER}", file=sys.stderr)
-        return 2
+        return screen.error(
+            "kvfix upstream export: git does not know your name and address, and both projects require your sign-off "
+            "(DCO). Run: git config --global user.name NAME; git config --global user.email ADDRESS"
+        )
+    who = f"{submitter['name']} <{submitter['email']}>"
     folder.mkdir(parents=True, exist_ok=True)
     for row in wanted:
         path = folder / f"{row.slug}-{row.dist}-{row.version}.patch"
-        path.write_text(signed_off(row.path.read_text(), f"{submitter['name']} <{submitter['email']}>"))
+        patch = re.sub(r"^From: .*$", f"From: {who}", row.path.read_text(), count=1, flags=re.M)
+        patch = re.sub(r"^Date: .*$", f"Date: {formatdate(localtime=True)}", patch, count=1, flags=re.M)
+        path.write_text(patch.replace("\n---\n", f"\nSigned-off-by: {who}\n---\n", 1))
         print(f"{path}: apply it to a checkout of {row.dist} with: git am --3way {path}")
     return 0
-
-
-def signed_off(patch: str, submitter: str) -> str:
-    patch = re.sub(r"^From: .*$", f"From: {submitter}", patch, count=1, flags=re.M)
-    patch = re.sub(r"^Date: .*$", f"Date: {formatdate(localtime=True)}", patch, count=1, flags=re.M)
-    return patch.replace("\n---\n", f"\nSigned-off-by: {submitter}\n---\n", 1)
 
 
 def _git_config(key: str) -> str:

@@ -7,15 +7,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvfix import installed_source
+from kvfix_tools.conform import command, verdicts
+
 SEEDS, LIMIT = 20, 900  # seeds of the fuzzer, and maximum seconds for a connector
 FILE = Path(__file__).parents[2] / "docs/connectors.json"
-_EXAMPLE = {
-    "kv_connector": "ExampleConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"shared_storage_path": "{dir}"},
-}
-
-
+_FOLDER = {"shared_storage_path": "{dir}"}
+_EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": _FOLDER}
 #: Connectors that run without a configuration.
 _PLAIN = (
     "LMCacheConnectorV1", "LMCacheMPConnector", "OffloadingConnector", "SimpleCPUOffloadConnector",
@@ -34,11 +32,11 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = (
-    Subject("ExampleConnector", "ExampleConnector", {"shared_storage_path": "{dir}"}),
+    Subject("ExampleConnector", "ExampleConnector", _FOLDER),
     Subject("MultiConnector[ExampleConnector]", "MultiConnector", {"connectors": [_EXAMPLE]}),
     Subject("DecodeBenchConnector", "DecodeBenchConnector", note="loads made-up KV on purpose, for benchmarks."),
     *(Subject(name, name) for name in _PLAIN),
-    Subject("ExampleHiddenStatesConnector", "ExampleHiddenStatesConnector", {"shared_storage_path": "{dir}"}),
+    Subject("ExampleHiddenStatesConnector", "ExampleHiddenStatesConnector", _FOLDER),
 )
 
 
@@ -67,7 +65,7 @@ def version() -> str:
 
 
 def ask(subject: Subject) -> Said:
-    from kvfix_tools.conform import command, player, verdicts
+    from kvfix_tools.conform import player
 
     with command.chosen(fixes=True):
         done = verdicts.run(player.Subject(subject.connector, subject.config), math.inf, range(SEEDS), shrinking=0)
@@ -76,9 +74,6 @@ def ask(subject: Subject) -> Said:
 
 
 def main(names: list[str]) -> None:
-    from kvfix import installed_source
-    from kvfix_tools.conform import command
-
     command.prepare()
     from kvfix_tools.conform.player import Subject as Played
 

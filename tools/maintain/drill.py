@@ -1,7 +1,5 @@
 """`make drill`: test kvfix on a release that it does not know.
 
-    python -m maintain.drill [--steps N] [--connector NAME ...] [--edits N]
-
 The drill removes the newest vLLM and LMCache from the fingerprints. It plays every scenario and N fuzzed steps of each
 connector, as released and with the fixes. Then it edits functions of these releases as a next release would, without
 changing their behaviour, and plays all again. Exit 1 if an outcome is worse than as released.
@@ -210,8 +208,6 @@ EDITS: dict[str, Callable[[ast.FunctionDef, Path], bool]] = {
     "a default added": add_default,
     "a branch moved": move_branch,
 }
-
-
 HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse"
 
 

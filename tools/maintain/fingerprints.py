@@ -10,7 +10,6 @@ other releases stay in the file.
 import json
 import sys
 from collections.abc import Callable, Container
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from packaging.version import Version
 
 import kvfix
 from kvfix import catalogue, installed_source
+from kvfix_tools.doctor.packages import Packages
 
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
 
@@ -31,22 +31,18 @@ class Taken(NamedTuple):
 
 def take(dist: str, folder: Path) -> tuple[str, Taken]:
     """Return (version, data) of the release in this folder. Raises ValueError if there is none."""
-    versions = {found.name: found.version for found in metadata.distributions(path=[str(folder)])}
-    providers = [name for name in installed_source.PROVIDERS.get(dist, (dist,)) if name in versions]
-    if not providers:
+    package = Packages([str(folder)]).get(dist)
+    if package is None or not package.version:
         raise ValueError(f"{folder} holds no distribution of {dist}")
     taken = Taken({}, {})
-    for target in {
-        target.name: target for fix in catalogue.fixes() for target in fix.targets if target.dist == dist
-    }.values():
-        stem = folder.joinpath(*target.module.split("."))
-        path = next((each for each in (stem.with_suffix(".py"), stem / "__init__.py") if each.is_file()), None)
-        fingerprint = installed_source.fingerprint(path, target.function) if path is not None else None
+    for target in (target for fix in catalogue.fixes() for target in fix.targets if target.dist == dist):
+        path = package.file(target.module)
         if path is not None:
             taken.files[target.module] = installed_source.file_hash(path)
-        if fingerprint is not None:
-            taken.functions[target.name] = fingerprint
-    return versions[providers[0]], taken
+            fingerprint = installed_source.fingerprint(path, target.function)
+            if fingerprint is not None:
+                taken.functions[target.name] = fingerprint
+    return package.version, taken
 
 
 def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:

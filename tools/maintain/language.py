@@ -53,34 +53,32 @@ _END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*<]*(?:[A-Z0-9]|vLLM|kvfix))")
 def main() -> int:
     found = sorted(
         f"{file.relative_to(ROOT)}:{line}: {wrong}"
-        for file, first, text, is_docstring in texts(ROOT)
-        for line, wrong in violations(text, first, is_docstring)
+        for file, first, text in texts(ROOT)
+        for line, wrong in violations(text, first)
     )
     for each in found:
         print(each)
     return bool(found)
 
 
-def texts(root: Path) -> Iterator[tuple[Path, int, str, bool]]:
-    """Yield each checked text: its file, its first line number, the text, and True if it is a docstring."""
+def texts(root: Path) -> Iterator[tuple[Path, int, str]]:
+    """Yield each checked text: its file, its first line number, and the text."""
     for page in _files(root, PAGES):
-        yield page, 1, page.read_text(), False
+        yield page, 1, page.read_text()
     for module in _files(root, MODULES):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node, clean=True)
                 if text is not None:
-                    yield module, node.body[0].lineno, text, True
+                    yield module, node.body[0].lineno, text
 
 
 def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(file for pattern in patterns for file in root.glob(pattern))
 
 
-def violations(text: str, first: int = 1, is_docstring: bool = False) -> Iterator[tuple[int, str]]:
+def violations(text: str, first: int = 1) -> Iterator[tuple[int, str]]:
     """Yield (line, what is wrong) of each violation. first: the number of the text's first line."""
-    if is_docstring and not text.partition("\n")[0].strip():
-        yield first, "the first line of the docstring is empty"
     for line, paragraph in paragraphs(text):
         prose = _CODE.sub(lambda found: "\n" * found[0].count("\n") + "CODE", paragraph)
         prose = _LINK.sub(lambda found: found[1] or "LINK", prose)

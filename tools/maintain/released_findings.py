@@ -6,8 +6,6 @@ A fix belongs to a finding if a schedule still shows the finding with all other 
 first schedules are tried until one names a fix.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -98,7 +96,7 @@ def look(connector: str, steps: int) -> Found:
     return Found(connector, releases.versions(), done.steps, done.seeds, len(fixed.violations), ordered)
 
 
-def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
+def without_each(drawn: "Schedule") -> dict[str, list[tuple[str, str]]]:
     """Return {fix: rules and signatures that this schedule shows with all other fixes}."""
     from kvfix_tools.lab.fuzz.fuzz import play, signature
 

@@ -53,15 +53,6 @@ def said(node: ast.AST) -> tuple[str, ast.expr | None]:
     return "", None
 
 
-def meaning(text: str) -> str | None:
-    """Return the name of the message that the grammar recognizes in this text."""
-    line = statements.sample(text).encode()
-    for message in grammar.MESSAGES:
-        if message.literal in line and message.pattern.match(line):
-            return message.name
-    return None
-
-
 def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
     """Return (message, template, level, line) of each statement of a file that the grammar reads."""
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
@@ -70,8 +61,9 @@ def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
     for node in ast.walk(ast.parse(source)):
         level, expression = said(node)
         text = template(expression)
-        name = meaning(text) if text else None
-        if text and name is not None and isinstance(node, ast.stmt | ast.expr):
+        line = statements.sample(text).encode() if text else b""
+        meant = (each.name for each in grammar.MESSAGES if each.literal in line and each.pattern.match(line))
+        if text and (name := next(meant, None)) and isinstance(node, ast.stmt | ast.expr):
             found.append((name, text, "error" if level == "exception" else level, node.lineno))
     return found
 

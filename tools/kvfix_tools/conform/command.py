@@ -23,8 +23,6 @@ _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
 #: {outcome: element of JUnit XML}, and {attribute that counts an element: the element}.
 _TAGS = {VIOLATED: "failure", NOT_APPLICABLE: "skipped"}
 _COUNTS = {"failures": "failure", "skipped": "skipped", "errors": "error"}
-
-
 _CONNECTOR = "The connector's class, or its name in vLLM: ExampleConnector."
 _CONFIG = """kv_connector_extra_config as JSON, or @FILE to read it from a file. kvfix replaces {dir} by a new, empty
 folder for each engine."""
@@ -51,8 +49,7 @@ def conform(
         settings = read_config(config)
         prepare()
     except ValueError as error:
-        print(f"kvfix conform: {error}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix conform: {error}")
     from kvfix_tools.conform.player import Subject
 
     with chosen(fixes):
@@ -91,12 +88,9 @@ def prepare() -> None:
 
 def chosen(fixes: bool) -> AbstractContextManager[None]:
     """Apply kvfix's fixes of vLLM's engine, or none. Fixes of connectors would hide violations."""
-    own = [
-        fix.code
-        for fix in catalogue.fixes()
-        if fix.module_name.startswith("kvfix.fixes.scheduler.") and fix.targets[0].module.startswith("vllm.v1.core.")
-    ]
-    return runner.applied(fixes, only=own)
+    own = [fix for fix in catalogue.fixes() if fix.module_name.startswith("kvfix.fixes.scheduler.")]
+    of_core = [fix.code for fix in own if fix.targets[0].module.startswith("vllm.v1.core.")]
+    return runner.applied(fixes, only=of_core)
 
 
 def show(done: Run) -> None:

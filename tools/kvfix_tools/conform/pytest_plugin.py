@@ -3,8 +3,6 @@
 The plugin imports only pytest until the option is given.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -72,7 +70,7 @@ class Contract(pytest.Item):
 
 
 @functools.cache
-def _run(config: pytest.Config) -> Run:
+def _run(config: pytest.Config) -> "Run":
     """Return the run of this session. The first call imports vLLM, and applies kvfix's fixes until the session ends."""
     from kvfix_tools.conform import command
 

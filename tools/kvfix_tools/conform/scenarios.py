@@ -241,7 +241,6 @@ SCENARIOS = (
         options={"windows": (48,), "num_blocks": 96}),
 )  # fmt: skip
 
-
 #: Stand-ins of the lab for vLLM's connectors whose workers need a GPU, a server or a library.
 _COPIES = "its copies between GPU and CPU memory are a stand-in"
 _ENGINES = "there are two engines, and NIXL is a stand-in"

@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 
+from kvfix_tools import screen
 from kvfix_tools.doctor import checks, command_line
 from kvfix_tools.doctor.checks import OK, PROBLEM, UNCHECKED, Line
 from kvfix_tools.doctor.setup import Setup
@@ -23,11 +24,9 @@ def doctor(words: list[str], json: bool, server_http: str = "", names: bool = Fa
         try:
             command = command_line.read(words)
         except ValueError as error:
-            print(f"kvfix doctor: the command cannot be parsed: {error}", file=sys.stderr)
-            return 2
+            return screen.error(f"kvfix doctor: the command cannot be parsed: {error}")
         if command is None:
-            print("kvfix doctor: the command starts neither vLLM nor an LMCache server", file=sys.stderr)
-            return 2
+            return screen.error("kvfix doctor: the command starts neither vLLM nor an LMCache server")
     setup = Setup(command, os.environ, server_http=server_http)
     print("reading the installation and loading the compiled extensions ...", file=sys.stderr)
     lines = list(checks.lines(setup))

@@ -31,8 +31,6 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
-
-
 #: {setting that allows only certain words: (module, its table or function with these words)}
 _WORDS = {
     "cache_policy": ("lmcache.v1.storage_backend.cache_policy", "POLICY_MAPPING"),
@@ -74,8 +72,8 @@ class Definitions(NamedTuple):
 @lru_cache(maxsize=4)
 def read(lmcache: Package) -> Definitions:
     tree = lmcache.tree("lmcache.v1.config")
-    table = assigned(tree, "_CONFIG_DEFINITIONS") if tree else None
-    if tree is None or not isinstance(table, ast.Dict):
+    table = assigned(tree, "_CONFIG_DEFINITIONS")
+    if not isinstance(table, ast.Dict):
         return Definitions()
     known = {}
     for key, value in zip(table.keys, table.values, strict=True):
@@ -101,8 +99,6 @@ def words(name: str, packages: Packages) -> set[str]:
     """Return the words that this setting allows; empty if it allows any word, or if the code cannot be read."""
     module, holder = _WORDS.get(name, ("", ""))
     tree = packages.tree(module) if module else None
-    if tree is None:
-        return set()
     table, function = assigned(tree, holder), defined(tree, holder)
     if isinstance(table, ast.Dict):
         return {str(constant(key)) for key in table.keys}

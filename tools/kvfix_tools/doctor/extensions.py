@@ -42,7 +42,7 @@ for name in targets:
         os._exit(code)
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
-        say(name=name, error="crashed", signal=os.WTERMSIG(status))
+        say(name=name, signal=os.WTERMSIG(status))
     elif not status:
         say(name=name, error="")
 """
@@ -78,23 +78,15 @@ def attempt(places: list[str], libraries: list[Path], modules: list[str], limit:
                 os.killpg(process.pid, signal.SIGKILL)
         if late:
             output, _ = process.communicate()
-    return _answer(output, late, limit, process.returncode)
-
-
-def _answer(output: str, late: bool, limit: float, code: int) -> Tried:
     torch: dict[str, Any] | None = None
-    errors: dict[str, str] = {}
-    why = ""
+    errors, why, code = dict[str, str](), "", process.returncode
     for line in output.splitlines():
-        if not line.startswith("@"):
-            continue
-        reported = json.loads(line[1:])
+        reported = json.loads(line[1:]) if line.startswith("@") else {}
         if "torch" in reported:
             torch, why = reported["torch"], reported.get("error", "")
-        elif "signal" in reported:
-            errors[reported["name"]] = f"crashed with {_signal(reported['signal'])}"
-        else:
-            errors[reported["name"]] = reported["error"]
+        elif reported:
+            crashed = reported.get("signal")
+            errors[reported["name"]] = f"crashed with {_signal(crashed)}" if crashed else reported["error"]
     if late:
         why = f"not done after {limit:g} s"
     elif torch is None and not why:

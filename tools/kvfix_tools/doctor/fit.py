@@ -145,9 +145,7 @@ def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) 
 
 def _signature(package: Package, module: str, name: str) -> Signature | None:
     """Return the signature of a function, of a class with its own `__init__`, or of a plain dataclass; else None."""
-    tree = package.tree(module)
-    node = defined(tree, name) if tree else None
-    skip = 0
+    node, skip = defined(package.tree(module), name), 0
     if isinstance(node, ast.ClassDef):
         is_dataclass = any(ast.unparse(each) in ("dataclass", "dataclasses.dataclass") for each in node.decorator_list)
         if is_dataclass and not node.bases and defined(node, "__init__") is None:

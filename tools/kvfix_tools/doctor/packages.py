@@ -104,8 +104,8 @@ def constant(node: ast.expr | None) -> Any:
         return None
 
 
-def assigned(tree: ast.AST, name: str) -> ast.expr | None:
-    """Return the expression that a module or class assigns to a name at its top level."""
+def assigned(tree: ast.AST | None, name: str) -> ast.expr | None:
+    """Return the expression that a module or class assigns to a name at its top level; None if there is no tree."""
     for node in getattr(tree, "body", ()):
         if isinstance(node, ast.Assign) and any(
             isinstance(each, ast.Name) and each.id == name for each in node.targets
@@ -116,8 +116,8 @@ def assigned(tree: ast.AST, name: str) -> ast.expr | None:
     return None
 
 
-def defined(tree: ast.AST, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """Return the last class or function of this name in a module or class."""
+def defined(tree: ast.AST | None, name: str) -> ast.ClassDef | ast.FunctionDef | None:
+    """Return the last class or function of this name in a module or class; None if there is no tree."""
     found = None
     for node in getattr(tree, "body", ()):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:

@@ -1,10 +1,10 @@
-"""The LMCache servers: options from their command line here, and from their HTTP port (http_apis 0.5.6)."""
+"""The LMCache servers: options from their command line here, options and L1 from their HTTP port (http_apis 0.5.6)."""
 
 import contextlib
 import http.client
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -15,6 +15,14 @@ from kvfix_tools.doctor.command_line import Command, Connector
 from kvfix_tools.doctor.machine import connects
 
 PORT, HTTP_PORT = 5555, 8080  # lmcache/v1/multiprocess/config.py 0.5.6: MPServerConfig, HTTPFrontendConfig
+#: {name in kvfix's answer: name in l1_manager of `/status`} (lmcache/v1/distributed/l1_manager.py 0.4.5 to 0.5.6).
+_L1 = {
+    "used_bytes": "memory_used_bytes",
+    "total_bytes": "memory_total_bytes",
+    "objects": "total_object_count",
+    "read_locked": "read_locked_count",
+    "write_locked": "write_locked_count",
+}
 
 
 class Address(NamedTuple):
@@ -111,3 +119,51 @@ def inspect(each: Address, http_given: str) -> Server:
         if isinstance(part, dict) and "chunk_size" in part:
             options.update(part)
     return Server(each, "", options, str(version).partition("-")[0] if isinstance(version, str) else "")
+
+
+def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return [{"pid", "port", "answers", "lookups", and the names of _L1}] of the servers that the connectors name.
+
+    Servers on another machine or in another container are not found. lookups: lookups whose result nobody has fetched.
+    """
+    ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
+    mine = [(pid, command) for pid, command in (local() if ports else ()) if command.number("port", PORT) in ports]
+    known = [(pid, http_address("", command, "")) for pid, command in mine]
+    return [_asked(pid, *at) for pid, at in sorted(known) if at]
+
+
+def client_of(pid: int) -> int:
+    """Return a process of the engine that this LMCache server serves; 0 if it serves none or is not a server."""
+    with contextlib.suppress(psutil.Error, OSError):
+        connections = psutil.net_connections("tcp")
+        ports = {each.laddr.port for each in connections if each.pid == pid and each.status == psutil.CONN_LISTEN}
+        served = [each for each in connections if each.status == psutil.CONN_ESTABLISHED and each.raddr]
+        clients = {each.pid for each in served if each.raddr.port in ports}
+        return min((client for client in clients - {pid, None} if client), default=0)
+    return 0
+
+
+def line(server: dict[str, Any]) -> str:
+    head = f"LMCache server ({server['pid']})"
+    if not server["answers"]:
+        return f"{head}: no answer on its HTTP port {server['port']}"
+    if server["used_bytes"] is None:
+        return f"{head}: kvfix does not know the format of its answer about L1"
+    return (
+        f"{head}: L1 {server['used_bytes'] / 2**30:.2f} of {server['total_bytes'] / 2**30:.2f} GiB, "
+        f"{server['objects']} objects, {server['read_locked']} read locked, {server['write_locked']} write locked; "
+        f"{server['lookups']} lookups whose result was not fetched"
+    )
+
+
+def _asked(pid: int, host: str, port: int) -> dict[str, Any]:
+    answer = ask(host, port, "/status", seconds=1.0)
+    status = answer if isinstance(answer, dict) else {}
+    manager = (status.get("storage_manager") or {}).get("l1_manager") or {}
+    return {
+        "pid": pid,
+        "port": port,
+        "answers": bool(status),
+        "lookups": status.get("active_prefetch_jobs"),
+        **{name: manager.get(theirs) for name, theirs in _L1.items()},
+    }

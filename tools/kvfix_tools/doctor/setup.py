@@ -220,8 +220,8 @@ class Setup:
     def on_cpu(self) -> bool:
         """True if the installed torch is built for the CPU only; False if unknown."""
         tree = self.packages.tree("torch.version")
-        named = [assigned(tree, name) for name in ("cuda", "hip", "xpu")] if tree else []
-        return bool(named) and named[0] is not None and not any(constant(each) for each in named)
+        named = [assigned(tree, name) for name in ("cuda", "hip", "xpu")]
+        return named[0] is not None and not any(constant(each) for each in named)
 
     @cached_property
     def tried(self) -> extensions.Tried:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfix
+from kvfix_tools import screen
 from kvfix_tools.dump import gather, processes
 
 
@@ -16,8 +17,7 @@ def dump(pid: int, out: Path, json: bool) -> int:
     """Return 0 if written, 2 without the process or if the bundle cannot be written, 77 if no process was readable."""
     tree = processes.tree(pid)
     if not tree:
-        print(f"kvfix dump: there is no process {pid}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix dump: there is no process {pid}")
     tree += processes.elsewhere(tree)
     print(f"reading stacks and recorders of {len(tree)} processes ...", file=sys.stderr)
     gathered = gather.gather(tree)
@@ -27,8 +27,7 @@ def dump(pid: int, out: Path, json: bool) -> int:
     try:
         _write(bundle, name, gathered, rows)
     except OSError as error:
-        print(f"kvfix dump: {bundle}: {error.strerror}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix dump: {bundle}: {error.strerror}")
     if json:
         print(jsonlib.dumps({"bundle": str(bundle), "processes": rows}, indent=2))
     else:
@@ -44,11 +43,7 @@ def _is_read(of: gather.Gathered) -> bool:
 def _row(of: gather.Gathered) -> dict[str, Any]:
     process = of.process
     return {
-        "pid": process.pid,
-        "parent": process.parent,
-        "name": process.name,
-        "state": process.state,
-        "threads": process.threads,
+        **{name: getattr(process, name) for name in ("pid", "parent", "name", "state", "threads")},
         "ranks": gather.ranks(of),
         "hook": gather.where(of) if _is_read(of) else None,
         "stacks": of.why_no_stacks or f"stacks-{process.pid}.json",

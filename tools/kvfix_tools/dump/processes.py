@@ -97,7 +97,9 @@ def _described(pid: int) -> Process | None:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (psutil.NoSuchProcess, OSError):
         return None
-    environment, owner = _environment(pid), shown["uids"].effective
+    # psutil stops at the first empty entry of the environment, and setproctitle leaves empty entries.
+    entries = (entry.partition("=") for entry in proc_text(pid, "environ").split("\0"))
+    environment, owner = {key: value for key, _, value in entries if key}, shown["uids"].effective
     shared = environment.get(DIRECTORY) or os.environ.get(DIRECTORY) or environment.get("TMPDIR") or "/tmp"
     return Process(
         pid=pid,
@@ -118,10 +120,9 @@ def _own_folder(shared: str, owner: int) -> str:
     return os.path.join(shared, f"kvfix-{owner}")
 
 
-def _environment(pid: int) -> dict[str, str]:
-    """Read the environment. psutil stops at the first empty entry, and setproctitle leaves empty entries."""
+def proc_text(pid: int, name: str) -> str:
+    """Read a file of /proc; "" if the process belongs to another user or has ended."""
     try:
-        texts = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    except OSError:  # the process belongs to another user
-        return {}
-    return {key: value for key, _, value in (text.partition("=") for text in texts) if key}
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""

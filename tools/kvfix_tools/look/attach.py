@@ -3,7 +3,6 @@
 import inspect
 import json as jsonlib
 import os
-import sys
 import time
 from typing import Any
 
@@ -110,8 +109,7 @@ def attach(
         if mode == "strict":
             raise ValueError("mode strict ends the engine at a violation. Attach with --mode check")
     except ValueError as error:
-        print(f"kvfix attach: {error}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix attach: {error}")
     engine = _Engine(pid, wait)
     engine.ask(list(engine.processes), "ready", until=("ready",))
     workers, schedulers = engine.having(scheduler=False), engine.having(scheduler=True)
@@ -143,8 +141,7 @@ def status(pid: int, json: bool) -> int:
 
 def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
     if not engine.processes:
-        print(f"kvfix: {looking.why_none(pid)}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix: {looking.why_none(pid)}")
     shown = {each: answer for each, answer in engine.answers.items() if answer["state"] != "without"}
     if json:
         fields = ("state", "where", "mode", "requests", "rows")
@@ -156,8 +153,7 @@ def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
     else:
         _print(engine, shown, wanted)
     if engine.settings:
-        print("\n".join(dict.fromkeys(engine.settings)), file=sys.stderr)
-        return 77
+        return screen.error("\n".join(dict.fromkeys(engine.settings)), 77)
     done = shown and all(answer["state"] == wanted for answer in shown.values())
     rows = [row for answer in shown.values() for row in answer.get("rows", ())]
     # A fix that is refused or has raised counts, but not a fix that only applies at the start.

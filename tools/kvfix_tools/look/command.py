@@ -16,8 +16,9 @@ from kvfix.ledger import liveness, standstill
 from kvfix.ledger.liveness import LOAD, LOOKUP
 from kvfix.ledger.standstill import HOOK, LATE, Look, Verdict, moved, of_these_hooks
 from kvfix_tools import screen
+from kvfix_tools.doctor import servers
 from kvfix_tools.dump import gather
-from kvfix_tools.look import lmcache_server, looking, show
+from kvfix_tools.look import looking, show
 
 SCHEMA = 1
 #: Seconds between two looks, and the maximum number of immediate repetitions. A scheduler that is inside a step and has
@@ -30,10 +31,9 @@ _FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     """Return 0 without a verdict, 1 with one, 2 if the process does not exist, 77 if it may not be read."""
-    tree = looking.engine_of(lmcache_server.client_of(pid) or pid)
+    tree = looking.engine_of(servers.client_of(pid) or pid)
     if not tree:
-        print(f"kvfix look: {looking.why_none(pid)}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix look: {looking.why_none(pid)}")
     processes = ", ".join(f"{each.pid} ({each.name})" for each in tree)
     print(f"kvfix look: stops each of these processes for a moment: {processes}", file=sys.stderr)
     looker = looking.Looker(tree, full=bool(save))
@@ -51,15 +51,13 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
         try:
             save_state(save, looks[-1], found)
         except OSError as error:
-            print(f"kvfix look: {save}: {error.strerror}", file=sys.stderr)
-            return 2
+            return screen.error(f"kvfix look: {save}: {error.strerror}")
     if json:
         print(jsonlib.dumps(_answer(looks[-1], found, ways), indent=2))
     elif request:
         lines = [line for engine in liveness.engines(looks[-1].processes) for line in show.request(engine, request)]
         if not lines:
-            print(f"kvfix look: the engine has no request {request}", file=sys.stderr)
-            return 2
+            return screen.error(f"kvfix look: the engine has no request {request}")
         print("\n".join(lines))
     else:
         screen.console().print(show.screenful(looks, found, ways))
@@ -100,11 +98,7 @@ def seconds_to_look(looks: Sequence[Look]) -> float:
 def _between_steps(looker: looking.Looker) -> Look:
     for _ in range(AGAIN):
         found = looker.look()
-        idle = [
-            each
-            for each in liveness.engines(found.processes)
-            if not any(r["queue"] == "running" for r in each.requests)
-        ]
+        idle = [one for one in liveness.engines(found.processes) if all(r["queue"] != "running" for r in one.requests)]
         if not any(each.process["in_step"] and not each.process["hook"] for each in idle):
             break
     return found
@@ -132,7 +126,7 @@ def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -
         "verdicts": [show.as_dict(each, last.processes) for each in found],
         "owes": {row["id"]: show.waits_for(engine, row) for engine in engines for row in engine.requests},
         "ways": [each._asdict() for each in ways],
-        "servers": lmcache_server.of(last.processes),
+        "servers": servers.of(last.processes),
         "processes": last.processes,
     }
 
@@ -151,15 +145,13 @@ def look_at_core(file: str, json: bool) -> int:
     pystack = gather.program("pystack")
     if pystack is None:
         why = "PyStack, which reads core files, is not installed. Run: pip install pystack"
-        print(f"kvfix look: {why}", file=sys.stderr)
-        return 77
+        return screen.error(f"kvfix look: {why}", 77)
     command = [pystack, "--no-color", "core", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
     threads = stacks(done.stdout)
     if not threads:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        print(f"kvfix look: {file}: {lines[-1] if lines else 'no Python thread'}", file=sys.stderr)
-        return 2
+        return screen.error(f"kvfix look: {file}: {lines[-1] if lines else 'no Python thread'}")
     found = [{"thread": thread, **looking.of_stack(frames)} for thread, frames in threads.items()]
     in_hook = [each for each in found if each["hook"]]
     if json:

@@ -87,7 +87,7 @@ def with_vllm(tree: list[Process], pid: int) -> list[Process]:
     A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
     """
     tree = [each for each in tree if each.pid != os.getpid()]
-    maps = {each.pid: _maps(each) for each in tree}
+    maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}
     sure = {each.pid for each in tree if _has_vllm(each, maps[each.pid])}
     near = {pid, *(each.parent for each in tree if each.pid in sure)}
     return [
@@ -125,26 +125,19 @@ def _root(pid: int) -> int:
         return pid
 
 
-def _maps(process: Process) -> str | None:
-    try:
-        return Path(f"/proc/{process.pid}/maps").read_text(errors="replace") or None
-    except OSError:
-        return None
-
-
-def _has_vllm(process: Process, maps: str | None) -> bool:
+def _has_vllm(process: Process, maps: str) -> bool:
     """Return True if the process maps a library of vLLM or LMCache, has their name, or runs kvfix's recorder."""
-    if maps is not None and _LIBRARY.search(maps):
+    if _LIBRARY.search(maps):
         return True
     named = "VLLM::" in process.name or any(_PROGRAM.search(word) for word in process.command[:3])
-    return (named and (maps is None or "python" in maps)) or bool(processes.ready(process))
+    return (named and (not maps or "python" in maps)) or bool(processes.ready(process))
 
 
-def _may_have_vllm(process: Process, maps: str | None) -> bool:
+def _may_have_vllm(process: Process, maps: str) -> bool:
     """Return True if PyTorch is loaded. Helpers of multiprocessing do not count: they are forks without an engine."""
     if any("resource_tracker" in word or "forkserver import main" in word for word in process.command):
         return False
-    return maps is None or "/libtorch" in maps  # if the maps may not be read, the look shows the reason
+    return not maps or "/libtorch" in maps  # if the maps may not be read, the look shows the reason
 
 
 def _recorded(process: Process) -> dict[str, Any] | None:
@@ -172,13 +165,11 @@ class Looker:
     def look(self) -> Look:
         """Read all processes at once. This takes milliseconds, or seconds if a main thread reaches no bytecode."""
         with ThreadPoolExecutor(max(1, len(self.tree))) as pool:
-            states = list(pool.map(self._one, self.tree))
-        return Look(time.monotonic(), [each for each in states if each is not None])
-
-    def _one(self, process: Process) -> dict[str, Any] | None:
-        found, *way = self._read(process)
-        self.ways[process.pid] = Way(process.pid, process.name, *way)
-        return found
+            read = list(pool.map(self._read, self.tree))
+        at = time.monotonic()
+        for process, (_, *way) in zip(self.tree, read, strict=True):
+            self.ways[process.pid] = Way(process.pid, process.name, *way)
+        return Look(at, [state for state, *_ in read if state is not None])
 
     def _read(self, process: Process) -> tuple[dict[str, Any] | None, str, str, str]:
         setting = ""

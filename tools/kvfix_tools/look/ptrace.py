@@ -81,8 +81,6 @@ class _Vector(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
 #: Work in a stopped thread. The argument calls a C function there: (address, arguments).
 Work = Callable[[Callable[..., int]], int]
 Registers: TypeAlias = "array[int]"

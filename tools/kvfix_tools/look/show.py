@@ -14,7 +14,7 @@ from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import liveness
 from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE, Engine, ranks_text
 from kvfix.ledger.standstill import Look, Verdict
-from kvfix_tools.look import lmcache_server
+from kvfix_tools.doctor import servers
 from kvfix_tools.look.looking import INSIDE, NOT, Way
 
 ROWS = 40  # of the table at most
@@ -70,7 +70,7 @@ def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Iterable
         if engine.requests:
             parts.append(_table(engine))
         parts += [Text(f"  {line}") for line in _held(engine)]
-    parts += [Text(f"  {lmcache_server.line(each)}") for each in lmcache_server.of(looks[-1].processes)]
+    parts += [Text(f"  {servers.line(each)}") for each in servers.of(looks[-1].processes)]
     silent = [each for each in looks[-1].processes if each.get("silent")]
     parts += [Text(f"{each['name']} ({each['pid']}): {(each['stack'] or ['no frames'])[0]}") for each in silent]
     unread = [(each, f"{what}: {why}") for each in looks[-1].processes for what, why in each.get("unread", {}).items()]
@@ -94,13 +94,12 @@ def _nothing(processes: Sequence[dict[str, Any]]) -> str:
     engines = liveness.engines(processes)
     if not engines:
         return "kvfix could not read a scheduler, so it knows nothing about requests"
-    answers = [
-        f"the scheduler is paused ({engine.scheduler['paused']})"
-        if engine.scheduler["paused"]
-        else liveness.can_move(liveness.state(engine)).message
-        for engine in engines
-    ]
-    return f"nothing is known to be wrong: {'; '.join(answers)}"
+
+    def answer(engine: Engine) -> str:
+        paused = engine.scheduler["paused"]
+        return f"the scheduler is paused ({paused})" if paused else liveness.can_move(liveness.state(engine)).message
+
+    return f"nothing is known to be wrong: {'; '.join(map(answer, engines))}"
 
 
 def _head(engine: Engine, looks: Sequence[Look]) -> Text:
@@ -203,11 +202,8 @@ def _held(engine: Engine) -> Iterable[str]:
     scheduler = engine.scheduler
     alive = {row["id"] for row in engine.requests}
     for process, each in engine.workers:
-        kinds = [
-            f"{len(each[kind])} {kind} ({_some(each[kind])})"
-            for kind in ("loads", "stores", "unreported", "fetched")
-            if each.get(kind)
-        ]
+        held = {kind: each[kind] for kind in ("loads", "stores", "unreported", "fetched") if each.get(kind)}
+        kinds = [f"{len(names)} {kind} ({_some(names)})" for kind, names in held.items()]
         if each.get("failed_blocks"):
             kinds.append(f"{each['failed_blocks']} blocks of failed loads")
         pins = {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}

@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import itertools
+import logging
+import os
 import sys
 import time
 import traceback
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from kvfix_tools.roundtrip import backends, fixes, races
+from kvfix_tools.roundtrip import backends, races
 from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import REPEATS, CellCheck, Refused, Result, everywhere, plain
 from kvfix_tools.roundtrip.element import SECOND, WORD, too_large
@@ -98,7 +100,7 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
     report = RunReport(device, options)
     with contextlib.ExitStack() as stack:
         if any(one.name != "torch" for one, _ in work):
-            stack.enter_context(fixes.applied(not options.no_fixes))
+            stack.enter_context(fixes(not options.no_fixes))
         report.skipped = {one.name: why for one, _ in work if (why := one.missing(device))}
         here = [(one, cells) for one, cells in work if one.name not in report.skipped]
         if device.type == "cpu":  # the cells are small, so threads would only wait for each other
@@ -112,8 +114,39 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
         for one in [one for one, _ in here if timed and not one.whole]:
             report.progress(len(every), len(every), Cell(one.name))
             report.add_speed(measure(one, device, options.gib, options.seed))
-        report.fixes = fixes.codes()
+        kvfix = sys.modules.get("kvfix")
+        report.fixes = sorted({row.code for row in kvfix.status() if row.verdict == "applied"}) if kvfix else []
     return report
+
+
+@contextlib.contextmanager
+def fixes(wanted: bool) -> Iterator[None]:
+    """Apply the fixes in this process and its children, in the mode that KVFIX names, or apply none."""
+    try:
+        import kvfix
+    except ImportError:
+        yield
+        return
+    before = os.environ.get("KVFIX")
+    kvfix.revert()
+    if wanted and before != "off":
+        kvfix.apply((before or "fix").partition(" ")[0])
+    else:
+        os.environ["KVFIX"] = "off"
+    logger = logging.getLogger("kvfix")
+    logger.addFilter(_warnings)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_warnings)
+        kvfix.revert()
+        if before is not None:
+            os.environ["KVFIX"] = before
+
+
+def _warnings(record: logging.LogRecord) -> bool:
+    """Hide lines about applied fixes, because the report names them."""
+    return record.levelno >= logging.WARNING
 
 
 def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Iterator[tuple[Result, Job]]:

@@ -6,8 +6,6 @@ through a bijection of 64 bits. So two words differ in about half of their bits,
 Elements of 8 and 16 bits are too short for an identity. They share the identity of their word.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +37,7 @@ class Identity(NamedTuple):
         return sum(value << _SHIFT[name] for name, value in self._asdict().items())
 
     @classmethod
-    def of(cls, number: Any) -> Identity:
+    def of(cls, number: Any) -> "Identity":
         return cls(*((number >> _SHIFT[name]) & ((1 << bits) - 1) for name, bits in BITS.items()))
 
 

@@ -5,7 +5,7 @@ LMCache. So a layout is an order of rows. The coordinates of a row say which con
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A layout. If `layer` is an axis, all layers are one tensor; otherwise each layer has its own tensor."""
 
     name: str
@@ -72,8 +71,7 @@ LAYOUTS = {
 }
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Sizes of one KV cache. head_size: in elements. block: in tokens."""
 
     layout: Layout

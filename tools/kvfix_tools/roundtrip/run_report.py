@@ -8,17 +8,50 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from kvfix_tools.roundtrip import fixes
 from kvfix_tools.roundtrip.cell_check import Result, plain
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 
 SHOWN = 5  # Maximum number of failed cells to show in full. The JSON has all cells.
 BAD = ("failed", "crashed")
+
+
+class KnownBug(NamedTuple):
+    """A known bug. fix: code of kvfix's fix. If it is applied, a failed cell has another cause. remedy: what to do."""
+
+    bug: str
+    effect: str
+    remedy: str
+    fix: str
+    backends: tuple[str, ...]
+    layouts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.bug}: {self.effect}"
+
+
+KNOWN = (
+    KnownBug(
+        "LMCache issue 4463",
+        "wrong KV from the packed layout of vLLM 0.26 and later",
+        "kvfix run -- vllm serve ... (KVF020), or use LMCacheMPConnector",
+        "KVF020",
+        ("lmcache-v2", "lmcache-v3", "lmcache-engine"),
+        ("packed", "packed-hnd", "packed-pool"),
+    ),
+    KnownBug(
+        "heads taken for tokens",
+        "LMCache's torch operation for one layer reads HND as NHD",
+        "kvfix run -- vllm serve ... (KVF021), or install an LMCache whose compiled operations load",
+        "KVF021",
+        ("lmcache-layerwise",),
+        ("hnd", "hnd-block-first"),
+    ),
+)
 
 
 class RunReport:
@@ -180,10 +213,10 @@ class RunReport:
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in every.items()) or "nothing was checked"
         return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
 
-    def known(self, result: Result) -> fixes.KnownBug | None:
+    def known(self, result: Result) -> KnownBug | None:
         """Return the known bug that a failed cell shows, or None. If its fix is applied, the cell has another cause."""
         cell = result.cell
-        shown = (bug for bug in fixes.KNOWN if cell.backend in bug.backends and cell.layout in bug.layouts)
+        shown = (bug for bug in KNOWN if cell.backend in bug.backends and cell.layout in bug.layouts)
         return next((bug for bug in shown if bug.fix not in self.fixes), None) if result.verdict in BAD else None
 
     def _command(self, result: Result) -> str:

@@ -3,8 +3,7 @@
 import json
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,8 +25,7 @@ class OutOfTime(Exception):
     """The time limit of the run (--seconds) is over."""
 
 
-@dataclass(frozen=True)
-class Metrics:
+class Metrics(NamedTuple):
     """Sums over all engines of the server. Counters are in tokens, except `requests` and `preemptions`."""
 
     requests: float
@@ -38,8 +36,7 @@ class Metrics:
     block: int  # tokens of one block; 0 if unknown
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     answer: Answer
     first: float  # seconds until the first token
     prompt_tokens: int  # as counted by the server

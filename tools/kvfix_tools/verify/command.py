@@ -5,8 +5,8 @@ import os
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from kvfix_tools import screen
 from kvfix_tools.verify import report
@@ -18,8 +18,7 @@ TOKENS_PER_WORD = 1.3  # estimate, if the server does not offer /tokenize
 FEWEST_TOKENS = 8  # with fewer different tokens, prompts have whole blocks in common by chance
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     url: str
     model: str = ""
     decode: str = ""
@@ -49,7 +48,7 @@ def verify(options: Options) -> int:
     except Refused as refused:
         return _end(options, about, report.REFUSED, str(refused))
     except Inconclusive as why:
-        return _end(options, about, report.NOTHING_PROVEN, str(why), look_at=True)
+        return _end(options, about, report.NOTHING_PROVEN, str(why), report.LOOK_AT)
     except OutOfTime:
         why_not = f"the run did not finish in {options.seconds:g} s. Use a longer --seconds, or fewer --requests"
         return _end(options, about, report.NOTHING_PROVEN, why_not)
@@ -84,15 +83,10 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
     started = time.monotonic()
     outcome = rounds.run(options.requests, _adapters(models, chosen))
     about["seconds"] = time.monotonic() - started
-    screen.progress("")
-    code, summary = report.verdict(outcome)
-    if options.json:
-        print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **report.as_json(outcome)}))
-        return code
-    print(f"kvfix verify {options.url}: model {about['model']}, vLLM {about['vllm'] or 'unknown'}\n")
-    print("\n".join(report.lines(outcome, about["vllm"])))
-    print(f"SUMMARY: kvfix verify {summary}, in {about['seconds']:.0f} s")
-    return code
+    code, why = report.verdict(outcome)
+    head = f"kvfix verify {options.url}: model {about['model']}, vLLM {about['vllm'] or 'unknown'}\n"
+    lines = [head, *report.lines(outcome, about["vllm"])]
+    return _end(options, about, code, f"{why}, in {about['seconds']:.0f} s", lines, report.as_json(outcome))
 
 
 def _plan(options: Options, server: Server, metrics: Metrics, model_length: int) -> tuple[Maker, Sizes]:
@@ -133,12 +127,13 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
     return report.SAME
 
 
-def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: bool = False) -> int:
+def _end(
+    options: Options, about: dict[str, Any], code: int, why: str, lines: Sequence[str] = (), answer: Any = None
+) -> int:
+    """Print the result. answer: for JSON, if the run has ended."""
     screen.progress("")
     if options.json:
-        print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
+        print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **(answer or {"reason": why})}))
     else:
-        if look_at:
-            print("\n".join(report.LOOK_AT))
-        print(f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}")
+        print("\n".join([*lines, f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}"]))
     return code

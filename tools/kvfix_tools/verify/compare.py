@@ -11,7 +11,7 @@ difference counts only above `MARGIN` times the largest control, so the assumpti
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Maximum rate of healthy runs that are called different. Half of it belongs to each of the two tests.
 FALSE_ALARMS = 1e-4
@@ -22,8 +22,7 @@ SPARE = 2  # number of fresh prompts in the second test, in addition to those th
 SMALLEST = -9999.0  # vLLM's smallest log probability. It also stands for NaN here.
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     tokens: tuple[str, ...]
     logprobs: tuple[dict[str, float], ...]  # for each token, {token: log probability} of the likeliest tokens
 
@@ -33,8 +32,7 @@ def has_numbers(answer: Answer) -> bool:
     return all(max(each.values(), default=SMALLEST) > SMALLEST for each in answer.logprobs)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The largest difference of a log probability, in nats."""
 
     size: float
@@ -61,8 +59,7 @@ def difference(computed: Answer, cached: Answer) -> Difference:
     return largest
 
 
-@dataclass(frozen=True)
-class Judge:
+class Judge(NamedTuple):
     """Decides about differences. controls: one difference for each control prompt."""
 
     controls: Sequence[float]

@@ -7,6 +7,7 @@ then reads the KV at the earlier position, so a single wrong chunk far from the 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Common words, each of which is a few tokens in any vocabulary.
 TEXT = """
@@ -31,8 +32,7 @@ SHARES = {
 }
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     kind: str
     body: tuple[int, ...] | str  # token ids, or a text
 
@@ -42,8 +42,7 @@ class Prompt:
         return 0 if isinstance(self.body, str) else len(self.body)
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     chunk: int
     block: int
     longest: int  # of the longest prompt

@@ -106,14 +106,13 @@ class Outcome:
 
 
 def verdict(outcome: Outcome) -> tuple[int, str]:
-    """Return the exit code, and the text for the last line of the output."""
+    """Return the exit code, and its reason for the last line of the output."""
     found = outcome.first_test or outcome.shared_with or outcome.not_numbers
     if found or any(each.holds for each in outcome.confirmations):
-        return DIFFERENT, f"different: {where(outcome)}"
-    why = why_not(outcome)
-    if why:
-        return NOTHING_PROVEN, f"nothing proven: {why}"
-    return SAME, f"same: {len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
+        return DIFFERENT, where(outcome)
+    if why := why_not(outcome):
+        return NOTHING_PROVEN, why
+    return SAME, f"{len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
 
 
 def why_not(outcome: Outcome) -> str:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvfix_tools.verify.client import Reply, Server
 from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is_decided
@@ -68,7 +68,7 @@ class Rounds:
 
     def _survey(self) -> None:
         """Find the chunk size, unless it is given. Hits are whole chunks."""
-        sizes = replace(self.sizes, chunk=self.sizes.chunk or self.sizes.block)
+        sizes = self.sizes._replace(chunk=self.sizes.chunk or self.sizes.block)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
         before = self.reference.metrics()
@@ -88,7 +88,7 @@ class Rounds:
         )
         found = math.gcd(*(reply.hits or 0 for reply in warm))
         is_chunk = found >= self.sizes.block and found % self.sizes.block == 0
-        self.sizes = replace(sizes, chunk=self.sizes.chunk or (found if is_chunk else sizes.block))
+        self.sizes = sizes._replace(chunk=self.sizes.chunk or (found if is_chunk else sizes.block))
         if not self.sizes.fits:
             raise Inconclusive(
                 f"two chunks of {self.sizes.chunk} tokens do not fit into the model's context of {sizes.context} tokens"
@@ -184,7 +184,7 @@ class Rounds:
         self.flushed_by = f"{fillers} other prompts each time, which use all GPU blocks"
         self.say(f"emptying the GPU's prefix cache with {fillers} prompts")
         kind = "whole chunks" if self.maker.vocabulary else "text"
-        prompts = self.maker.prompts([kind] * fillers, replace(self.sizes, chunk=self.sizes.block))
+        prompts = self.maker.prompts([kind] * fillers, self.sizes._replace(chunk=self.sizes.block))
         with ThreadPoolExecutor(self.clients) as pool:
             list(pool.map(lambda prompt: self.reference.ask(prompt, 1), prompts))
 
@@ -212,7 +212,7 @@ class Rounds:
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
         if after.queried - before.queried <= reply.prompt_tokens and after.requests - before.requests <= 1:
-            return replace(reply, counted=int(after.hits - before.hits))
+            return reply._replace(counted=int(after.hits - before.hits))
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:

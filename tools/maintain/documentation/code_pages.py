@@ -25,8 +25,6 @@ _COMPONENTS = {
     "OffloadingConnector": "offloading",
     "SimpleCPUOffloadConnector": "offloading",
 }
-
-
 ALL_RULES: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
 
 
@@ -136,11 +134,8 @@ def of_rule(rule: Rule | LabRule) -> str:
     ]
     fixed = table(("fix", "", "where the message matches"), rows) if rows else "No fix of kvfix.\n"
     text = prose(inspect.cleandoc(rule.doc))
-    return f"# {rule.code} {rule.name}\n\n{text}\n\n{_checked(rule)}\n\n## Fixed by\n\n{fixed}"
-
-
-def _checked(rule: Rule | LabRule) -> str:
-    if isinstance(rule, LabRule):
-        return "Checked by the lab (`kvfix lab`)."
-    event = inspect.cleandoc(rule.on.__doc__ or "").partition("\n")[0]
-    return f"Checked at this event: {event} (`{rule.on.__name__}`)"
+    checked = "Checked by the lab (`kvfix lab`)."
+    if not isinstance(rule, LabRule):
+        event = inspect.cleandoc(rule.on.__doc__ or "").partition("\n")[0]
+        checked = f"Checked at this event: {event} (`{rule.on.__name__}`)"
+    return f"# {rule.code} {rule.name}\n\n{text}\n\n{checked}\n\n## Fixed by\n\n{fixed}"

@@ -1,6 +1,11 @@
-"""The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove what no page needs."""
+"""The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove what no page needs.
+
+Each fix, finding and rule has a page, and so has each text at the top of the repository. Marks in pages become tables.
+"""
 
 import re
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +14,55 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from maintain import documentation
+from kvfix_tools.doctor import checks
+from maintain import scenario_matrix
+from maintain.documentation import code_pages, connector_pages, error_index, support_matrix
+from maintain.documentation.markdown import table
 
 #: Files of the theme that no page needs: source maps, and the search that theme/search.js replaces.
 _UNUSED = re.compile(r"\.map$|^assets/javascripts/(lunr|workers)/")
 #: These pages repeat the titles and messages of other pages, so search leaves them out. Their tables are wide.
 _LISTS = {"errors.md", "fixes/index.md", "findings/index.md", "rules/index.md"}
+#: {file at the top of the repository: the page that it becomes}
+TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+       "SECURITY.md": "security.md"}  # fmt: skip
+ROOT = Path(__file__).parents[3]
+
+
+@lru_cache(maxsize=1)
+def pairs() -> scenario_matrix.Pairs:
+    return scenario_matrix.load((ROOT / scenario_matrix.FILE).read_text())
+
+
+def _checks() -> str:
+    rows = [(f"`{each.name}`", each.doc) for each in checks.catalogue()]
+    return table(("check", "what must be so"), rows).rstrip("\n")
+
+
+#: {mark in a page: function with the text that replaces the mark}
+MARKS: dict[str, Callable[[], str]] = {
+    "<!-- the checks -->": _checks,
+    "<!-- the connector -->": connector_pages.connector,
+    "<!-- the table of connectors -->": connector_pages.connectors,
+    "<!-- the table of released findings -->": connector_pages.released,
+    "<!-- the rules for connectors -->": connector_pages.contract,
+    "<!-- the table of fixes -->": code_pages.fixes,
+    "<!-- the table of findings -->": code_pages.findings,
+    "<!-- the table of rules -->": code_pages.rules,
+    "<!-- the table of messages -->": error_index.messages,
+    "<!-- the pairs -->": lambda: support_matrix.as_json(pairs()),
+    "<!-- when the pairs were played -->": lambda: support_matrix.when_played(pairs()),
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [file for file in files if _UNUSED.search(file.src_uri)]:
         files.remove(file)
-    for path, text in documentation.pages(Path(config.config_file_path).parent).items():
+    made = {}  # {path below docs/: markdown}, in the order in which a section lists them
+    for name, page in TOP.items():
+        text = Path(config.config_file_path).with_name(name).read_text().replace("](docs/", "](")
+        made[page] = re.sub(r"\]\((\w+\.md)", lambda found: f"]({TOP.get(found[1], found[1])}", text)
+    for path, text in {**made, **code_pages.pages(pairs())}.items():
         files.append(File.generated(config, path, content=text))
     return files
 
@@ -29,7 +71,10 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fill in the parts of a page that are generated from the code."""
     if page.file.src_uri in _LISTS:
         page.meta.update(search={"exclude": True}, hide=["toc"])
-    return documentation.filled(markdown)
+    for mark, made in MARKS.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, made())
+    return markdown
 
 
 @event_priority(-100)  # after the search plugin, which reads the table of contents

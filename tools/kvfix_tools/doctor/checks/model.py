@@ -38,7 +38,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
         what = f"{kind} will not start: it has layers with state and layers with KV, so several KV groups, but {why}"
         yield problem(what, remedy("KVD072" if off and takes else "KVD650"))
-    elif state and server is not None and defined(server, "all_null_chunk_masks"):
+    elif state and defined(server, "all_null_chunk_masks"):
         yield unchecked(
             f"{kind} has layers with state, and kvfix cannot see the server's options: without kvfix the server stores "
             "states that do not exist (KVF125)",
@@ -63,8 +63,7 @@ def has_windows(setup: Setup) -> bool:
 
 def _takes_groups(setup: Setup) -> bool:
     """Return True if LMCache's multi-process connector is a SupportsHMA."""
-    tree = setup.packages.tree("lmcache.integration.vllm.lmcache_mp_connector")
-    node = defined(tree, "LMCacheMPConnector") if tree else None
+    node = defined(setup.packages.tree("lmcache.integration.vllm.lmcache_mp_connector"), "LMCacheMPConnector")
     bases = [ast.unparse(each) for each in node.bases] if isinstance(node, ast.ClassDef) else []
     return "SupportsHMA" in bases and not setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
 
@@ -149,7 +148,7 @@ def layout(setup: Setup) -> Iterator[Line]:
     found = re.search(pattern, setup.packages.text("vllm.envs"))
     choices = list(ast.literal_eval(found[1])) if found else []
     tree = setup.packages.tree("lmcache.integration.vllm.utils") if setup.lmcache_connectors else None
-    function = defined(tree, "translate_vllm_kv_cache_layout") if tree else None
+    function = defined(tree, "translate_vllm_kv_cache_layout")
     table = next((node for node in ast.walk(function) if isinstance(node, ast.Dict)), None) if function else None
     moves = [str(constant(key)) for key in table.keys] if table else []
     if choices and wanted not in choices:

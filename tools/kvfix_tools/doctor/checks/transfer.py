@@ -9,7 +9,7 @@ from typing import Any
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.command_line import Connector
 from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_keys, nearest
-from kvfix_tools.doctor.packages import Packages, constant, defined
+from kvfix_tools.doctor.packages import Packages, assigned, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
 _EXAMPLE = """--kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'"""
@@ -84,32 +84,25 @@ def _title(setup: Setup) -> str:
 
 def _fields(packages: Packages) -> dict[str, list[str]]:
     """Return {field of KVTransferConfig: its choices, [] for any}; {} if it cannot be read."""
-    for module in ("vllm.config.kv_transfer", "vllm.config", "vllm.config.__init__"):
-        tree = packages.tree(module)
-        node = defined(tree, "KVTransferConfig") if tree else None
-        if tree is None or node is None:
-            continue
-        aliases = {
-            each.targets[0].id: each.value
-            for each in tree.body
-            if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
-        }
-        return {
-            each.target.id: list(dict.fromkeys(_choices(each.annotation, aliases)))
-            for each in node.body
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-        }
+    for tree in filter(None, map(packages.tree, ("vllm.config.kv_transfer", "vllm.config"))):
+        if node := defined(tree, "KVTransferConfig"):
+            return {
+                each.target.id: list(dict.fromkeys(_choices(each.annotation, tree)))
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            }
     return {}
 
 
-def _choices(node: ast.AST, aliases: dict[str, ast.expr]) -> Iterator[str]:
+def _choices(node: ast.AST, module: ast.Module) -> Iterator[str]:
     """Yield the choices of `Literal[...] | None`, also through an alias (KVRole)."""
     for each in ast.walk(node):
         if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
             constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))
             yield from (value for value in constants if isinstance(value, str))
-        if isinstance(each, ast.Name) and each.id in aliases:
-            yield from _choices(aliases[each.id], aliases)
+        alias = assigned(module, each.id) if isinstance(each, ast.Name) else None
+        if alias is not None:
+            yield from _choices(alias, module)
 
 
 def _connectors(packages: Packages) -> set[str]:

@@ -17,7 +17,6 @@ import importlib.util
 import itertools
 import os
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,7 +176,7 @@ def as_vllm(check: CellCheck) -> tuple[Geometry, list[torch.Tensor]]:
     if geometry.layout.one_tensor and geometry.layout.name not in VIEWS:
         raise Refused("LMCache's connectors need a tensor for each layer")
     if geometry.dtype.itemsize == 1:
-        geometry = replace(geometry, dtype=torch.uint8)
+        geometry = geometry._replace(dtype=torch.uint8)
     tensors = [tensor.view(geometry.dtype) for tensor in layers(check.cache.typed(), geometry)]
     view = VIEWS.get(geometry.layout.name)
     return geometry, [tensor.permute(view) if view else tensor for tensor in tensors]
