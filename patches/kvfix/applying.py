@@ -126,7 +126,7 @@ def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
             if other not in targets and _is_wrapped(fix, other):
                 session.wrapped[other.module, other.function].remove(fix.code)
         for function, target, wrapper in new:
-            function.add(fix.code, target.place, wrapper)
+            function.add(fix.code, target.order, wrapper)
     except Exception as error:  # noqa: BLE001
         for function, _, _ in new:
             function.remove(fix.code)

@@ -218,7 +218,7 @@ class WrappedFunction:
         self.original = original
         #: A class that inherits the function gets its own wrapper. Its base class does not get one.
         self._is_inherited = name not in vars(owner)
-        #: {key: (place, wrapper)}; the lowest place is nearest to the original.
+        #: {key: (order, wrapper)}; the lowest order is nearest to the original.
         self._wrappers: dict[str, tuple[int, Wrapper]] = {}
         self._function: Function = original.__func__ if isinstance(original, staticmethod) else original
         self._call = self._function
@@ -233,8 +233,8 @@ class WrappedFunction:
     def __contains__(self, key: str) -> bool:
         return key in self._wrappers
 
-    def add(self, key: str, place: int, wrapper: Wrapper) -> None:
-        self._compose({**self._wrappers, key: (place, wrapper)})
+    def add(self, key: str, order: int, wrapper: Wrapper) -> None:
+        self._compose({**self._wrappers, key: (order, wrapper)})
 
     def remove(self, key: str) -> None:
         """Remove a wrapper. After the last one, the class has its original again."""
@@ -247,7 +247,7 @@ class WrappedFunction:
     def _compose(self, wrappers: dict[str, tuple[int, Wrapper]]) -> None:
         call = self._function
         try:
-            for _, key, wrap in sorted((place, key, wrap) for key, (place, wrap) in wrappers.items()):
+            for _, key, wrap in sorted((order, key, wrap) for key, (order, wrap) in wrappers.items()):
                 acting.composing = acting.of(key)
                 call = wrap(call)
         finally:

@@ -27,7 +27,7 @@ def fix(adapter):
 
 
 FIX = Fix(
-    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", fix=fix, place=99),
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", fix=fix, order=99),
     effect="crash",
     evidence={"KVR010": "", "KVD101": "", "KVR011": "Planted"},
     scenarios=("planted-scenario",),

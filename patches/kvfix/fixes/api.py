@@ -142,12 +142,12 @@ def multi_process(
     vllm: str = ">=0.26.0",
     for_0201: str = ">=0.4.5",
     for_0180: str = ">=0.4.4",
-    place: int = 0,
+    order: int = 0,
 ) -> tuple[Target, ...]:
     """Return targets for one function of all multi-process connectors, without those whose broken releases are ""."""
     broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
     return tuple(
-        getattr(owner, function)(broken=releases, probe=probe, fix=fix, place=place)
+        getattr(owner, function)(broken=releases, probe=probe, fix=fix, order=order)
         for owner, releases in broken.items()
         if releases
     )

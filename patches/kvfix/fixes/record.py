@@ -54,7 +54,7 @@ class Target:
     fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix applies.
         If it is None, the target only shows whether the bug is there. A helper in the same module fixes the bug, or the
         bug cannot be fixed.
-    place: order among the wrappers of one function. The wrapper with the lowest place is next to the function.
+    order: position of its wrapper around the function. The wrapper with the lowest order is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
     copy: the copy of the code that the function belongs to. If it is "", every copy needs the function for its fix.
         The functions of one copy are wrapped together or not at all (kvfix.applicability).
@@ -66,7 +66,7 @@ class Target:
     broken: str
     probe: Probe
     fix: Fixing | None
-    place: int = 0
+    order: int = 0
     helper: bool = False
     copy: str = ""
 

@@ -76,7 +76,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, order=1),
     effect="crash",
     evidence={
         "KVD103": "", "KVD104": "", "KVD105": "", "KVD106": "", "KVD107": "",

@@ -31,7 +31,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, place=1),
+    LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, order=1),
     effect="crash",
     evidence={"KVD108": "", "KVR011": "^request_finished: AssertionError$"},
     scenarios=("abort-engine-assert",),

@@ -150,14 +150,14 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
-    LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", fix=fix_layers, place=4, helper=True),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, order=1),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", fix=fix_layers, order=4, helper=True),
     LMCACHE_V1.get_block_ids_with_load_errors(
         broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
     ),
-    LMCACHE_V1.build_connector_meta(broken=">=0.4.1", probe=scheduler_shows_bug, fix=fix_scheduler, place=3),
+    LMCACHE_V1.build_connector_meta(broken=">=0.4.1", probe=scheduler_shows_bug, fix=fix_scheduler, order=3),
     SCHEDULER._update_requests_with_invalid_blocks(
-        broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=1, helper=True
+        broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, order=1, helper=True
     ),
     effect="wrong output",
     evidence={"KVD302": "", "KVD1090": ""},

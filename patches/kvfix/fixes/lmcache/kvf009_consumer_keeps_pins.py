@@ -30,7 +30,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, order=2),
     effect="leak",
     evidence={"KVD401": "", "KVR009": "^pins of the worker "},
     scenarios=("consumer-pins-left",),

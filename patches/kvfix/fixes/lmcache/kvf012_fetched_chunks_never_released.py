@@ -64,7 +64,7 @@ BROKEN = ">=0.3.10,<0.4.1"
 FIX = Fix(
     CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),
     CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, fix=fix_clean_up),
-    CACHE_ENGINE.retrieve(broken=BROKEN, fix=fix_load, place=1),
+    CACHE_ENGINE.retrieve(broken=BROKEN, fix=fix_load, order=1),
     effect="leak",
     evidence={"KVD402": "", "KVR009": "^fetched chunks of the worker "},
     scenarios=("async-fetched-left",),

@@ -60,7 +60,7 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 
 FIX = Fix(
-    CACHE_ENGINE.retrieve(broken=">=0.4.1", fix=fix, place=2),
+    CACHE_ENGINE.retrieve(broken=">=0.4.1", fix=fix, order=2),
     effect="wrong output",
     evidence={"KVD115": "", "KVD403": ""},
     proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no asynchronous storage backend",

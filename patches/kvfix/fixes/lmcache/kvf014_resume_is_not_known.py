@@ -45,8 +45,8 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9,<0.3.10", probe=lookup_shows_bug, fix=fix_lookup, place=4),
-    LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.3.10", probe=metadata_shows_bug, fix=fix_metadata, place=5),
+    LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9,<0.3.10", probe=lookup_shows_bug, fix=fix_lookup, order=4),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.3.10", probe=metadata_shows_bug, fix=fix_metadata, order=5),
     effect="wrong output",
     evidence={"KVR006": ""},
 )

@@ -96,7 +96,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     ZMQ_CLIENT.send_and_recv_all(broken=">=0.4.1", probe=shows_bug, fix=fix),
-    LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", fix=fix_lookup, place=1),
+    LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", fix=fix_lookup, order=1),
     effect="hang",
     evidence={"KVD203": "", "KVD207": "", "KVR012": ""},
 )

@@ -128,9 +128,9 @@ def _layers(layers: Any, load: _Load) -> Iterator[Any]:
 name_request = _lmcache.layer_loads(lambda call, request: call.setdefault("req_id", request.req_id))
 
 FIX = Fix(
-    CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, place=3),
+    CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", fix=fix, order=3),
     CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", fix=fix_layers),
-    LMCACHE_V1.start_load_kv(broken=">=0.4.3", fix=name_request, place=2, helper=True),
+    LMCACHE_V1.start_load_kv(broken=">=0.4.3", fix=name_request, order=2, helper=True),
     effect="leak",
     evidence={"KVD403": ""},
     proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no pins by chunk",

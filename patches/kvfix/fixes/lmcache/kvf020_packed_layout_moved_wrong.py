@@ -180,7 +180,7 @@ FIX = Fix(
     api.GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", fix=fix_store),
     api.GPU_CONNECTOR_V3.to_gpu(broken=">=0.5.0", fix=fix_load),
     api.STORAGE_MANAGER.batched_put(broken=">=0.4.3", fix=fix_put, helper=True),
-    api.CACHE_ENGINE.retrieve(broken=">=0.4.3", fix=fix_retrieve, place=4, helper=True),
+    api.CACHE_ENGINE.retrieve(broken=">=0.4.3", fix=fix_retrieve, order=4, helper=True),
     effect="wrong output",
     no_patch={
         "lmcache": (

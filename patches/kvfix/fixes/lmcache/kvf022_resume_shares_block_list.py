@@ -63,7 +63,7 @@ def step_shows_bug(hook: Any, adapter: Any) -> bool:
 
 FIX = Fix(
     REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),
-    LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, order=8, helper=True),
     effect="wrong output",
     scenarios=("resume-shares-block-list", "resume-then-sits-out"),
 )

@@ -35,7 +35,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, order=7),
     effect="wrong output",
     attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so
 )

@@ -146,11 +146,11 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
-    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, place=4, helper=True),
-    LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=6, helper=True),
+    LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, order=9),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, order=4, helper=True),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, order=6, helper=True),
     SCHEDULER._update_requests_with_invalid_blocks(
-        broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
+        broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, order=6, helper=True
     ),
     effect="wrong output",
     scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),

@@ -33,7 +33,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
+    LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, order=3),
     effect="crash",
     evidence={"KVR011": "IndexError: list index out of range"},
 )

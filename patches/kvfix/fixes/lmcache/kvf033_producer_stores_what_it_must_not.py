@@ -27,7 +27,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
-    LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, place=5, helper=True),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, order=3),
+    LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, order=5, helper=True),
     effect="wrong output",
 )

@@ -39,7 +39,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    *multi_process("request_finished", shows_bug, fix, for_0180="", place=1),
+    *multi_process("request_finished", shows_bug, fix, for_0180="", order=1),
     effect="crash",
     evidence={"KVD110": "", "KVR011": "Request tracker for request_id"},
     scenarios=("mp-stats-assert", "mp-stats-assert-in-tree"),

@@ -69,7 +69,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=2),
+    MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, order=2),
     effect="wrong output",
     evidence={"KVD301": "", "KVD310": ""},
     scenarios=("mp-retrieve-false", "mp-retrieve-false-in-tree"),

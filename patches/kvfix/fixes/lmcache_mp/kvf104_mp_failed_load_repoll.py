@@ -58,7 +58,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    *multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", place=2),
+    *multi_process("get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", order=2),
     effect="hang",
     evidence={"KVD208": "", "KVR010": ""},
     scenarios=("mp-failed-load-repoll", "mp-failed-load-repoll-in-tree", "mp-resume-load-circle"),

@@ -98,8 +98,8 @@ def step_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    *multi_process("request_finished", shows_bug, fix, place=2),
-    *multi_process("build_connector_meta", step_shows_bug, fix_step, place=1),
+    *multi_process("request_finished", shows_bug, fix, order=2),
+    *multi_process("build_connector_meta", step_shows_bug, fix_step, order=1),
     effect="leak",
     evidence={"KVR009": r"^scheduler_adapter\.|^read locks of the server "},
     scenarios=(

@@ -62,7 +62,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    *multi_process("build_connector_meta", shows_bug, fix, place=3),
+    *multi_process("build_connector_meta", shows_bug, fix, order=3),
     effect="wrong output",
     evidence={"KVR008": ""},
     scenarios=("mp-failed-load-stores-ahead", "mp-failed-load-stores-ahead-in-tree"),

@@ -42,8 +42,8 @@ def fix(module: Any) -> Wrapper:
 shows_bug, new_request_shows_bug = _mp.looks_up(prompt_embeds=object())
 
 FIX = Fix(
-    *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=3),
-    LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=1),
+    *multi_process("get_num_new_matched_tokens", shows_bug, fix, order=3),
+    LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, order=1),
     effect="wrong output",
     scenarios=("mp-prompt-embeds", "mp-prompt-embeds-in-tree"),
     on_fault="closed",

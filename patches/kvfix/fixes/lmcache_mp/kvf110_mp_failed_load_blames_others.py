@@ -47,7 +47,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=1),
+    MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, order=1),
     effect="lost hits",
     scenarios=("mp-failed-load-blames-others", "mp-failed-load-blames-others-in-tree"),
 )

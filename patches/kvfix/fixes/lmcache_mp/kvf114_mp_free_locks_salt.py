@@ -38,7 +38,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     *multi_process(
         "update_state_after_alloc", shows_bug, fix,
-        lmcache=">=0.4.5,<=0.5.0", for_0201=">=0.4.5,<=0.5.4", for_0180="", place=1,
+        lmcache=">=0.4.5,<=0.5.0", for_0201=">=0.4.5,<=0.5.4", for_0180="", order=1,
     ),
     effect="leak",
     evidence={"KVR009": "^read locks of the server "},

@@ -24,8 +24,8 @@ def fix(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
 shows_bug, new_request_shows_bug = _mp.looks_up(skip_reading_prefix_cache=True)
 
 FIX = Fix(
-    *multi_process("get_num_new_matched_tokens", shows_bug, fix, place=4),
-    LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
+    *multi_process("get_num_new_matched_tokens", shows_bug, fix, order=4),
+    LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, order=2),
     effect="leak",
     evidence={"KVR009": "^read locks of the server "},
     scenarios=("mp-lookup-for-nothing", "mp-lookup-for-nothing-in-tree"),

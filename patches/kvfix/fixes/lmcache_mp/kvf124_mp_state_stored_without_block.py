@@ -59,8 +59,8 @@ def cached_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, place=1),
-    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, place=1),
+    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix, order=1),
+    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix, order=1),
     effect="wrong output",
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),

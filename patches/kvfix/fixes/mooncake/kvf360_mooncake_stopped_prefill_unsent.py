@@ -32,4 +32,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return not hook(_mooncake.scheduler_side("kv_producer"), request, ([1],))[0]
 
 
-FIX = Fix(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=1), effect="hang")
+FIX = Fix(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, order=1), effect="hang")

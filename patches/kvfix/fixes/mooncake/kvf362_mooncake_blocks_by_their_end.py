@@ -50,7 +50,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=None),
-    MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", fix=build_connector_meta, place=1, helper=True),
+    MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", fix=build_connector_meta, order=1, helper=True),
     effect="wrong output",
     scenarios=("mooncake-prefill-generates-more",),
 )

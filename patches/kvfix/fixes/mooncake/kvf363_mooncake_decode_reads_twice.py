@@ -37,8 +37,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=promise_once, place=1),
-    MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", fix=end_once, place=-1, helper=True),
+    MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=promise_once, order=1),
+    MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", fix=end_once, order=-1, helper=True),
     effect="hang",
     scenarios=("mooncake-decode-reads-twice", "mooncake-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read"},

@@ -80,7 +80,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     api.MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
     api.MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, helper=True),
-    api.MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, place=3, helper=True),
+    api.MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", fix=request_finished, order=3, helper=True),
     effect="hang",
     attaches=NEW_REQUESTS,
 )

@@ -57,6 +57,6 @@ def _look(worker: Any) -> None:
 FIX = Fix(
     MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", fix=None),
     MOONCAKE_WORKER.get_finished(broken=">=0.20", fix=get_finished, helper=True),
-    MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, place=1, helper=True),
+    MOONCAKE_WORKER.start_load_kv(broken=">=0.20", fix=start_load_kv, order=1, helper=True),
     effect="leak",
 )

@@ -70,7 +70,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 FIX = Fix(
     MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
-    MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, place=1, helper=True),
+    MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, order=1, helper=True),
     effect="wrong output",
     # If no rank reports a load, its request waits for ever. After an error, vLLM reports all as without the fix.
     on_fault="original",

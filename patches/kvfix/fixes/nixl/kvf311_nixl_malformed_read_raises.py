@@ -49,7 +49,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=_read_blocks_for_req),
+    NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", order=1, probe=shows_bug, fix=_read_blocks_for_req),
     NIXL_BASE_WORKER._log_failure(broken=">=0.32", fix=_log_failure, helper=True),
     effect="crash",
     evidence={"KVR011": r"^start_load_kv: (AssertionError|TypeError|ValueError|IndexError)"},

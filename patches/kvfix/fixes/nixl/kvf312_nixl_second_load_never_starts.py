@@ -37,7 +37,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),
+    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", order=2, probe=shows_bug, fix=fix),
     effect="hang",
     evidence={"KVR010": ""},
     scenarios=("nixl-second-load-never-starts", "nixl-turn-without-bidirectional"),

@@ -48,7 +48,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", place=2, probe=shows_bug, fix=request_finished),
+    NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", order=2, probe=shows_bug, fix=request_finished),
     effect="wrong output",
     scenarios=("nixl-push-prefill-generates-more",),
     no_patch=PRIVATE,

@@ -31,7 +31,7 @@ def fix(worker: Any) -> None:
 
 
 FIX = Fix(
-    NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, fix=fix),
+    NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", order=1, fix=fix),
     effect="wrong output",
     evidence={"LAB022": ""},
 )

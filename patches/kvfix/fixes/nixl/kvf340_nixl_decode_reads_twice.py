@@ -36,9 +36,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=promise_once, place=1),
-    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=promise_once, place=1),
-    NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", fix=arrive_once, place=-1, helper=True),
+    NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=promise_once, order=1),
+    NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=promise_once, order=1),
+    NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", fix=arrive_once, order=-1, helper=True),
     effect="wrong output",
     evidence={"KVR018": ""},
     scenarios=("nixl-lease-read-twice", "nixl-second-reader-aborted"),

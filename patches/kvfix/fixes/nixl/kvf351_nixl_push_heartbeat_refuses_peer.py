@@ -55,4 +55,4 @@ def shows_bug(hook: Any, module: Any) -> bool:
     return not asked[0]
 
 
-FIX = Fix(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=fix), effect="hang")
+FIX = Fix(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", order=1, probe=shows_bug, fix=fix), effect="hang")

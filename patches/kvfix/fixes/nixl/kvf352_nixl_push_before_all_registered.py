@@ -59,7 +59,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=wait_for_all_ranks),
+    NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", order=1, probe=shows_bug, fix=wait_for_all_ranks),
     effect="wrong output",
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),

@@ -52,8 +52,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=1, probe=shows_bug, fix=promise_once),
-    NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", place=1, fix=note_first, helper=True),
+    NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", order=1, probe=shows_bug, fix=promise_once),
+    NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", order=1, fix=note_first, helper=True),
     effect="hang",
     evidence={"KVD688": "", "LAB003": "WAITING_FOR_REMOTE_KVS"},
 )

@@ -74,10 +74,10 @@ FIX = Fix(
     api.OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=get_finished, helper=True),
     api.CONNECTOR_BASE.get_transfer_results(broken=">=0.32", fix=get_transfer_results, helper=True),
     api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
-    api.OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, place=5, helper=True),
+    api.OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, order=5, helper=True),
     api.OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
     # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results, and another update_connector_output.
-    api.OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, place=5),
+    api.OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, order=5),
     effect="crash",
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},
     scenarios=("offload-copy-fails",),

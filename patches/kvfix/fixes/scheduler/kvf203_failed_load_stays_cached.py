@@ -58,7 +58,7 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 FIX = Fix(
-    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, place=2),
+    SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=evict_failed, order=2),
     effect="wrong output",
     evidence={"KVD302": "", "KVD303": "", "KVD1090": ""},
     scenarios=("failed-load-gone-under-way", "failed-load-stays-cached"),

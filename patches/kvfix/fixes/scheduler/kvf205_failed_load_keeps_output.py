@@ -169,10 +169,10 @@ def promises(hook: Any, adapter: Any) -> bool:
 
 
 FIX = Fix(
-    api.SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
-    api.SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, place=1, helper=True),
+    api.SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, order=4),
+    api.SCHEDULER.schedule(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_schedule, order=1, helper=True),
     api.SCHEDULER.update_from_output(broken=">=0.11.2,<0.32", probe=lacks_stale_output, fix=fix_output, helper=True),
-    api.LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", probe=promises, fix=compute, place=6, helper=True),
+    api.LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", probe=promises, fix=compute, order=6, helper=True),
     effect="wrong output",
     scenarios=("failed-load-keeps-output", "failed-load-keeps-output-of-stages", "failed-load-preempted-under-way"),
     no_patch={

@@ -80,7 +80,7 @@ def _give_back(scheduler: Any, request: Any) -> None:
 
 
 FIX = Fix(
-    SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, place=1),
+    SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, order=1),
     effect="hang",
     evidence={"KVD202": ""},
     # A step of the lab can let others hold blocks. The fix then acts before they give the blocks back.

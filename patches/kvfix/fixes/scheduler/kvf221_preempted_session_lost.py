@@ -70,8 +70,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=_handle_stopped_request, place=1),
-    SCHEDULER.update_from_output(broken=">=0.32,<0.33", fix=update_from_output, place=1, helper=True),
+    SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=_handle_stopped_request, order=1),
+    SCHEDULER.update_from_output(broken=">=0.32,<0.33", fix=update_from_output, order=1, helper=True),
     SCHEDULER._update_request_as_session(broken=">=0.32,<0.33", fix=_update_request_as_session, helper=True),
     effect="hang",
     no_patch={"vllm": "fixed in 0.33.0"},
