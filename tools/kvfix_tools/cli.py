@@ -224,8 +224,8 @@ def doctor(
     raise typer.Exit(work.doctor(command or [], json, server_http, names))
 
 
-_FAIL_ON = """certain: exit 1 if a finding is certain. An effect: exit 1 for findings with this effect or a worse one:
-crash, wrong, hang, leak, slow, risk."""
+_FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow or risk (worst first): exit 1 if a
+finding has this effect or a worse one."""
 _ISSUE = "Write a bug report to post: versions, settings, excerpt, known threads."
 
 

@@ -48,7 +48,7 @@ class Selected(NamedTuple):
     left_out: int
 
 
-_PID_OR_FIX = "Show the fixes that are applied in a running engine (PID), or the rows of these fixes."
+_PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
 _OF_TRANSFER = "Count only bugs of the connectors in this value of vLLM's --kv-transfer-config."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
 _RELEASED = "Show whether the newest LMCache and vLLM of the package index have changed the fixed functions (uses pip)."

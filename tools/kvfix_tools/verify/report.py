@@ -203,7 +203,7 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
         f"First token:        {computed * 1000:.0f} ms computed, {cached * 1000:.0f} ms from the connector (median)",
         f"GPU cache emptied:  {outcome.flushed_by}",
         f"Noise:              {noise}",
-        f"Limit:              {judge.limit:.3g}, {MARGIN:g} times the noise; rate of false alarms below"
+        f"Limit:              {judge.limit:.3g} ({MARGIN:g} times the noise); rate of false alarms below"
         f" {judge.error_rate(outcome.compared):.0e}",
         "",
         f"{'prompts':33} {'from the':>9}  largest difference of a log probability",
