@@ -28,8 +28,8 @@ class _InOrder(TyperGroup):
         return [name for name in COMMANDS if name in self.commands]
 
 
-#: {command: heading in the help}, in the order of use.
 _CRASHED, _BEFORE, _RUNS, _MAINTAIN = "When it crashed", "Before you launch", "While it runs", "For maintainers"
+#: {command: its heading in the help}, in the order in which a user needs the commands.
 COMMANDS = {
     "diagnose": _CRASHED, "search": _CRASHED, "explain": _CRASHED, "replay": _CRASHED,
     "status": _BEFORE, "run": _BEFORE, "doctor": _BEFORE, "roundtrip": _BEFORE,
@@ -73,7 +73,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 
 @app.callback()
 def main_options(version: Version = False) -> None:
-    """Options before the command."""
+    """Take the options that stand before the command."""
 
 
 _AUDIT = """With --mode check: vLLM computes this fraction of the hits, and kvfix compares the computed KV with the
@@ -311,7 +311,7 @@ def main() -> None:
 
 
 def main_diagnose() -> None:
-    """Entry point of `kvfix-diagnose`, which is the command `diagnose` alone."""
+    """Entry point of `kvfix-diagnose`, a program that has only the command `diagnose`."""
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     alone.command()(diagnose)
     alone(prog_name="kvfix-diagnose")

@@ -6,7 +6,7 @@ import typer
 
 
 def value(metavar: str, does: str, *names: str) -> Any:
-    """Return an option with a value. names: if they differ from the parameter's name."""
+    """Return an option with a value. names: the option's names, if they differ from the parameter's name."""
     return typer.Option(*names, metavar=metavar, help=does)
 
 
@@ -24,5 +24,5 @@ Only = Annotated[Names, several("CODE|SLUG", "Apply this fix and no others")]
 Skip = Annotated[Names, several("CODE|SLUG", "Leave out this fix")]
 Plus = Annotated[Names, several("CODE|SLUG", "Apply this opt-in fix too")]
 MODES = "fix: apply the fixes. observe: also record events. check: also check the rules."
-#: Settings of a command whose arguments are a command of the user.
+#: Typer's settings for a command whose arguments are another command line, such as `vllm serve ...`.
 ANY_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -20,7 +20,7 @@ from kvfix_tools.conform.verdicts import NOT_APPLICABLE, VIOLATED, Run, run
 from kvfix_tools.lab import releases, runner
 
 _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
-#: {outcome: element of JUnit XML}, and {attribute that counts an element: the element}.
+#: {outcome: element of JUnit XML}, and {attribute of the test suite: the element that this attribute counts}.
 _TAGS = {VIOLATED: "failure", NOT_APPLICABLE: "skipped"}
 _COUNTS = {"failures": "failure", "skipped": "skipped", "errors": "error"}
 _CONNECTOR = "The connector's class, or its name in vLLM: ExampleConnector."
@@ -77,7 +77,7 @@ def read_config(text: str) -> dict[str, object]:
 
 
 def prepare() -> None:
-    """Make a connector in the current folder importable, before vLLM. Raise ValueError without a suitable vLLM."""
+    """Let Python import a connector from the current folder. Then check vLLM: raise ValueError if it is unsuitable."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     runner.prepare(None, ("vllm",))
@@ -87,7 +87,7 @@ def prepare() -> None:
 
 
 def chosen(fixes: bool) -> AbstractContextManager[None]:
-    """Apply kvfix's fixes of vLLM's engine, or none. Fixes of connectors would hide violations."""
+    """Apply kvfix's fixes of vLLM's engine, or none. Never apply fixes of connectors: they would hide violations."""
     own = [fix for fix in catalogue.fixes() if fix.module_name.startswith("kvfix.fixes.scheduler.")]
     of_core = [fix.code for fix in own if fix.targets[0].module.startswith("vllm.v1.core.")]
     return runner.applied(fixes, only=of_core)

@@ -59,7 +59,7 @@ class Subject:
 
     @functools.cached_property
     def lacks(self) -> set[str]:
-        """The keys of NEEDS that the connector does not have. Raise any error of its import."""
+        """The requirements (keys of NEEDS) that the connector does not meet. Raise the error if its import fails."""
         if self.side is not None:
             return self.side.lacks
         transfer = vllm_objects.vllm_config(self.options()).kv_transfer_config
@@ -67,7 +67,7 @@ class Subject:
         return {need for need, there in (("lose", self.lose), ("groups", groups)) if not there}
 
     def start(self) -> None:
-        """Make the connector in both roles. Raise any error of this."""
+        """Construct the connector in both roles, scheduler and worker. Raise the error if this fails."""
         if "alone" in self.lacks:
             importlib.import_module("kvfix_tools.lab.pair.pair").Pair(self.options()).close()
         else:
@@ -82,7 +82,7 @@ class Player:
         self._before: list[LabEngine] = []
 
     def do(self, step: Step) -> None:
-        """Do a step. In a shrunk schedule its request may be missing: then do nothing."""
+        """Do a step. If its request is missing, as in a shrunk schedule, do nothing."""
         if step.method in _OF_REQUEST and step.arguments[0] not in self.engine.requests:
             return
         arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
@@ -130,14 +130,14 @@ class Player:
         self.engine.reset_prefix_cache()
 
     def until_loading(self, name: str) -> None:
-        """Step until a load of this request is in flight or over."""
+        """Run engine steps until a load of this request is in flight, or the request has ended."""
         self._until(name, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
     def until_running(self, name: str) -> None:
         self._until(name, RequestStatus.RUNNING)
 
     def restart(self) -> None:
-        """End the engine, and start another one with the connector's folder."""
+        """End the engine, and start another engine whose connector has the same folder."""
         before = self.engine
         before.connector.close(keep=True)
         self._before.append(before)
@@ -154,7 +154,7 @@ class Player:
 
 def play(schedule: Schedule) -> fuzz.Played:
     player = Player(schedule.options)
-    with suppress(EngineDied):  # the findings include it
+    with suppress(EngineDied):  # the findings include the engine's death
         for step in schedule.steps:
             player.do(Step(*step))
         player.end()
@@ -180,7 +180,7 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 def shortest(
     schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], fuzz.Played], done: fuzz.Played
 ) -> tuple[Sequence[Any], Finding, fuzz.Played]:
-    """Return the shortest schedule with a finding of this signature (the given one, if the shortest is not sure)."""
+    """Shrink a schedule with a finding of this signature. Return `schedule` itself if the result loses the finding."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
     again = player(found)
     for candidate, played in ((found, again), (schedule, done)):

@@ -253,7 +253,7 @@ class Side(NamedTuple):
 
     @property
     def lacks(self) -> set[str]:
-        """The keys of NEEDS that the stand-in does not have."""
+        """The requirements (keys of NEEDS) that the stand-in does not meet."""
         has = {"groups"} if self.connector in ("mp", *OF_VLLM) and not self.offloading else set()
         has |= {"multi"} if self.connector in ("v1", "mp", "mp-in-tree") else set()
         has |= {"uncached"} if self.connector != "simple-offload" else set()
@@ -274,7 +274,7 @@ _SIDES = {
 
 
 def side(connector: str, config: dict[str, Any]) -> Side | None:
-    """Return the stand-in for a connector by its name in vLLM or the lab; None if it is tested with its own code."""
+    """Return the stand-in for a connector, by its name in vLLM or the lab. None: the lab runs the connector itself."""
     if connector == "MultiConnector":
         names = [str(child.get("kv_connector")) for child in config.get("connectors", ())]
         lmcache = [_SIDES[name] for name in names if name.startswith("LMCache") and name in _SIDES]

@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
 
 
 class Run:
-    """The test of one connector, and its result. The caller has applied kvfix's fixes. cannot: why it could not run."""
+    """The test of one connector, and its result. The caller has applied kvfix's fixes. cannot: why it did not run."""
 
     def __init__(self, subject: Subject, shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject
@@ -150,7 +150,7 @@ class Run:
         self.steps += done.steps
         self.counts.update(done.counts)
         by_signature = {fuzz.signature(each): each for each in done.violations[::-1]}
-        if any(found.code == WRONG_CONTENT.code for found in by_signature.values()):  # wrong text is a consequence
+        if any(found.code == WRONG_CONTENT.code for found in by_signature.values()):  # wrong text follows from wrong KV
             by_signature = {each: found for each, found in by_signature.items() if found.code != WRONG_TEXT.code}
         for wanted, found in by_signature.items():
             rule = of_finding(found.code, about)
@@ -198,13 +198,13 @@ def _why(error: Exception) -> str:
 
 
 def _changed(options: Options) -> dict[str, Any]:
-    """Return the options that differ from their defaults, and settings of a stand-in's connector."""
+    """Return the options, and the settings of a stand-in's connector, that differ from their defaults."""
     settings = {**options.lmcache, **options.extra}
     return {name: getattr(options, name, settings.get(name)) for name in options.changed if name != "lose"}
 
 
 def _said(step: Any) -> str:
-    """Return a step as it is typed, with the length of a long prompt instead of its tokens."""
+    """Return a step as Python code, with the length of a long prompt instead of its tokens."""
     if not hasattr(step, "method"):
         return f"{step[0]}({', '.join(map(repr, step[1:]))})"
     given = [_short(each) for each in step.arguments]

@@ -48,7 +48,7 @@ def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> boo
 
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
-    """Return the cause from the finding, or else from its first fix that concerns this log."""
+    """Return the cause that the finding states, or else the cause of its first fix that concerns this log."""
     if found.rule.why:
         return found.rule.why
     concerned = fixes(log, found) or catalogue.handling(found.rule.code, found.rule.message)
@@ -136,7 +136,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
 
 
 def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
-    """Return the releases that the fix is for, if the log does not name its release."""
+    """Return the releases that need the fix, if the log does not name its release; else ""."""
     dist = _dist(log, found, each) or each.targets[0].dist
     broken = sorted(fix_overview.wrong_releases(each, dist), key=Version)
     if not broken or _within(log, found, dist, ">=0") is not None:

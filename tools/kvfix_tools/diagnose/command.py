@@ -141,7 +141,7 @@ def _show(log: Diagnosis, findings: list[LogFinding], console: Console, options:
 
 
 def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
-    """Return the inputs that could not be read. A terminal shows progress for large inputs, on stderr."""
+    """Read the inputs, and return those that could not be read. For large inputs, show the progress on a terminal."""
     total = 0 if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
     # The unpacked size of a compressed file is not known in advance.
     packed = any(source.packed for source in sources)

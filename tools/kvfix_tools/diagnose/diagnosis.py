@@ -25,7 +25,7 @@ from kvfix_tools.ledger import RULES
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.
 _REQUEST_LINES = 5000
-#: From this number of findings on, all new crashes of one rule are one finding.
+#: After this number of findings, all new crashes of one rule together make one finding.
 FINDINGS = 1000
 #: The rule of the ledger that every traceback violates. Other findings report the traceback.
 _EXCEPTION = "exception-left-hook"
@@ -57,7 +57,7 @@ class Diagnosis:
         self.requests = Requests(self.ledger)
         self.bytes = 0
         self.request_lines: list[Evidence] = []
-        #: True if every input was read completely. If reading was interrupted, a sentence about this.
+        #: True if every input was read completely. `interrupted` is a sentence about an interruption, or "".
         self.is_complete = False
         self.interrupted = ""
         self._taken = 0
@@ -123,14 +123,14 @@ class Diagnosis:
         return self.findings
 
     def _run(self, kind: str, line: LogLine | None) -> None:
-        """Run the rules for one kind of line that `findings` decides."""
+        """Run the rules for one kind of line that are functions of the package `findings`."""
         for rule in self._rules.get(kind, ()):
             if (answer := rule.look(self, line)) is not None:
                 self.add(rule, answer, line)
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The findings, causes first, without those that a record replaces, and rules for requests that crashed."""
+        """The findings, causes first. Left out: findings that a record replaces, ledger rules for crashed requests."""
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown = [
             found
@@ -156,7 +156,7 @@ class Diagnosis:
         )
 
     def hidden(self) -> list[tuple[str, str, str]]:
-        """Return (rule, events that it needs, setting that logs them) for each rule that this log level hides."""
+        """Return (rule, events that it needs, setting that logs the events) for each rule that this log level hides."""
         if self.debug or not self.counts["asked"]:
             return []
         release = self.releases.one("lmcache") or (self.releases.candidates or ["0.5.6"])[-1]
@@ -212,7 +212,7 @@ class Diagnosis:
             self.add(rule, answer, line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
-        """Report violated rules of the ledger, except for requests that crashed."""
+        """Report violated rules of the ledger. Leave out requests that already have a crash as a finding."""
         for each in violated:
             if each.name != _EXCEPTION and each.request not in self._crashed:
                 self.add(problems.of_ledger(each), findings.Answer(each.message, each.request), line)
@@ -247,7 +247,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return `began` of a finding from the end of the log: just after the findings above its first line."""
+        """Return the position of a finding from the end of the log: just after the findings above its first line."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -58,7 +58,7 @@ class Failures:
         if line.file in self.closing and (works or name in _STARTS):
             # The process works again, unless Ray prints a line late, from before the shutdown.
             since = self.closing[line.file]
-            is_first = name in ("vllm_version", "up")  # the API server or the server itself, never a worker of Ray
+            is_first = name in ("vllm_version", "up")  # of the API server or LMCache's server, never of a worker of Ray
             if is_first or since is None or line.time is None or line.time >= since:
                 del self.closing[line.file]
         if works:
@@ -92,7 +92,7 @@ class Failures:
 
     @property
     def heading(self) -> LogLine | None:
-        """Return the line that announces `first`: pydantic's count of errors, or the terminate message of C++."""
+        """The line that announces `first`: pydantic's count of errors, or the terminate message of C++; or None."""
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     def is_ending(self, line: LogLine) -> bool:
@@ -101,7 +101,7 @@ class Failures:
 
     @property
     def first(self) -> LogLine | None:
-        """The failure to report: the first exception of a dead engine, else the first error; None if it works."""
+        """The first exception, or else error: of a dead engine at any time, else after its last work; or None."""
         after = self.lines if self.dead else self.lines[self._survived :]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
@@ -113,7 +113,7 @@ class Failures:
 
 
 def _quoted(line: LogLine) -> LogLine | None:
-    """Return the worker's exception that this line of the engine quotes, without class and frames; else None."""
+    """Return the worker's exception that this line of the engine quotes, without class and frames; None without one."""
     text = str(line.fields["text"])
     found = _IN_A_WORKER.match(text) if text.startswith("Worker failed with error") else None
     if found is None or not found["text"]:
@@ -184,7 +184,7 @@ def is_of_engine(line: LogLine) -> bool:
 
 
 def hook(frames: list[Frame]) -> str:
-    """Return the connector hook that the exception came out of; "" if there is none."""
+    """Return the connector hook that raised or passed on the exception; "" if there is none."""
     return next((frame[2] for frame in frames if frame[2] in HOOKS), "")
 
 

@@ -17,9 +17,9 @@ from kvfix_tools.diagnose.log_line import Fields, without_tokens
 FILE = Path(__file__).with_name("knowledge.json")
 #: Kinds of lines that name vLLM's release.
 RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
-#: Groups that take digits only are counts; everything else is text.
+#: A group that matches only digits is a count. All other groups are text.
 _COUNT = re.compile(r"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
-#: In a pattern, `{name}` is a count. A value or an escaped character; a group.
+#: In a pattern, `{name}` is a count. _VALUE finds a value or an escaped character, and _GROUP finds a group.
 _COUNTED, _VALUE = re.compile(r"\{([a-z]\w*)\}"), re.compile(r"<ID>|<END>|\\.|\[(?:\\.|[^]\\])+\]")
 _GROUP = re.compile(r"\([^()]*\)")
 _PARTS = {
@@ -64,7 +64,7 @@ def _message(source: str, name: str, pattern: str) -> Message:
 
 
 def _longest_text(pattern: str) -> str:
-    """Return the longest part of a pattern that each match contains: no value, no group, no repeat."""
+    """Return the longest fixed text of a pattern, without values, groups and repeats. Every match contains it."""
     pattern = _VALUE.sub("\0", pattern)
     while "(" in pattern:
         pattern = _GROUP.sub("\0", pattern)

@@ -1,6 +1,6 @@
 """Events of the ledger from lines of a log, and the requests that they concern.
 
-If a line lacks a value of an event, there is no event.
+A line that lacks a value of an event makes no event.
 """
 
 import re
@@ -48,11 +48,11 @@ class Requests(dict[str, Request]):
         return self.setdefault(request, Request())
 
     def history(self, request: str) -> list[HistoryEvent]:
-        """Return the request's events so far as text, each with its line."""
+        """Return the request's events so far as texts, each with file and line."""
         history, known = self._ledger.histories.get(request), self.get(request)
         if not request or history is None or known is None:
             return []
-        events, places = reversed(history.events), reversed(known.places)  # one may be longer than the other
+        events, places = reversed(history.events), reversed(known.places)  # may have unequal lengths, but equal ends
         return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]
 
 
@@ -62,15 +62,15 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
         return [] if computed is None else [ev.Asked(fields["request"], total, computed, None, None)]
     need = fields["need"]
     if computed is None:
-        # Before 0.3.14 the line does not have vLLM's computed tokens. It has hit - computed, and one less if the hit is
-        # the whole request (vllm_v1_adapter.py 0.3.13:1283). The computed tokens follow from this.
+        # Before 0.3.14 the line lacks vLLM's computed tokens. Its `need` is hit - computed, and one less if the hit is
+        # the whole request (vllm_v1_adapter.py 0.3.13:1283). So `need` gives the computed tokens.
         computed = hit - need - (hit == total)
     promised = 0 if "least" in fields else max(0, need)
     return [ev.Asked(fields["request"], total, computed, hit, promised)]
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Lower the promise. LMCache logs the promise first and caps it afterwards. This makes no event."""
+    """Lower the promise of the last lookup, because LMCache caps a promise after it logs it. Return no event."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))
@@ -78,7 +78,7 @@ def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _due(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return the grant and the load. The connector asserts that the grant equals the promise before it logs this."""
+    """Return the grant and the load. Before this line, the connector asserts that grant and promise are equal."""
     request, computed = fields["request"], fields.get("computed")
     history = ledger.histories.get(request)
     if computed is None or history is None or history.asked is None or history.asked.promised is None:
@@ -111,8 +111,8 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
     history = ledger.histories.get(request)
     if fields["meaning"] == "mismatch" and history is not None and history.asked is not None:
         promised = history.asked.promised
-        # If a load is capped, its promise is lower than the line of its lookup says. So only a grant above that line's
-        # promise makes an event.
+        # A capped load has a lower promise than the line of its lookup says, so a smaller grant may be correct. Only a
+        # grant above the promise in that line makes an event.
         if promised is not None and fields["granted"] > promised:
             made.append(ev.Granted(request, fields["granted"]))
     where = fields["frames"][-1][2] if fields["frames"] else "?"

@@ -18,7 +18,7 @@ LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
 #: Maximum bytes before LMCache's frame: a process, a colour, the time.
 _HEAD = STAMP + 24
-#: Maximum number of other lines in an input of pasted messages.
+#: An input counts as pasted messages if at most this many of its lines are neither messages nor log lines.
 _FEW = 5
 #: A heading of a page, or a comment of a file with settings.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
@@ -34,13 +34,13 @@ class Scanner:
         self.debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
-        #: {process: the source of an assertion without a traceback}
+        #: {process: source line of an assertion whose traceback is missing}
         self._source: dict[str, str] = {}
         #: The last line of a traceback: its process, the place of the logging statement, its number and body.
         self._placed = ("", "", 0, b"")
-        #: The year of LMCache's first line, because vLLM's lines have no year.
+        #: The year in LMCache's first line, for the times of vLLM's lines, which have no year.
         self._year = b""
-        #: The lines without a logger's prefix that count; None if not decided yet.
+        #: Which lines without a logger's prefix count; None if not decided yet.
         self._headless: Headless | None = None
         #: True if a line has the prefix of vLLM's or LMCache's logger.
         self.is_own = False
@@ -140,7 +140,7 @@ class Scanner:
         if not inside and other.found is not None:
             name, fields = other.found
             if name == "raised":
-                source = self._source.pop(other.process, "")  # the traceback of this exception is cut off
+                source = self._source.pop(other.process, "")  # its traceback is missing
                 fields = {**fields, "source": source} if fields["type"] == "AssertionError" else fields
             time = texts.clock(line, self._year, stamp)
             found.append(LogLine(name, fields, time, other.process, self._file, number, other.body[:LONGEST_BODY]))
@@ -180,7 +180,7 @@ def _is_prefix(shape: bytes) -> bool:
 
 def _log_line(framed: LogLine, line: bytes, place: int, file: str, number: int) -> LogLine:
     """Return the LogLine of a line with LMCache's frame at `place`."""
-    if framed.name == "closing":  # time and process do not matter
+    if framed.name == "closing":  # a message about a shutdown, whose time and process do not matter
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
     time, process = texts.second_and_process(line[: max(0, place - 4)])
     if time is not None:

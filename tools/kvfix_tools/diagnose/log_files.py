@@ -23,7 +23,7 @@ _NOT_LOGS = (".json", ".html", ".py", ".so", ".bin", ".safetensors", ".png", ".z
 
 
 class Refused(Exception):
-    """An input cannot be read, or an option cannot be used. The text names it, the reason, and what to do."""
+    """An input cannot be read, or an option cannot be used. The text names input or option, reason, and what to do."""
 
 
 class Source(NamedTuple):
@@ -63,7 +63,7 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
     advance: called with the number of bytes of each block.
     """
     unreadable: list[str] = []
-    # Memory holds a block of every file at once.
+    # Memory holds a block of every file at once, so many files get smaller blocks.
     size = max(1 << 16, BLOCK * 8 // max(8, len(sources)))
 
     def lines(source: Source) -> Iterator[LogLine]:
@@ -84,7 +84,7 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
         yield from scanner.end()
 
     every = [lines(source) for source in sources]
-    # A single file keeps its order.
+    # The lines of a single file stay in the file's order.
     merged = every[0] if len(every) == 1 else map(itemgetter(1), heapq.merge(*map(_timed, every), key=itemgetter(0)))
     for line in merged:
         log.take(line)
@@ -93,7 +93,7 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
 
 
 def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:
-    """Yield (time, line) with times that never decrease. A line without a time gets the time of the line before."""
+    """Yield (time, line) with times that never decrease. A line without a time gets the time of the previous line."""
     now = 0.0
     for line in lines:
         now = max(now, line.time or 0.0)
@@ -138,7 +138,7 @@ def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[byte
 
 
 def _reason(error: Exception) -> str:
-    """Return why an input cannot be read; "" if this is not the input's fault."""
+    """Return why an input cannot be read; "" if the error has another cause than the input."""
     if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) or type(error).__name__ == "ZstdError":
         return f"damaged ({error}); what came before it was read"
     return error.strerror or str(error) if isinstance(error, OSError) else ""

@@ -30,7 +30,7 @@ class LogFinding:
     """A finding.
 
     violated: rules of the ledger that events of the request violate. first, last: seconds since 1970.
-    ran: {distribution: release} that its file had named before the first line of the finding.
+    ran: {distribution: release}, as named in its file before the first line of the finding.
     """
 
     def __init__(self, rule: Problem, answer: Answer, sentence: str, request: str, line: LogLine | None) -> None:
@@ -38,7 +38,7 @@ class LogFinding:
         self.severity = Severity.NOTE if answer.note else rule.severity
         #: Index of the line, among all lines read, at which the problem began.
         self.began = math.inf
-        #: True if any program may have logged its line. It is a finding only in a log of an engine.
+        #: True if any program may have logged the line. In a log without an engine, the finding becomes a note.
         self.is_foreign = False
         #: The finding that is the cause of this finding.
         self.follows: LogFinding | None = None
@@ -63,7 +63,7 @@ class LogFinding:
                 self.evidence.append(line.evidence)
 
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
-        """Return True if below each of its lines there is a traceback that a specific record explains."""
+        """Return True if a specific record explains a traceback below each line of the finding."""
         rules = ((other, other.rule) for other in others if other is not self)
         specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.certain)]
         ends = [each for other in specific for each in other.evidence]
@@ -92,11 +92,11 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
         (found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)),
         key=lambda found: found.began,
     )
-    # If no cause is found, the first symptom is nearest to it.
+    # Without a finding that is a cause, the first symptom is nearest to the cause.
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # For a symptom of the whole log, the first cause is the likeliest.
+        # A symptom of the whole log likely follows from the first cause, any other from the last cause before it.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}

@@ -25,10 +25,10 @@ _PREFIX = re.compile(
 )
 #: A message that begins with its level.
 _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-#: Part of a traceback in one string. Few blocks have one.
+#: Text that shows a traceback in one string with escaped newlines. Few blocks have it.
 _ESCAPED = b"\\n  File "
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
-#: Plain lines, and the number of each line in the input; None if the numbers are consecutive.
+#: (plain lines, number of each line in the input, or None if the numbers are consecutive)
 Plain = tuple[bytes, list[int] | None]
 
 
@@ -69,7 +69,7 @@ def _message(line: bytes) -> str | None:
         data = msgspec.json.decode(line[start.end() - 1 :])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    if not isinstance(data, dict) or "kind" in data:  # kvfix's own recorder
+    if not isinstance(data, dict) or "kind" in data:  # a line of kvfix's own recorder
         return None
     text = next((data[name] for name in _MESSAGE if isinstance(data.get(name), str)), None)
     if text is None:

@@ -33,7 +33,7 @@ class Evidence(NamedTuple):
 class LogLine(msgspec.Struct, frozen=True):
     """A line that matters.
 
-    name: kind of line in the grammar, or one of these. `raised`: an exception with its traceback (tracebacks.py).
+    name: the kind of line in grammar.py, or `raised`, `died` or `logged`. `raised`: an exception (tracebacks.py).
         `died`: a process that died without an exception. `logged`: an error or a warning that is not in the grammar.
     fields: values of the message. time: seconds since 1970 by the log's clock.
     number: number of the line in its file, from 1. body: the message, cut to 16 kB.

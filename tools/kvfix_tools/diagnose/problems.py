@@ -1,6 +1,6 @@
 """Known problems: the records of `knowledge/*.toml`, and the records that a line of a log shows.
 
-A line shows a record by a sign, or by its numbers: then a function of `findings` decides.
+A line shows a record by a sign, or by numbers. A function of `findings` decides about numbers.
 
 docs/knowledge.md describes the fields of a record and how to add one.
 """
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 #: Kinds of lines that can show a sign.
 LINES = ("logged", "raised", "died", "stack")
-#: Releases of vLLM that were examined for the records, each with the one examined before it.
+#: {release of vLLM that was examined for the records: the release examined before it}
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One known problem. docs/knowledge.md describes the fields.
 
-    message: the violation, if this is a rule of the ledger. Fixes are found by it.
+    message: for a rule of the ledger, the text of the violation. kvfix finds the fixes by this text.
     """
 
     code: str
@@ -91,12 +91,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def permanent(self) -> str:
-        """Return `for_good`, or the releases without the problem; "" if none is known."""
+        """The permanent remedy: `for_good`, or an upgrade to the releases without the problem; "" if none is known."""
         upgrade = " and ".join(f"{NAMES.get(dist, dist)} {release}" for dist, release in self.fixed_in.items())
         return self.for_good or (f"upgrade to {upgrade}" if upgrade else "")
 
     def values(self, log: Diagnosis, line: LogLine) -> dict[str, Any] | None:
-        """Return the values of the first sign that this line shows, or of the line; None if it does not show this."""
+        """Return values for the finding's sentence, from the line or its first fitting sign; None if nothing fits."""
         if self.on:
             times = log.counts[line.name]
             return {**line.fields, "times": times} if times >= self.times else None
@@ -104,7 +104,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def look(self, log: Diagnosis, line: LogLine | None, nearly: bool = False) -> Answer | None:
         """Return an answer if this line shows the problem, else None. nearly: as in `concerns`."""
-        decides = findings.FUNCTIONS.get(self.name)  # a diagnosis has loaded them
+        decides = findings.FUNCTIONS.get(self.name)  # a diagnosis has filled FUNCTIONS
         if decides is not None:
             return decides(log, line)
         if line is None:
@@ -186,14 +186,14 @@ def rules() -> dict[str, tuple[Problem, ...]]:
 
 
 def of_ledger(violated: Finding) -> Problem:
-    """Return a rule of the ledger as a record, for a violation that no finding explains."""
+    """Return the record for a violated rule of the ledger that no other finding explains."""
     rule = next(each for each in RULES if each.code == violated.code)
     title = f"{rule.name.replace('-', ' ').capitalize()}."
     cause = " ".join(rule.doc.strip().partition("\n\n")[0].split())
     return Problem(code=rule.code, name=rule.name, title=title, effect="wrong", why=cause, message=violated.message)
 
 
-#: Signs, each with the number of its record in the catalogue.
+#: Pairs (number of a record in the catalogue, one of its signs).
 _Numbered = list[tuple[int, Sign]]
 
 
@@ -201,8 +201,8 @@ _Numbered = list[tuple[int, Sign]]
 def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
     """Return (search, signs, others) of all specific records.
 
-    search: finds in a line the longest part of each sign's text, or the sign's source if it has no text.
-    signs: the signs with this part. others: {class of the exception, or "" for any line: signs without a part}
+    search: finds parts in a line. The part of a sign is the longest part of its text, or its source without a text.
+    signs: for each part, the signs that have it. others: {class of the exception, or "": signs without a part}
     """
     by_part: dict[bytes, _Numbered] = {}
     others: dict[str, _Numbered] = {}
@@ -222,7 +222,7 @@ def at(line: LogLine) -> tuple[Problem, ...]:
     return _at(line.name, line.body, kind, text, source, frames, bool(get("fault")))
 
 
-#: Logs repeat. The arguments are everything that `fits` reads from a line.
+#: Cached, because logs repeat lines. The arguments are everything that `fits` reads from a line.
 @lru_cache(maxsize=1024)
 def _at(
     name: str, body: bytes, kind: str, text: str, source: str, frames: tuple[Frame, ...], fault: bool

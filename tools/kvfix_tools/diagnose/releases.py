@@ -1,7 +1,7 @@
 """The connectors, roles and settings that a log names, and the releases that ran.
 
-Releases are known by their names in the log, or by line numbers and files. The line numbers are those of LMCache's
-statements, and of the line at which vLLM's EngineCore dies. The files are those of tracebacks.
+The log may name the releases. If it does not, line numbers and files narrow them: the line numbers of LMCache's logging
+statements and of the place where vLLM's EngineCore dies, and the files in tracebacks.
 """
 
 import re
@@ -35,13 +35,13 @@ class Releases:
         self._candidates: frozenset[str] = frozenset()
         #: {file: vLLM releases that match the places in the file}
         self._placed: dict[str, frozenset[str]] = {}
-        #: Kinds of lines that show a release. Each kind of LMCache narrows the releases once, by its line number.
+        #: Kinds of lines that show a release. Each kind of LMCache's lines is used once, for its line number.
         self.awaited = {message.name for message in MESSAGES if message.source == "lmcache"} | {*RELEASE_IN, *_DEATHS}
 
     def name(self, releases: dict[str, Any], file: str) -> None:
         """Note the releases that this file names. releases: {distribution: release}."""
         for dist in ("lmcache", "vllm"):
-            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout: 0.5.6-g3e11e108
+            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout has 0.5.6-g3e11e108
             # A build from a checkout without tags always reports 0.1.dev1.
             if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
                 named = self._named[dist, file]
@@ -64,7 +64,7 @@ class Releases:
             self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
-        """Return the vLLM releases that match the places in this file, or else in all other files; oldest first."""
+        """Return the vLLM releases that match the places in this file, or in all files if it has none; oldest first."""
         own = self._placed.get(self.file if file is None else file)
         return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 
@@ -73,7 +73,7 @@ class Releases:
         return sorted({release for (of, _), many in self._named.items() if of == dist for release in many})
 
     def running(self) -> dict[str, str]:
-        """Return {distribution: release that the file being read has named last}. A log may span an upgrade."""
+        """Return {distribution: release that the current file named last}. A log may span an upgrade."""
         return {dist: next(reversed(own)) for (dist, file), own in self._named.items() if own and file == self.file}
 
     @property
@@ -82,15 +82,15 @@ class Releases:
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
-        """Return the last release that the file (default: the one being read) names; None if it is unknown.
+        """Return the last release that the file names (default: the current file); None if the release is unknown.
 
-        Otherwise it is the only release that other files name, or the only one that matches the line numbers.
+        If the file names no release: the only one that other files name, or the only one that matches the line numbers.
         """
         possible = self._possible(dist, file)
         return possible[0] if len(possible) == 1 else None
 
     def _possible(self, dist: str, file: str | None) -> list[str]:
-        """Return the releases that the file may be of; empty if the log names several, or if nothing is known."""
+        """Return the releases that may have written the file; empty if other files name several, or none is known."""
         own = self._named.get((dist, self.file if file is None else file))
         if own:
             return [next(reversed(own))]
@@ -128,7 +128,7 @@ def _within(release: str, specifier: str) -> bool:
 
 @lru_cache(maxsize=1)
 def known() -> frozenset[str]:
-    """Return all releases of vLLM whose statements are known."""
+    """Return all releases of vLLM whose logging statements kvfix knows."""
     return frozenset(release for row in statements.known()["vllm"] for release in row.lines)
 
 
@@ -139,13 +139,13 @@ def _of_statement(place: str) -> frozenset[str]:
     if path.rpartition("/")[2] != "core.py":
         return frozenset()
     places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
-    # The lowest number is of EngineCoreProc, which also logs a failed start. Ray's actor does not log one.
+    # The statement with the lowest number is in EngineCoreProc, which logs a failed start _BEFORE lines above it.
     return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 
 @lru_cache(maxsize=4096)
 def _of_file(path: str) -> frozenset[str]:
-    """Return the releases that have this file of a traceback; empty if the file does not narrow them."""
+    """Return the vLLM releases that have this file; empty if the file does not narrow the releases."""
     files = TABLES.files
     for place in sorted(files, key=len, reverse=True) if "/kv_" in path or "kv_offload/" in path else ():
         if place in path:
@@ -163,7 +163,7 @@ class WhoRan:
         #: Names of vLLM's connector classes, e.g. "LMCacheConnectorV1".
         self.connectors: set[str] = set()
         self.roles: set[str] = set()
-        #: True if a line is from vLLM, LMCache or their code.
+        #: True if vLLM, LMCache or their code has written a line.
         self.engine = False
         #: vLLM's line of its non-default arguments, cut to 4 kB; "" if the log has none.
         self.settings = ""

@@ -37,7 +37,7 @@ _HOSTS = (
     (re.compile(r"\b([a-z][a-z0-9+]{1,20}://)[^\s'\",/:}\])]+"), r"\1<host>"),
     (re.compile(r"(?i)\b((?:engine_id|hostname|host|server)['\"]?\s*[=:]\s*['\"]?)[^\s'\",}\])]+"), r"\1<left out>"),
     (_PACKAGED, r"\1"),
-    # Names of folders may contain blanks.
+    # A path: names of folders may contain blanks.
     (re.compile(r"(?<![\w./])(?:~|\.{1,3})?/(?:[\w.@+= -]+/)*[\w.@+=-]+"), "<path>"),
     (
         re.compile(
@@ -131,7 +131,7 @@ def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
 
 
 def _finding(log: Diagnosis, kind: list[LogFinding], full: bool) -> Iterator[str]:
-    """Yield the lines of the first finding of a kind, with the count of all."""
+    """Yield the lines of the first finding of a kind, with the number of findings of this kind."""
     found = kind[0]
     rule, many = found.rule, sum(each.count for each in kind)
     times = f", {many} times" if many > 1 else ""

@@ -54,7 +54,7 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
 
 
 def github(findings: list[LogFinding]) -> str:
-    """Return workflow commands that annotate the lines of the log."""
+    """Return workflow commands of GitHub Actions, which annotate the lines of the log."""
     return "".join(_annotation(found) for found in findings)
 
 

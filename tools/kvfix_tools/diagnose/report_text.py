@@ -71,7 +71,7 @@ def print_finding(
 
 
 def _print(console: Console, text: str, indent: int, style: str = "") -> None:
-    """Print wrapped text on a terminal, and one line for grep elsewhere."""
+    """Print a text: wrapped on a terminal, and elsewhere in one line, so that grep finds it."""
     shown = Text(text, style)
     if console.is_terminal:
         console.print(Padding(shown, (0, 0, 0, indent)))
@@ -80,7 +80,7 @@ def _print(console: Console, text: str, indent: int, style: str = "") -> None:
 
 
 def _short(text: str) -> str:
-    """Return the first sentences, about four lines."""
+    """Return the first sentences of a long text, up to about four lines."""
     if len(text) <= _LONGEST:
         return text
     cut = text[:_LONGEST].rfind(". ")
@@ -88,7 +88,7 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    """Print at most SHOWN causes in full, each with its consequences, and one line for each other kind."""
+    """Print at most SHOWN causes in full, each with its consequences. Print one line for each other kind of finding."""
     kinds = [[found] for found in findings] if everything else by_kind(findings)
     full = [kind for kind in kinds if everything or not (kind[0].follows or kind[0].is_note)]
     shown = full if everything else full[:SHOWN]
@@ -150,12 +150,12 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
 
 
 def _print_whole(console: Console, text: str) -> None:
-    """Print one line, which is not wrapped."""
+    """Print a text in one line, without wrapping."""
     console.print(text, soft_wrap=True, markup=False)
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return each kind of finding once, with its number of requests, and with a mark if it is not certain."""
+    """Return the text of the SUMMARY line: each kind of finding, its number of requests, and if it is not certain."""
     found = [each for each in findings if not each.is_note]
     words = []
     for kind in by_kind(found):

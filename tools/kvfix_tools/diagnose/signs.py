@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from kvfix_tools.diagnose.log_line import LogLine, without_place
 
 PLACE = re.compile(r"<(\w+)>")
-#: {form of a sign: number of innermost frames in which to search it; 0: all}
+#: {form of a sign: number of innermost frames in which to search the place `within`; 0: all frames}
 _FRAMES = {"raised": 8, "stack": 4, "died": 0}
 #: A place in a stack: `file.py:function`, `function()`, `folder/` or `namespace::function`.
 _PLACE = r"[\w./-]+\.\w+:[\w<>]+|[\w<>~]+\(\)|[\w./-]+/|[^\s`]+::[^\s`]+"
@@ -26,8 +26,8 @@ _SIGN = re.compile(
 class Sign(NamedTuple):
     """A line that shows a problem. All given parts must match.
 
-    form: `logged`, a line of a logger; `raised`, an exception; `died`, a process that died without an exception, or
-        faulthandler's stack of it; `stack`, a thread of a hung process.
+    form: `logged`: a line of a logger. `raised`: an exception. `died`: a process that died without an exception, or the
+        stack that faulthandler prints then. `stack`: a thread of a hung process.
     kind: the class of the exception, without the module. text: a part of the line, with `<name>` for a value.
     within: a function among the last frames (`file.py:name` or `name`), or a folder (`lmcache/`).
     source: a part of the line of code that raised. through: a part of the path of any frame.
@@ -107,13 +107,13 @@ def implied(sign: Sign, by: Sign) -> bool:
     if sign.form == "logged":
         return _search(sign.text, by.text) is not None
     wider = all(own in ("", more) for own, more in ((sign.kind, by.kind), (sign.through, by.through)))
-    # A folder names a package, and a text names a failure, which is more specific.
+    # A sign with a text is more specific than a sign with a folder, which only names the package.
     where = by.within.endswith(sign.within) or (sign.within.endswith("/") and bool(by.text))
     return wider and where and longest(sign.text) in by.text and sign.source in by.source
 
 
 def _within(place: str, frames: list[tuple[str, int, str]], most: int) -> bool:
-    """Return True if a frame is at this place. most: as in _FRAMES, outside of the import system."""
+    """Return True if a frame is at this place. most: as in _FRAMES. Frames of Python's import system do not count."""
     if place.endswith("/"):
         found = [frame for frame in frames if f"/{place}" in f"/{frame[0]}"]
     else:

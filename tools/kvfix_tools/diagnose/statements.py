@@ -19,14 +19,14 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: A text with fewer letters (without its values) does not show its statement, unless its function or line is known.
+#: A text with fewer letters (without its values) does not identify its statement, unless function or line is known.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
 
 
 class Statement(NamedTuple):
-    """A statement. template: has `{}` for each value. level: of logging, or `assert` ... lines: {release: numbers}."""
+    """A statement. template: text, with `{}` for values. level: e.g. `info`, `assert`. lines: {release: numbers}."""
 
     message: str
     template: str
@@ -36,7 +36,7 @@ class Statement(NamedTuple):
 
 
 def sample(template: str, value: str = "7") -> str:
-    """Return the text with `value` in every placeholder."""
+    """Return the template with `value` in every placeholder."""
     return _PLACE.sub(lambda place: "%" if place[0] == "%%" else value, template)
 
 
@@ -70,7 +70,7 @@ def releases_at(message: str, file: str, line: int) -> frozenset[str]:
 
 
 class Check(NamedTuple):
-    """kind: the exception class, `assert`, or "" for a logged error. text: the message, with a mark for each value.
+    """kind: exception class, `assert`, or "" for a logged error. text: the message, with a placeholder for each value.
 
     condition: the asserted condition, or the `if` that leads to the exception.
     """
@@ -107,7 +107,7 @@ def said_of(line: LogLine, release_of: Callable[[str], str | None]) -> str:
     """Return the end of a sentence about the code that failed; "" if no release has this code."""
     for dist, (releases, table) in checks().items():
         found = [each for each in table if _shows(each, dist, line)]
-        # Code that was moved to another file counts as the same code.
+        # A release that has the code in another file counts too.
         alike = {_alike(place) for place in found}
         having = {release for place, some in table.items() if _alike(place) in alike for release in some}
         if len({function for _, function, _ in found}) == 1:
@@ -125,7 +125,7 @@ def _shows(place: tuple[str, str, Check], dist: str, line: LogLine) -> bool:
     if line.name != "raised" or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind or None):
         return False
     if not fields["frames"]:
-        # Python raises AttributeError with this text for any object.
+        # An AttributeError of Python itself has the same text for any object, so it shows no check.
         return not _NO_ATTRIBUTE.search(fields["text"]) and _fits(check.text, fields["text"], tells=True)
     path, _, within = fields["frames"][-1]
     if within != function or not f"/{path}".endswith(f"/{dist}/{file}"):
@@ -168,7 +168,7 @@ def _releases(name: str, releases: list[str], having: set[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def whole_statement(body: bytes) -> str | None:
-    """Return the kind of line (grammar, or "logged") if this body is a whole statement of a release, else None."""
+    """Return the kind of line (in the grammar, or "logged") if a release's statement logs exactly this; else None."""
     text = " ".join(body.decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):

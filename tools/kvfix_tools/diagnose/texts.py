@@ -15,14 +15,14 @@ from kvfix_tools.diagnose.tracebacks import Part, by_name
 
 #: Part of each line of kvfix's own recorder.
 RECORDED = b'{"kind":"'
-#: Name of the logger for glog and UCX.
+#: Value of the field `logger` for lines of glog and UCX.
 NATIVE = "native"
-#: Name of a line that only names a connector.
+#: LogLine.name of a line that only names a connector.
 WHO = "who"
 #: Maximum bytes of a message to keep for evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
-#: LMCache's frame that has lost its time, and the place at the end of a line that has lost its frame.
+#: Remains of LMCache's frame: its end, if the time is cut off, or the place that ends a line without a frame.
 _CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: |\(\w+\.py:\d+:lmcache\.")
 #: Replaces the time in vLLM's prefix.
 _NO_TIME, _DIGITS = b"00-00 00:00:00", b"0123456789"
@@ -37,8 +37,8 @@ _VLLM = re.compile(
 _CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
-#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX; and errors of argparse, Docker
-#: and Helm.
+#: Levels of other loggers: Python's default format, uvicorn, glog (Mooncake, NIXL) and UCX. Errors of argparse,
+#: Docker and Helm are included.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d(?!\S* +\d+ \S+\.go:)"
@@ -47,8 +47,8 @@ _OTHER = re.compile(
     rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
     rb"|exec format (?P<format>error))"
 )
-#: The name of a rank ends within the first 128 bytes, after a container's prefix. A level ends within the first 320
-#: bytes. Later in a line, prose may contain the word.
+#: Search a rank in the first 128 bytes, where a container's prefix may precede it, and a level in the first 320. Later
+#: in a line the same word may be part of a sentence.
 _RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
@@ -59,15 +59,15 @@ _DEATHS = tuple(word.encode() for word in grammar.TABLES.deaths)
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: Messages of an engine or a server that shuts down. Errors after these messages are not failures.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
-#: Kinds of lines that no logger of vLLM or LMCache writes: of uvicorn, of lists of packages, of kvfix.
+#: Kinds of lines that no logger of vLLM or LMCache writes. They are from uvicorn, lists of packages, or kvfix.
 _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 
 
 class Headless(enum.IntEnum):
-    """The lines without a logger's prefix that count: none, only whole messages, or all lines of a log.
+    """The lines without a logger's prefix that count: NONE, only WHOLE messages, or ALL lines of a log.
 
     A line without a prefix counts only in a log, or in an input with few other lines. In a manifest, in documentation
-    or in the log of another program, the same words are not a message of an engine.
+    or in the log of another program, a line with the words of a message is not a message of an engine.
     """
 
     NONE = 1
@@ -136,7 +136,7 @@ class Other:
 
     @cached_property
     def may_join(self) -> bool:
-        """True if the line may begin a stack or a traceback, or is a source line of an assertion."""
+        """True if the line may begin a stack or a traceback, or is the source line of an assertion."""
         return self.of_stack or self.part.sure or self.body.lstrip().startswith(b"assert ")
 
     @cached_property
@@ -162,7 +162,7 @@ class Other:
 
     @cached_property
     def found(self) -> tuple[str, Fields] | None:
-        """(name, fields) of a line that is not part of a traceback; None if it does not matter."""
+        """(name, fields) of a LogLine for a line outside of a traceback; None if the line does not matter."""
         text, body, head = self._text, self.body, self._head
         whole = not self.has_head and self._headless is Headless.WHOLE
         if not self.has_head and self._headless is Headless.NONE and RECORDED not in text:
@@ -200,12 +200,12 @@ class Other:
         return None
 
     def _is_whole(self, message: grammar.Message) -> bool:
-        """Return True if the line is exactly this message, or a message that no logger writes."""
+        """Return True if the line has only this message, or if no logger writes this message."""
         return message.name in _NO_STATEMENTS or statements.whole_statement(self.body) == message.name
 
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
-    """Return the parse of a line, and the time in vLLM's prefix or b"". Lines that differ in it are parsed once."""
+    """Return (parsed line, time in vLLM's prefix or b""). Lines that differ only in the time are parsed once."""
     if len(line) > LONGEST_BODY:
         return Other(line, headless), b""
     at = line.find(b" [")
@@ -218,7 +218,7 @@ def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
 
 @lru_cache(maxsize=2048)
 def _parsed(head: bytes, tail: bytes, headless: Headless) -> Other:
-    """Parse a line without its time, or a whole line if `tail` is empty."""
+    """Parse a line whose time, between `head` and `tail`, was removed. If `tail` is empty, `head` is the whole line."""
     return Other(head + _NO_TIME + tail if tail else head, headless)
 
 

@@ -1,7 +1,7 @@
 """Assemble tracebacks from the lines of one process: frames, source, and each exception of a chain.
 
-The stacks of faulthandler, for a process that dies of a signal, are included. So are dumps of `py-spy dump`, which
-print the innermost frame first.
+Also read the stacks that faulthandler prints for a process that dies of a signal, and the output of `py-spy dump`.
+Both have the innermost frame first.
 """
 
 import re
@@ -31,19 +31,19 @@ _LINKS = (b"The above exception was the direct cause", b"During handling of the 
 _FAULT = re.compile(rb"Fatal Python error: (?P<text>[^\n]*)|!!! (?P<native>Segfault encountered)")
 _NATIVE_STACK = b"most recent call first"
 _CARETS = frozenset(b" ~^")
-#: Exceptions whose members have the cause.
+#: Exception groups: the exceptions in a group are the cause.
 _GROUPS = ("ExceptionGroup", "BaseExceptionGroup")
-#: A traceback ends after so many other lines of its process. Maximum number of processes with an open traceback.
+#: Number of unrelated lines of a process that end its traceback, and maximum number of open tracebacks.
 _GOES_ON, _OPEN = 40, 256
-#: Maximum number of frames to keep, the innermost ones, and maximum length of their source.
+#: Maximum number of frames to keep (the innermost), and maximum length of the source of the last frame.
 _FRAMES, _SOURCE = 48, 400
 
 
 def raised(kind: str, text: str, frames: Sequence[Frame] = (), source: str = "", fault: bool = False) -> Fields:
     """Return the fields of an exception with its frames, outermost first, and the values in its text.
 
-    kind: its class as logged. source: of the last frame. fault: True if the process died of a signal. The field
-    `meaning` is the kind of the text in the grammar.
+    kind: class, as logged. source: source line of the last frame. fault: True if the process died of a signal. The
+    field `meaning` names the message of the grammar that matches the text.
     """
     fields = {
         "type": kind.rpartition(".")[2], "class": kind, "text": text, "source": source, "frames": frames,
@@ -58,7 +58,7 @@ def raised(kind: str, text: str, frames: Sequence[Frame] = (), source: str = "",
 
 
 class Part:
-    """A line's body as a part of a traceback, without knowledge of earlier lines."""
+    """The part of a traceback that a line may be, as far as the line alone shows."""
 
     def __init__(self, body: bytes) -> None:
         text = self.text = body.rstrip()
@@ -68,10 +68,10 @@ class Part:
             self.frame = (_decoded(found["file"]), int(found["line"]), _decoded(found["function"]))
         self.begins = b"Traceback (" in text and _HEADER.search(text) is not None
         fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
-        #: Text of a fatal error of Python, whose stack follows.
+        #: Text of Python's fatal error; the stack follows in later lines.
         self.fault = _decoded(fault["text"] or fault["native"]) if fault is not None else None
         links = any(link in text for link in _LINKS)
-        #: True if it is certainly part of a traceback.
+        #: True if the line is certainly part of a traceback.
         self.sure = self.frame is not None or self.begins or self.fault is not None or links
         self.in_group = text.lstrip()[:1] in b"|+"
         self.indented = text[:1].isspace()
@@ -98,7 +98,7 @@ class _Traceback:
         self.source = ""
         self.missed = 0
         self.fault: str | None = None
-        #: A launcher's prefix of its first line, with all digits replaced: `node01: `, `0: `, `[2026-11-21 01:41:27] `.
+        #: The prefix that a launcher adds to each line (`node01: `, `[2026-11-21 01:41:27] `), with all digits as 0.
         self.prefix = b""
 
 
@@ -106,9 +106,9 @@ class Tracebacks:
     """The parser of tracebacks in one input. It takes the bodies of lines without their logger's prefix."""
 
     def __init__(self) -> None:
-        #: {process: its traceback}, which the next lines may continue.
+        #: {process: its open traceback, which the next lines of the process may continue}
         self.open: dict[str, _Traceback] = {}
-        #: {process: (an open exception group, True if a member has come)}
+        #: {process: (an open exception group, True if one of its exceptions was read)}
         self._groups: dict[str, tuple[Fields, bool]] = {}
 
     def take(self, process: str, part: Part) -> tuple[bool, Fields | None]:
@@ -135,7 +135,7 @@ class Tracebacks:
         return True, None
 
     def cut(self) -> list[tuple[str, Fields]]:
-        """Return (process, its incomplete traceback) at the end of the input."""
+        """Return [(process, its incomplete traceback)] at the end of the input."""
         left = [(process, trace) for process, trace in self.open.items() if trace.frames or trace.fault is not None]
         self.open.clear()
         groups = [(process, group) for process, (group, has_member) in self._groups.items() if not has_member]
@@ -148,7 +148,7 @@ class Tracebacks:
         trace.prefix = shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
-            trace.frames.extend(group["frames"])  # they include the hook
+            trace.frames.extend(group["frames"])  # one of them may be the hook
             self._groups[process] = group, True
         return trace
 
@@ -194,7 +194,7 @@ def by_name(body: bytes, anywhere: bool) -> Fields | None:
 
 
 def _raised(trace: _Traceback, kind: str = "", text: str = "") -> Fields:
-    """Return the exception of a traceback. kind: "" for an incomplete traceback, whose source may show the class."""
+    """Return the exception of a traceback. kind: "" if the traceback is incomplete. Its source may show the class."""
     frames = list(trace.frames)
     if trace.fault is not None:  # faulthandler names the innermost frame first
         return raised("", trace.fault, frames[::-1], fault=True)
@@ -211,16 +211,16 @@ _THREAD = re.compile(
     rb'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
 )
 _STACK_FRAME = re.compile(rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*$")
-#: Maximum number of frames to keep of a thread, the innermost ones.
+#: Maximum number of frames to keep of a thread: the innermost frames.
 _STACK_FRAMES = 64
 
 
 class Stacks:
-    """The parser of stacks in one input."""
+    """The parser of the output of `py-spy dump` in one input."""
 
     def __init__(self) -> None:
         self._process = ""
-        #: (name, state) of the thread whose frames the next lines may be.
+        #: (name, state) of a thread. The next lines may be its frames.
         self.open: tuple[str, str] | None = None
         self._frames: list[Frame] = []
 
@@ -243,7 +243,7 @@ class Stacks:
         return True, ended
 
     def end(self) -> Fields | None:
-        """Return the fields of the thread whose frames were read, and reset.
+        """Return the fields of the open thread, and close it. None if no frame was read.
 
         process: `VLLM::EngineCore pid=7`, or "". frames: the innermost is last, as in a traceback.
         """

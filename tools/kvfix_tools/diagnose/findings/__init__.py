@@ -32,7 +32,7 @@ class Severity(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """sentence: this case in numbers. request: None for the line's request, "" for no request. evidence: more lines.
+    """sentence: this case, with its numbers. request: None: the line's request; "": no request. evidence: more lines.
 
     sure: False if the line may have another cause. note: True if the excerpt may only begin or end here.
     """
@@ -55,7 +55,7 @@ _NOTES: dict[str, list[Keeps]] = {}
 
 
 def finding(decides: Decides) -> Decides:
-    """Register the function that decides the record of its name."""
+    """Register a function that decides the record of the same name."""
     FUNCTIONS[decides.__name__.replace("_", "-")] = decides
     return decides
 
@@ -75,7 +75,7 @@ def _answer_of(record: str, answers: Callable[..., Answers], log: Any, line: Any
 
 
 def note(*on: str) -> Callable[[Keeps], Keeps]:
-    """Register a function that keeps something of these kinds of lines (`log.state`) for other functions to read."""
+    """Register a function that keeps facts from these kinds of lines in `log.state` for other functions."""
 
     def register(keep: Keeps) -> Keeps:
         for kind in on:
@@ -87,13 +87,13 @@ def note(*on: str) -> Callable[[Keeps], Keeps]:
 
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Callable[..., Answer | None]]:
-    """Return FUNCTIONS."""
+    """Import all modules of this package, so that FUNCTIONS is complete, and return FUNCTIONS."""
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
     return FUNCTIONS
 
 
 def notes() -> dict[str, list[Keeps]]:
-    """Return {kind of line: functions that are called before others decide}."""
+    """Return {kind of line: functions of `note`, which are called before any function decides}."""
     functions()
     return _NOTES

@@ -11,7 +11,7 @@ _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connec
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an assertion without a message, with this source, in this function (if one is given)."""
+    """Return True for an AssertionError without a message whose source has this text. function: where it was raised."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False
@@ -20,7 +20,7 @@ def _asserts(line: LogLine, source: str, function: str = "") -> bool:
 
 
 def _capped(log: Diagnosis, line: LogLine) -> bool | None:
-    """Return True if a capped load explains the mismatch, None if it may explain it."""
+    """Return True if a capped load explains the mismatch, False if it does not, None if this is unknown."""
     fields = line.fields
     if fields["granted"] != fields["hit"]:
         return True
@@ -113,8 +113,8 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     if not any(_asserts(line, f"assert {name} is not None") for name in names):
         return None
     recent = log.releases.within("lmcache", ">=0.4.1")
-    old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13
+    old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to LMCache 0.3.13
     if recent is False or (recent is None and old):
-        return None  # with Mooncake it is KVD801
+        return None  # may be Mooncake's failure KVD801
     twice = f"{log.counts['double_unpin']} chunks were unpinned twice before the crash"
     return Answer(f"a listed chunk has no tensor; {twice}", "", sure=bool(recent))

@@ -1,4 +1,4 @@
-"""Counts and settings of all lookups and stores of a log, and findings about lookups without a hit."""
+"""Counts and settings from all lookups and stores of a log, and findings about lookups without a hit."""
 
 import re
 from functools import lru_cache
@@ -55,7 +55,7 @@ class Lookups:
 
     @property
     def cpu_size(self) -> str:
-        """The number of `max_local_cpu_size`, in GB; "" if the log does not have this setting."""
+        """The value of `max_local_cpu_size`, in GB; "" if the log does not have this setting."""
         found = _NUMBER.match(self.settings.get("max_local_cpu_size", ""))
         return found[0] if found is not None else ""
 
@@ -149,7 +149,7 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 def _hashed_differently(kept: Lookups) -> Answer | None:
-    """Return the answer for lookups without a hit; None if nothing shows that the processes hash differently."""
+    """Return an answer for lookups without a hit if processes may hash differently; None if nothing shows this."""
     if not kept.stored or not kept.unseeded:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1

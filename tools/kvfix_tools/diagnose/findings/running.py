@@ -9,7 +9,7 @@ from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 
-#: After this number of equal answers without an admission, a request counts as stuck.
+#: A request counts as stuck after this number of equal answers to its lookup, if vLLM has not admitted it.
 POLLS = 1000
 
 
@@ -27,7 +27,7 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     asked = log.counts["asked"]
     head = log.state(_Head)
     if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
-        # vLLM asks about another request, or the engine works: vLLM asks in every step of a busy engine too.
+        # Count again: vLLM asks about another request, or the engine works. A busy engine asks in every step too.
         head.fields, head.asked, head.done = f, asked, done
         return None
     if asked - head.asked < POLLS:
@@ -111,14 +111,14 @@ _SHOWN = 4
 
 
 class _TakenForDone(list[LogLine]):
-    """Failed loads of a release that may report failed loads as done."""
+    """Lines about failed loads, from a log whose release may report failed loads as done."""
 
 
 @finding
 def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
     unsure = log.state(_TakenForDone)
     sentence = "the load of this request failed, but was reported as done"
-    if line is None:  # if vLLM logs a failed load, LMCache has reported it as failed
+    if line is None:  # if vLLM logs a failed load, LMCache has reported the failure
         if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
             return None
         unsure_sentence = f"{sentence} (if LMCache is older than 0.5.5)"
@@ -152,7 +152,7 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer("requests were preempted, and this LMCache does not wait for stores in flight")
 
 
-#: All CacheBlend separators of a prompt together have fewer tokens than this. Lookups count them, but stores do not.
+#: All CacheBlend separators of a prompt together have fewer tokens. Lookups count the separators, stores do not.
 #: CacheBlend loads layer by layer, and its line about a load has `out of total`.
 _SEPARATORS = 64
 

@@ -12,12 +12,12 @@ _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
 _BELOW = 120
-#: Operations whose answer no client needs. They fail after a worker has ended.
+#: Operations whose answer no client needs. They may fail, because the worker that asked has ended.
 _UNASKED = frozenset({"end_session"})
 
 
 class Server:
-    """handler: the line that announces the traceback of a handler."""
+    """State of an LMCache server's log. handler: the line that announces the traceback of a handler."""
 
     handler: LogLine | None = None
 

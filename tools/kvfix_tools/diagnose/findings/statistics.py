@@ -9,9 +9,9 @@ from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 #: A finding needs this many intervals of vLLM's statistics (10 seconds each) with requests but without a token.
 IDLE = 3
-#: Connectors of a decode instance that load only blocks which a request names.
+#: Connectors of a decode instance that load only those blocks that a request names.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
-#: Connectors that move KV from prefill to decode, and keep none.
+#: Connectors that move KV from prefill to decode without keeping a copy.
 _PAIRS = {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
 #: Below ROOM per cent of used KV blocks, no request waits for blocks. Above ALL per cent of external hits, a decode
 #: instance computes no prompt.
@@ -55,7 +55,7 @@ def _engine(line: LogLine) -> tuple[str, str]:
 
 
 def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Return an answer if an engine has computed nothing for IDLE intervals, in a standstill of this record.
+    """Return an answer if an engine has computed no token for IDLE intervals, in the way that this record describes.
 
     At the end of a log fewer intervals are enough for a note. An engine without progress logs its statistics once at
     INFO. From then on vLLM logs them at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
@@ -64,7 +64,7 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
     if line is not None:
         count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
         is_still = looks_like == record and count >= IDLE
-        # One step may take so long.
+        # Not certain without a queue: a single step may take as long as the intervals.
         return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
     for count, what, last, looks_like in still.values():
         if count < IDLE and looks_like == record and not log.failures.closing:
@@ -76,8 +76,8 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
 FUNCTIONS.update({record: partial(_stands, record) for record in (_QUEUE, _STEP, _PREFILL)})
 
 
-#: Minimum numbers of intervals with prompts for a finding. PROMPTS: if one has a local hit. INTERVALS: on a decode
-#: instance.
+#: Minimum numbers of intervals with prompts for a finding. PROMPTS: if an interval has a local hit. INTERVALS: on a
+#: decode instance.
 PROMPTS, INTERVALS = 5, 3
 
 
@@ -121,7 +121,7 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", sure=False)
 
 
-#: Minimum size of a transfer in MB for a judgement, and a rate in MB/s that RDMA and NVLink exceed by far.
+#: Rates are judged for transfers of at least LARGE MB. RDMA and NVLink are far faster than SLOW MB/s.
 LARGE, SLOW = 16.0, 1000.0
 
 

@@ -1,6 +1,6 @@
-"""Findings about the end of a log that no other finding explains.
+"""Findings from the end of a log, if no other finding explains the failure.
 
-A failure is unknown, a start does not end, or requests are answered with 500.
+The failure is an unknown error, an engine that does not finish its start, or answers with HTTP status 500.
 """
 
 from kvfix_tools.diagnose import problems, statements
@@ -14,7 +14,7 @@ from kvfix_tools.diagnose.problems import Problem
 
 #: Kinds of lines of an engine that has started.
 _STARTED = ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
-#: Added to an exception without a text and a traceback.
+#: Ends the sentence about an exception that has neither a text nor a traceback.
 _CUT = ", without a message. The last lines of its traceback, before this line, show the cause"
 
 
@@ -105,7 +105,7 @@ def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
 
 
 def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
-    """Return a record and an answer for a log without an error, from a quoted worker error or the engine's death."""
+    """Return (record, answer) for a log without errors, from a worker error that it quotes or the engine's death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
         return None, None
@@ -118,7 +118,7 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
         return None, None
     if death is None:
         return None, Answer(sentence, "")
-    # This may be an orderly shutdown. A log without its beginning then has only this line, from the API server.
+    # If the log's beginning is missing, this line of the API server may come from an orderly shutdown.
     echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
     sentence = f"{sentence}: {death.evidence.text[:160]}"
     return problems.general(death), Answer(sentence, "", sure=False, evidence=(death,), note=echo)
