@@ -1,8 +1,8 @@
-"""Combine the recordings of several processes: assign each to its engine and rank, and order their events.
+"""Combine the recordings of several processes: assign each recording to its engine and rank, and order the events.
 
 Clocks of two machines differ. `Clock` bounds the difference by two facts: a rank begins a load after the scheduler
-ordered the load, and before the scheduler learns that the load ended. The loads and stores of a worker are a part of
-the scheduler's sequence, which orders the records without clocks.
+ordered the load, and before the scheduler learns that the load ended. A worker does its loads and stores in the
+scheduler's order. So kvfix can match the two records without clocks.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     @property
     def boot(self) -> str:
-        """Id of the boot of the machine. The times are from the monotonic clock of this boot."""
+        """Id of the machine's boot. The monotonic clock, which gives the times, starts at the boot."""
         return str(self.recording.head.get("boot", ""))
 
     @property
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's. low, high: None without a bound."""
+    """ahead: nanoseconds by which a machine's monotonic clock is ahead of the scheduler's. low, high: its bounds."""
 
     ahead: int
     low: int | None
@@ -64,7 +64,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def within(cls, ahead: int, lows: list[int], highs: list[int]) -> "Clock":
-        """Move `ahead`, the value by the wall clocks, between the bounds."""
+        """Return a clock. If `ahead`, which comes from the wall clocks, is out of bounds, take the nearest bound."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
         return cls(ahead if high is None else min(ahead, high), low, high)
@@ -74,7 +74,7 @@ class Compared(NamedTuple):
     """The comparison of a scheduler's record and a rank's record.
 
     pairs: (index in the scheduler's events, index in the rank's events) of each event in both records, in order.
-    differs: (index of the scheduler's event before it, event) for each load that is in one record only.
+    differs: (index of the scheduler's previous paired event, event) for each load that is in one record only.
     unknown: number of the scheduler's loads before the first or after the last pair, and of loads whose request was
         aborted before the rank started them. With `enable_fault_tolerance`, vLLM continues after a step in which a
         rank failed, and aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
@@ -87,7 +87,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """One connector of one replica. scheduler: None without its recording. ranks: their number; 0: unknown."""
+    """One connector of one replica. scheduler: None if its recording is missing. ranks: number of ranks; 0: unknown."""
 
     name: str
     connector: str
@@ -105,7 +105,7 @@ class Engine:
 
     @cached_property
     def compared(self) -> dict[int, Compared]:
-        """Each rank compared with the scheduler. Empty if the scheduler is missing or loads are not on record."""
+        """{rank: comparison with the scheduler}. Empty if the scheduler is missing, or if its record has no loads."""
         if self.scheduler is None or not self.scheduler.line.get("sees_loads", True):
             return {}
         ordered = [entry.event for entry in self.scheduler.entries]
@@ -115,7 +115,7 @@ class Engine:
 
     @cached_property
     def clocks(self) -> dict[str, Clock]:
-        """{boot: its clock} for every machine except the scheduler's."""
+        """{boot: clock of its machine} for every machine except the scheduler's."""
         if self.scheduler is None:
             return {}
         boots = dict.fromkeys(part.boot for part in self.parts)
@@ -166,7 +166,7 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
 
 
 def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
-    """Return the engine of these parts. Raise ValueError if two processes claim one rank: they are of two engines."""
+    """Return the engine with these parts. Raise ValueError if two processes claim one rank: they are two engines."""
     schedulers = [part for part in parts if part.is_scheduler]
     workers = {part.rank: part for part in parts if not part.is_scheduler}
     if len(schedulers) > 1 or len(workers) + len(schedulers) != len(parts):
@@ -179,7 +179,7 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """Merge the files of each process into one recording. Each file holds the last events before it was written."""
+    """Merge the files of each process into one recording. A file has only the last events before it was written."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)
@@ -195,7 +195,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of the clock. A request that is not aborted ends only after each rank has begun its load."""
+    """Return lower bounds of the clock: unless a request is aborted, each rank begins its load before it ends."""
     bounds, ended = [], dict[str, list[int]]()
     for at, entry in enumerate(scheduler.entries):
         if isinstance(entry.event, ev.Finished) and not entry.event.aborted:
@@ -234,12 +234,12 @@ def compare(rank: int, scheduler: Sequence[ev.Event], worker: Sequence[ev.Event]
 
 
 def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
-    """Return the part of an event that both records share. Only the scheduler knows `covered` of a store."""
+    """Return the fields of an event that both records have. Only the scheduler's record has `covered` of a store."""
     return (type(event).__name__, *map(str, event[:3]))
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return pairs of indexes of equal events; [] if unique keys have other orders: the engines differ then."""
+    """Return pairs of indexes of equal events; [] if their orders contradict: the records are of different engines."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}

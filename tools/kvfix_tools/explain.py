@@ -41,7 +41,7 @@ def entries() -> Iterator[Entry]:
 def explain(name: str, json: bool) -> int:
     named = (each for each in entries() if name.upper() == each.code or name.lower() == each.name)
     found, code = next(named, None), name.upper()
-    retired = RETIRED.get(code) or knowledge().retired.get(code)  # never used again
+    retired = RETIRED.get(code) or knowledge().retired.get(code)  # kvfix never uses a retired code again
     if found is None and retired:
         found = Entry(code, "", {"code": code, "retired": retired}, f"{code} is retired: {retired}.")
     if found is None:

@@ -30,7 +30,7 @@ _CONNECTORS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.mooncake": "MooncakeConnector",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading": "OffloadingConnector",
 }
-#: Other names under which vLLM knows a connector of the table.
+#: {another name of a connector in vLLM: its name in the table}
 _ALIASES = {
     "LMCacheConnectorV1Dynamic": _V1,
     "NixlPullConnector": "NixlConnector",
@@ -95,7 +95,7 @@ def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
 
 
 def first_right(fix: Fix, dist: str) -> str | None:
-    """Return the release after the last one with the bug; None: there is none that kvfix knows."""
+    """Return the first known release after the last release with the bug; None if kvfix knows none."""
     wrong = wrong_releases(fix, dist)
     known = applicability.fingerprints()[dist]["releases"]
     return next((each for each in known if wrong and Version(each) > max(map(Version, wrong))), None)

@@ -1,7 +1,7 @@
 """The ledger with the events and rules that only tools use.
 
-No process of an engine sees these events alone: the records of several processes, or the lab, show them. The decorator
-`rule` adds the rules to those of `kvfix.ledger`. Import RULES from here to get all rules.
+No single process of an engine sees these events: only the records of several processes, or the lab, show them. The
+decorator `rule` adds the rules to the rules of `kvfix.ledger`. Import RULES from this module to get all rules.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class RankDiffers(NamedTuple):
 class LeaseRead(NamedTuple):
     """Request `reader` of the peer has loaded the kept blocks of `request`, and uses their KV as correct.
 
-    pushed: as in ReadsFrom.
+    pushed: as in the event ReadsFrom.
     """
 
     request: str
@@ -48,7 +48,7 @@ class NotReturned(NamedTuple):
     """Request `reader` of the peer does not need the kept blocks any more, but no release message has arrived.
 
     loaded: True if `reader` has loaded the blocks, False if it has ended without loading them. expired: True if the
-    lease timed out, False if the blocks are still kept. Only the records of both engines show this.
+    lease timed out, False if the blocks are still kept. Only the records of both engines together show this event.
     """
 
     request: str
@@ -72,7 +72,7 @@ class WriteBegun(NamedTuple):
 
 
 class WriteEnded(NamedTuple):
-    """The write of the request's kept blocks has ended or failed: nothing reads the blocks any more."""
+    """The worker's write to its peer has ended or failed: it does not read the request's kept blocks any more."""
 
     request: str
 

@@ -1,8 +1,8 @@
-"""Combine the recordings of several engines: find the requests of one engine that read blocks another engine keeps.
+"""Combine the recordings of several engines: find the requests that read blocks which another engine keeps for them.
 
 The `kv_transfer_params` of a decode request name the engine and the request whose blocks it reads, and the event
 ReadsFrom records both. Two facts order the records without clocks. A lease begins before the router can forward its
-parameters. A request of the peer arrives before the release message that it sends.
+parameters. A request of the peer arrives at the peer before the peer sends a release message for it.
 """
 
 import functools
@@ -18,9 +18,9 @@ from kvfix.ledger import events as ev
 from kvfix_tools.engine_recordings import Clock, Engine, Part
 from kvfix_tools.ledger import LeaseRead, NotReturned
 
-#: cmpl-ID-0 or chatcmpl-ID, where ID is the router's X-Request-Id, with the random suffix that vLLM appends.
+#: cmpl-ID-0 or chatcmpl-ID, and a random suffix of vLLM. ID is the router's X-Request-Id.
 _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
-#: Maximum nanoseconds until a release message has arrived and the engine, if it makes steps, has read it.
+#: Maximum nanoseconds from sending a release message until the other engine, if it makes steps, has read it.
 NOTICE = 1_000_000_000
 
 
@@ -34,13 +34,13 @@ class Link(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A request of the peer that reads kept blocks, from the record of its own engine.
+    """A request of the peer that reads kept blocks, as recorded by its own engine.
 
     loaded: the request has loaded the blocks.
     failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
     done: latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a
         load is in flight, the request has not ended, or the difference of the clocks has no bound.
-    pushed: as in ReadsFrom.
+    pushed: as in the event ReadsFrom.
     """
 
     request: str
@@ -58,7 +58,7 @@ class RouterLog:
         self._lines = path.read_bytes().splitlines()
 
     def lines(self, request: str) -> list[int]:
-        """Return the numbers of the lines with the router's id of a request. vLLM puts this id into its own id."""
+        """Return the numbers of lines with the router's id of a request. vLLM's id of the request contains this id."""
         found = _OF_CLIENT.match(request)
         wanted = (found[1] if found else request).encode()
         return [number for number, line in enumerate(self._lines, 1) if wanted in line]
@@ -88,11 +88,11 @@ class Peers:
                 else:
                     kept = names.get((keeps.name, event.peer), event.peer)
                     self.links.append(Link(reads, event.request, keeps, kept))
-        #: clock(reads, keeps): how far the clock of `reads`' scheduler is ahead of `keeps`' scheduler.
+        #: clock(reads, keeps): how far the scheduler's clock of `reads` is ahead of the scheduler's clock of `keeps`.
         self.clock = functools.cache(self._clock)
 
     def _named(self, name: str, reads: Engine) -> Engine | None:
-        """Return a replica of the engine with this name that has a scheduler on record."""
+        """Return a replica of the engine with this name whose scheduler was recorded, or None."""
         found = [each for each in self.engines if each.name.rpartition(".")[0] == name and each.scheduler is not None]
         return next((each for each in found if each.connector == reads.connector), found[0] if found else None)
 
@@ -115,7 +115,7 @@ class Peers:
         return Clock.within(there.mono_at_wall_0 - here.mono_at_wall_0, lows, highs)
 
     def findings(self) -> Iterator[tuple[Finding, Engine, list[tuple[str, Entry]]]]:
-        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]), also if "unknown"."""
+        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]). Include "unknown" ones."""
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
@@ -196,7 +196,7 @@ def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Itera
 
 
 def _lost(readers: Sequence[Reader], until: int) -> Reader | None:
-    """Return a reader whose release message is missing: all readers were done well before this time."""
+    """Return a reader whose release message is missing; None unless all readers were done NOTICE before `until`."""
     times = [each.done for each in readers if each.done is not None and not each.failed]
     if not times or len(times) < len(readers) or max(times) + NOTICE >= until:
         return None
@@ -222,7 +222,7 @@ def _first(entries: list[Entry], kind: type) -> Entry | None:
 
 
 def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
-    """Return when the lease ended, by the scheduler's clock, and whether it expired, which only workers know."""
+    """Return (end of the lease by the scheduler's clock, True if it expired). Only workers record the second fact."""
     ends = [
         (part, entry.mono, entry.event.expired) for part, entry in entries if isinstance(entry.event, ev.LeaseEnded)
     ]

@@ -12,15 +12,15 @@ from kvfix.connector_events.dump import SCHEMA
 from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import events
 
-LARGEST = 64 << 20  # No recorder writes a larger file. In bytes.
-#: {name: the event's type}
+LARGEST = 64 << 20  # bytes. No recorder writes a larger file
+#: {name of an event in a file: its type}
 _EVENTS: dict[str, Any] = {
     name: kind for name, kind in vars(events).items() if isinstance(kind, type) and issubclass(kind, tuple)
 }
 
 
 class Recording(NamedTuple):
-    """head: the first line. lines: {kind: lines} of all other lines that are not events."""
+    """A recorder file. head: the first line. lines: {kind: its lines}, without the first line and without events."""
 
     path: str
     head: dict[str, Any]
@@ -62,7 +62,7 @@ def read_all(path: Path) -> list[Recording]:
                     continue
                 _check_size(name, entry.size)
                 file = archive.extractfile(entry)
-                assert file is not None  # it is a file
+                assert file is not None  # `entry` is a regular file
                 found.append(parsed(f"{path}:{name}", file.read().splitlines()))
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise ValueError(f"the bundle is damaged or cut off ({type(error).__name__}: {error})") from None

@@ -1,4 +1,4 @@
-"""Hides secrets in what the tools print: log lines, files, settings, command lines, and JSON at any depth."""
+"""Remove secrets from the output of the tools: log lines, files, settings, command lines, and JSON at any depth."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from kvfix.redact import HIDDEN, is_secret
 
 
 def text(words: str) -> str:
-    """Return a text, a line of a log or a whole file, without its secrets."""
+    """Return a text without its secrets. It may be a line of a log, or a whole file."""
     loaded = _json(words)
     if loaded is not None:
         return json.dumps(_walked(loaded), ensure_ascii=False)
@@ -22,7 +22,7 @@ def setting(name: str, value: str) -> str:
 
 
 def command(words: Iterable[str]) -> list[str]:
-    """Return a command line without its secrets. An option with the name of a secret loses its whole value."""
+    """Return a command line without its secrets. If an option is named like a secret, remove its whole value."""
     shown: list[str] = []
     hide = is_first = False
     for word in words:
@@ -52,7 +52,7 @@ def _json(words: str) -> Any:
 
 def _walked(value: Any) -> Any:
     if isinstance(value, dict):
-        named = value.get("name")  # of an environment variable in Kubernetes
+        named = value.get("name")  # name of an environment variable in a manifest of Kubernetes
         hides = isinstance(named, str) and is_secret(named)
         return {
             name: HIDDEN if each and (is_secret(name) or (hides and name == "value")) else _walked(each)

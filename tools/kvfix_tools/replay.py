@@ -1,8 +1,8 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
-A ledger checks the events of each process. With recordings of several processes, each rank's loads are compared with
-the scheduler's. If both records have a load, only the scheduler's events are checked. The end of a lease is also
-checked with the scheduler's events only. peer_recordings.py checks the blocks that one engine keeps for another.
+A ledger checks the events of each process. With recordings of several processes, kvfix compares each rank's loads with
+the scheduler's. It checks a load in both records, and the end of a lease, with the scheduler's events only.
+peer_recordings.py checks the blocks that one engine keeps for another.
 """
 
 import json as jsonlib
@@ -35,7 +35,7 @@ class Judged(NamedTuple):
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
-    """Print the violations. Return 1 if there are any, else 0; 2 if a file is unreadable or two files are of one rank.
+    """Print the violations. Return 1 if there are any, else 0. 2: a file is unreadable, or two files are of one rank.
 
     router: the log of the router between several engines.
     """
@@ -145,7 +145,7 @@ def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
     if history is None:
         where = f"{entry.hook} of {engine.connector} ({part.label})"
         its = engine.history(finding.request)
-        if not isinstance(finding.event, RankDiffers):  # up to the event
+        if not isinstance(finding.event, RankDiffers):  # show the history only up to the event of the finding
             ends = (n for n, (one, other) in enumerate(its) if one is part and other.event == entry.event)
             its = its[: next(ends, len(its)) + 1]
         history = [(one.label, other) for one, other in its]

@@ -1,4 +1,4 @@
-"""Parse a command line, also with variables, that starts vLLM or an LMCache server. Unknown options are kept."""
+"""Parse a command line that starts vLLM or an LMCache server. It may set variables. Keep options that are unknown."""
 
 import json
 import re
@@ -52,7 +52,7 @@ class Command(NamedTuple):
         return int(value) if value.isdigit() else None
 
     def json(self, option: str) -> dict[str, Any]:
-        """Return an option with a JSON object, with keys set by `--option.key`. Raise ValueError for other text."""
+        """Return the JSON object of an option, with the keys of `--option.key`. Raise ValueError for other text."""
         value = self.options.get(option)
         loaded = json.loads(value) if value else {}
         if not isinstance(loaded, dict):
@@ -77,7 +77,7 @@ class Connector(NamedTuple):
 
     @property
     def is_v1(self) -> bool:
-        """True for LMCache in the engine's own process."""
+        """True if the connector runs LMCache in the engine's own process."""
         return self.name.startswith("LMCacheConnector")
 
     @property
@@ -147,7 +147,7 @@ def _options(words: list[str], serves: bool) -> tuple[str, dict[str, str]]:
             model = model or word
             continue
         name, equals, value = word.partition("=")
-        first, dot, keys = name.lstrip("-").partition(".")  # keys of a JSON option do not change
+        first, dot, keys = name.lstrip("-").partition(".")  # keep the spelling of the keys of a JSON option
         first = first.replace("_", "-")
         name = SHORT.get(first, first) + dot + keys
         if not equals and at < len(words) and _is_value(words[at], name):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvfix_tools.doctor.packages import Package, Packages, assigned, compared, constant, defined, parse
 
-#: {type of a setting: its name for people}. Values of other types are not checked.
+#: {type of a setting: its name in reports}. kvfix does not check values of other types.
 KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -21,7 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: {connector: (modules of LMCache, module of vLLM)} that read keys of kv_connector_extra_config.
+#: {connector: (LMCache's modules, vLLM's module)}. The modules read the keys of kv_connector_extra_config.
 READERS = {
     "LMCacheConnectorV1": (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     "LMCacheMPConnector": (
@@ -31,7 +31,7 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
-#: {setting that allows only certain words: (module, its table or function with these words)}
+#: {setting that allows only certain words: (module, name of the table or function in it that has the words)}
 _WORDS = {
     "cache_policy": ("lmcache.v1.storage_backend.cache_policy", "POLICY_MAPPING"),
     "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 class Definition(NamedTuple):
-    """A setting. kind: a key of KINDS or other type. converted: LMCache can convert the text of a variable."""
+    """A setting. kind: its type, e.g. a key of KINDS. converted: LMCache can convert the text of its variable."""
 
     name: str
     kind: str
@@ -103,7 +103,7 @@ def words(name: str, packages: Packages) -> set[str]:
     if isinstance(table, ast.Dict):
         return {str(constant(key)) for key in table.keys}
     found = {str(constant(each.comparators[0])) for each in compared(function) if isinstance(each.ops[0], ast.Eq)}
-    of_lmcache = {"builtin", "sha256_cbor_64bit"}  # in addition to vLLM's (token_database.py 0.5.6:126-188)
+    of_lmcache = {"builtin", "sha256_cbor_64bit"}  # in addition to vLLM's words (token_database.py 0.5.6:126-188)
     return found | of_lmcache if found and module.startswith("vllm") else found
 
 
@@ -199,7 +199,7 @@ def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
 
 
 def _is_json(value: Any) -> bool:
-    """LMCache reads the text of a mapping as JSON (config.py 0.5.6:382)."""
+    """Return True if LMCache can read this text as a mapping: it expects JSON (config.py 0.5.6:382)."""
     try:
         return isinstance(value, str) and (not value or isinstance(json.loads(value), dict))
     except ValueError:

@@ -60,7 +60,7 @@ class Tried(NamedTuple):
 
 
 def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:
-    """Open each library and import each module after torch. places: folders put first on the child's path."""
+    """Import torch, then open each library and import each module. places: folders at the front of the child's path."""
     targets = [*map(str, libraries), *modules]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
@@ -95,7 +95,7 @@ def attempt(places: list[str], libraries: list[Path], modules: list[str], limit:
 
 
 def _signal(number: int) -> str:
-    """Return the name of the signal. Not every number has one."""
+    """Return the name of the signal, or its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -10,7 +10,7 @@ from kvfix_tools.doctor.packages import Package, defined
 
 
 class Misfit(NamedTuple):
-    """A missing import or a wrong call. where: file and line below site-packages. what: the message of Python."""
+    """A failing import or a wrong call. where: file and line below site-packages. what: Python's error message."""
 
     where: str
     what: str
@@ -24,7 +24,7 @@ class _Import(NamedTuple):
 
 
 def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
-    """Compare a module, and modules of its package that it imports, with another package. start: (package, module)."""
+    """Check a module, and the modules of its package that it imports, against `other`. start: (package, module)."""
     package, first = start
     found, seen, waiting = list[Misfit](), set[str](), [first]
     while waiting:
@@ -51,10 +51,10 @@ def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
 
 
 def _imports(body: list[ast.stmt], package: Package, other: Package, inside: bool) -> Iterator[_Import]:
-    """Yield the imports that run with these statements.
+    """Yield the imports that Python runs when it runs these statements.
 
     If an import in a `try` fails, and the `except` part catches this without raising, yield the imports of the `except`
-    part instead. inside: True to include `__init__` and conditions.
+    part instead. inside: also imports in `__init__` and `if`.
     """
     for node in body:
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def _imports(body: list[ast.stmt], package: Package, other: Package, inside: boo
         ):
             yield from _imports(node.body, package, other, inside)
         elif isinstance(node, ast.If) and inside and "TYPE_CHECKING" not in ast.unparse(node.test):
-            # The branch is chosen at run time: follow imports that succeed, and ignore those that fail.
+            # Only a run shows which branch is taken: yield imports that succeed, and ignore imports that fail.
             both = [*_imports(node.body, package, other, inside), *_imports(node.orelse, package, other, inside)]
             yield from (each for each in both if not _is_of(each, other) or not _lacks(each, other))
 
@@ -99,7 +99,7 @@ def _catches(handler: ast.ExceptHandler) -> bool:
 
 
 def _lacks(each: _Import, package: Package) -> str:
-    """Return Python's error message; "" if the import succeeds or cannot be decided."""
+    """Return Python's error message; "" if the import succeeds, or if kvfix cannot tell."""
     if not package.has(each.module):
         return f"No module named '{each.module}'"
     if not each.name or package.has(f"{each.module}.{each.name}"):

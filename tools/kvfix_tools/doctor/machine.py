@@ -1,6 +1,6 @@
 """Limits of the machine or the container: memory, shared memory, locked memory, ports. All sizes are in bytes.
 
-root: root of the file system to read, which differs in tests.
+root: folder that has /proc, /sys and /dev. Tests use another folder than /.
 """
 
 import errno
@@ -55,7 +55,7 @@ class Machine:
         return set(next(flags, "").split())
 
     def is_wsl(self) -> bool:
-        """Return True in Windows' subsystem for Linux, whose driver allows little pinned memory."""
+        """Return True in Windows' subsystem for Linux. Its driver allows little pinned memory."""
         return "microsoft" in self._text("proc/version").lower()
 
     def has_nvidia(self) -> bool:
@@ -111,7 +111,7 @@ def connects(host: str, port: int) -> str:
 
 
 def redis_refuses(host: str, port: int) -> str:
-    """Return the error that a Redis answers to PING, or READONLY for a replica. Return "" if it takes commands."""
+    """Return Redis's error answer to PING, or READONLY for a replica. Return "" if Redis takes commands."""
     try:
         with socket.create_connection((host, port), 1.0) as connection:
             connection.sendall(b"PING\r\n")

@@ -21,7 +21,7 @@ def parse(file: Path) -> ast.Module | None:
 
 
 class Package(NamedTuple):
-    """A package. name: of the top-level module. version: "" without metadata. needs: its Requires-Dist lines."""
+    """A package. name: its top-level module. version: "" without metadata. needs: its Requires-Dist lines."""
 
     name: str
     folder: Path

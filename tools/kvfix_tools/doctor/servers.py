@@ -1,4 +1,4 @@
-"""The LMCache servers: options from their command line here, options and L1 from their HTTP port (http_apis 0.5.6)."""
+"""The LMCache servers: options from a command line on this machine, or options and L1 from HTTP (http_apis 0.5.6)."""
 
 import contextlib
 import http.client
@@ -34,7 +34,7 @@ class Address(NamedTuple):
 
 
 def addresses(connector: Connector) -> list[Address]:
-    """Return the addresses as lmcache_mp_connector.py 0.5.6:627-648 reads them: server_urls, else host and port."""
+    """Return the addresses in server_urls, else host and port, as lmcache_mp_connector.py 0.5.6:627-648 reads them."""
     urls = connector.extra.get("lmcache.mp.server_urls")
     if isinstance(urls, str):
         urls = urls.split(",")
@@ -122,9 +122,9 @@ def inspect(each: Address, http_given: str) -> Server:
 
 
 def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return [{"pid", "port", "answers", "lookups", and the names of _L1}] of the servers that the connectors name.
+    """Return a dictionary for each server that the connectors name: "pid", "port", "answers", "lookups", keys of _L1.
 
-    Servers on another machine or in another container are not found. lookups: lookups whose result nobody has fetched.
+    Servers on another machine or in another container are not found. lookups: lookups whose result was not fetched yet.
     """
     ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
     mine = [(pid, command) for pid, command in (local() if ports else ()) if command.number("port", PORT) in ports]

@@ -30,7 +30,7 @@ class Setting(NamedTuple):
     source: str
 
 
-#: Builds of vLLM's operations for the CPU, of which vLLM loads one, and the flags that PyTorch requires for AVX-512.
+#: Builds of vLLM's operations for the CPU. vLLM loads one of them.
 _FOR_PROCESSORS = {"_C", "_C_AVX512", "_C_AVX2"}
 
 
@@ -62,7 +62,7 @@ class Setup:
         server_http: address of the LMCache server's HTTP port.
         """
         self.command = command or Command()
-        self.in_container = self.command.container  # kvfix cannot see it from here
+        self.in_container = self.command.container  # kvfix cannot look into the container
         self.is_server = self.command.program == "lmcache server"
         self.environment = {**({} if self.in_container else environment), **self.command.environment}
         self.packages = packages or Packages([] if self.in_container else None)
@@ -141,7 +141,7 @@ class Setup:
 
     @cached_property
     def settings(self) -> list[Setting]:
-        """Settings of the in-process connector. The last of a name wins. Unknown names of variables are not here."""
+        """Settings of the in-process connector. The last of a name wins. Variables with unknown names are left out."""
         found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
         for name in (*self.definitions.known, *self.definitions.aliases):
             spelled = f"LMCACHE_{name.upper()}"
@@ -172,7 +172,7 @@ class Setup:
         return value if isinstance(value, list) else [part for part in text.split(",") if part.strip()]
 
     def number(self, name: str) -> float | None:
-        """Return a setting as a number; None if it is not a number."""
+        """Return a setting as a number; None if its value is not a number."""
         try:
             return float(self.setting(name))
         except (TypeError, ValueError):
@@ -183,7 +183,7 @@ class Setup:
         return str(self.setting(name)).strip().lower() in ("true", "1")
 
     def current(self, name: str) -> str:
-        """Return the setting that this name sets: for a deprecated name its new name, otherwise the name itself."""
+        """Return the current name of a setting: for a deprecated name its new name, otherwise the same name."""
         is_old = name not in self.definitions.known and self.definitions.is_read(name)
         return self.definitions.aliases[name] if is_old else name
 
@@ -198,7 +198,7 @@ class Setup:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """config.json of the model on this machine, or {}. Keys of a multi-modal model's text part win."""
+        """config.json of the model on this machine, or {}. Keys of a multi-modal model's `text_config` come first."""
         name = "" if self.in_container else self.command.model
         for file in self._model_files(name) if name else ():
             try:

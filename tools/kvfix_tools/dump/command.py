@@ -14,7 +14,7 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """Return 0 if written, 2 without the process or if the bundle cannot be written, 77 if no process was readable."""
+    """Return 0 if the bundle was written, 2 if it or the process is missing, 77 if no process could be read."""
     tree = processes.tree(pid)
     if not tree:
         return screen.error(f"kvfix dump: there is no process {pid}")

@@ -28,7 +28,7 @@ class Gathered(NamedTuple):
 
 
 def gather(tree: list[Process]) -> list[Gathered]:
-    """Read all processes. Recorders come first, because a process that py-spy has stopped does not answer."""
+    """Read all processes. Read recorders before stacks, because a process that py-spy has stopped does not answer."""
     with ThreadPoolExecutor(max(1, len(tree))) as pool:
         recorded = list(pool.map(recorder, tree))
     return [Gathered(process, *stacks(process.pid), *read) for process, read in zip(tree, recorded, strict=True)]
@@ -86,7 +86,7 @@ def _files(process: Process) -> set[Path]:
 
 
 def ranks(of: Gathered) -> list[str]:
-    """Return the roles of this process, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2", by its recorder."""
+    """Return the roles of a process from its recorder, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2"."""
     found = set()
     for line in _connectors(of):
         if line.get("engine"):
@@ -103,7 +103,7 @@ def _connectors(of: Gathered) -> list[dict[str, Any]]:
 
 
 def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the frames of the main thread, the innermost first; [] if py-spy has not found it."""
+    """Return the frames of the main thread, the innermost first; [] if py-spy did not find the thread."""
     for each in threads:
         if each.get("thread_name") == "MainThread" or each.get("os_thread_id") == each.get("pid"):
             return list(each["frames"])
@@ -115,7 +115,7 @@ def where(of: Gathered) -> str:
     frames = main_frames(of.stacks or [])
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in _connectors(of) if each.get("inside")]
-    if inside:  # the innermost hook is the one that began last
+    if inside:  # the innermost hook began last
         last = min(inside, key=lambda each: each["seconds"])
         return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
     for frame in frames:

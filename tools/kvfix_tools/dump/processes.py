@@ -32,7 +32,7 @@ def tree(pid: int) -> list[Process]:
 
     vLLM names its processes (setproctitle), which overwrites a part of the environment that /proc shows. The parent's
     settings replace the missing ones. Ray sets the environment of a worker after its start, so /proc does not show it.
-    kvfix then takes the folder from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
+    For Ray's workers, kvfix takes the folder from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -50,7 +50,7 @@ def tree(pid: int) -> list[Process]:
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:
-    """Return processes of the engine on this node that are not in its tree: Ray's workers are children of a raylet."""
+    """Return the engine's processes on this node outside of its tree. Ray's workers, for example, are a raylet's."""
     engines = {engine for process in tree for engine in ready(process).get("engines", ())}
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):
@@ -67,7 +67,7 @@ def elsewhere(tree: list[Process]) -> list[Process]:
 
 
 def ready(process: Process) -> dict[str, Any]:
-    """Return the announcement of a process that answers `kvfix dump`; empty if it has none."""
+    """Return the content of the file with which a process announces that it answers `kvfix dump`; empty without one."""
     try:
         announced = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def ready(process: Process) -> dict[str, Any]:
 def own_text(process: Process, path: Path) -> str:
     """Read a file of this process. Raise OSError unless its user owns it and its folder, and neither is a link.
 
-    The reader may be root. A folder planted by another user must not make it signal a process or show another file.
+    kvfix may run as root. A folder planted by another user must not make kvfix signal a process or show another file.
     """
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     shared = SharedFolder(folder, process.owner)
@@ -93,7 +93,7 @@ def _described(pid: int) -> Process | None:
         return None
     try:
         shown = psutil.Process(pid).as_dict(["ppid", "name", "num_threads", "cmdline", "uids"])
-        # man proc_pid_stat, from field 3 on: psutil has neither the kernel's letter nor the start in clock ticks.
+        # Fields from 3 on (man proc_pid_stat): psutil lacks the kernel's letter for the state and the start in ticks.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (psutil.NoSuchProcess, OSError):
         return None

@@ -14,11 +14,11 @@ from kvfix_tools import screen
 from kvfix_tools.dump import processes
 from kvfix_tools.look import in_engine, inject, looking
 
-#: Seconds for a main thread to reach a bytecode, and between two tries while a process is inside a step.
+#: Seconds for a main thread to reach a bytecode. Seconds between two tries while a process is inside a step.
 _SECONDS, _PAUSE = 5.0, 0.03
 
-#: The code that runs in each process. Importing kvfix takes a second, so a new thread imports it, once. `source` is the
-#: text of in_engine.py: the module stays in the process.
+#: The code that runs in each process. Importing kvfix takes a second, so a new thread imports it, once. `source` is
+#: the text of in_engine.py. It runs once, as a module that stays in the process.
 _CODE = """
 import json, sys
 def prepare(held, folder, version):
@@ -67,7 +67,7 @@ class _Engine:
         self._until = time.monotonic() + wait
 
     def ask(self, pids: list[int], what: str, *arguments: Any, until: tuple[str, ...]) -> None:
-        """Ask each process until its answer is one of the states `until`, it fails, or the time is up."""
+        """Ask each process again until its state is one of `until`, its answer is final, or the time is up."""
         left = list(pids)
         while left:
             for pid in list(left):
@@ -79,7 +79,7 @@ class _Engine:
             time.sleep(_PAUSE if left else 0)
 
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """Ask one process once. Its state is "without" too if it is not a Python process or has ended."""
+        """Ask one process once. State "without": no vLLM, LMCache or kvfix there, no Python, or it has ended."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         source = inspect.getsource(in_engine)
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)
@@ -103,7 +103,7 @@ class _Engine:
 def attach(
     pid: int, mode: str, only: list[str] | None, idle: bool, wait: float, json: bool, plus: list[str] | None = None
 ) -> int:
-    """Apply the fixes. Return 0 if every process has its fixes, 1 if one does not, 2 for usage, 77 if not allowed."""
+    """Apply the fixes. Return 0 if every process has its fixes, else 1; 2 for wrong usage, 77 if not allowed."""
     try:
         config = Config(mode, only, None, plus=plus)
         if mode == "strict":
@@ -125,7 +125,7 @@ def attach(
 
 
 def detach(pid: int, wait: float, json: bool) -> int:
-    """Remove the fixes, from the scheduler's process first. Return as `attach` does."""
+    """Remove the fixes, from the scheduler's process first. Return an exit code as `attach` does."""
     engine = _Engine(pid, wait)
     engine.ask(list(engine.processes), "ready", until=("ready",))
     for pids in (engine.having(scheduler=True), engine.having(scheduler=False)):
@@ -156,7 +156,7 @@ def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
         return screen.error("\n".join(dict.fromkeys(engine.settings)), 77)
     done = shown and all(answer["state"] == wanted for answer in shown.values())
     rows = [row for answer in shown.values() for row in answer.get("rows", ())]
-    # A fix that is refused or has raised counts, but not a fix that only applies at the start.
+    # Exit 1 if a fix is refused or has raised. A fix that only applies at the start is no failure.
     return int(not done or any(row["verdict"] in ("refused", "unknown") or row.get("faults") for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""The command `kvfix look`: read the engine until there is a verdict, or no problem is suspected."""
+"""The command `kvfix look`: read the engine until there is a verdict, or no sign of a problem."""
 
 import json as jsonlib
 import re
@@ -21,8 +21,8 @@ from kvfix_tools.dump import gather
 from kvfix_tools.look import looking, show
 
 SCHEMA = 1
-#: Seconds between two looks, and the maximum number of immediate repetitions. A scheduler that is inside a step and has
-#: no running request is read again at once, because its queues are incomplete during the step.
+#: Seconds between two looks, and the maximum number of repetitions at once. kvfix repeats a look at once if the
+#: scheduler is inside a step and has no running request: during a step its queues are incomplete.
 PAUSE, AGAIN = 1.0, 30
 _LONGEST = 600  # Time limit in seconds. A core file of an engine has many gigabytes.
 _THREAD = re.compile(r"^Traceback for thread (\d+)")
@@ -30,7 +30,7 @@ _FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
-    """Return 0 without a verdict, 1 with one, 2 if the process does not exist, 77 if it may not be read."""
+    """Return 0 without a verdict, 1 with a verdict, 2 if the process does not exist, 77 if kvfix may not read it."""
     tree = looking.engine_of(servers.client_of(pid) or pid)
     if not tree:
         return screen.error(f"kvfix look: {looking.why_none(pid)}")
@@ -65,7 +65,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
 
 
 def enough(looker: looking.Looker) -> list[Look]:
-    """Look at least twice, until there is a verdict or no problem is suspected."""
+    """Look at least twice, until there is a verdict, or no sign of a problem."""
     looks = [_between_steps(looker)]
     while seconds_to_look(looks) or len(looks) < 2:
         time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
@@ -74,7 +74,7 @@ def enough(looker: looking.Looker) -> list[Look]:
 
 
 def seconds_to_look(looks: Sequence[Look]) -> float:
-    """Return how many more seconds a sure verdict needs; 0 if there is one, or no problem is suspected."""
+    """Return how many more seconds a sure verdict needs; 0 if there is a verdict, or no sign of a problem."""
     if standstill.verdicts(looks):
         return 0.0
     looks = of_these_hooks(looks)
@@ -118,7 +118,7 @@ def _watch(looker: looking.Looker) -> int:
 
 
 def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -> dict[str, Any]:
-    """Return the answer of `--json` and of a saved file, whose states also have the blocks."""
+    """Return the answer of `--json` and of `--save`. With `--save`, the looks have read the blocks of requests too."""
     engines = liveness.engines(last.processes)
     return {
         "schema": SCHEMA,
@@ -138,7 +138,7 @@ def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
 
 
 def look_at_core(file: str, json: bool) -> int:
-    """Show the stacks of a core file with PyStack, which does not show variables.
+    """Show the stacks in a core file. They come from PyStack, which does not read variables.
 
     Return 0 if no thread is in a connector hook, 1 if one is, 2 for an unreadable file, 77 without PyStack.
     """

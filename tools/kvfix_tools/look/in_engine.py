@@ -1,8 +1,8 @@
 """The code that `kvfix attach` sends into an engine: it applies or removes the fixes between two steps of the engine.
 
 The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
-two bytecodes (inject.py). Only `prepare` runs before, in a separate thread: it imports kvfix and reads the installed
-source, which would delay the engine.
+two bytecodes (inject.py). `prepare` runs earlier, in its own thread, because it would delay the engine: it imports
+kvfix and reads the installed source.
 """
 
 import os
@@ -16,12 +16,12 @@ from kvfix.engine_state import places
 from kvfix.fixes.record import AT_START, NEW_REQUESTS, Fix
 from kvfix.session import session
 
-#: While a function of one of these files is on any stack, attach and detach change nothing.
+#: attach and detach change nothing while certain functions in these files (see `_unsafe`) are on any thread's stack.
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
-#: Attribute paths from a local variable of a frame to the engine's scheduler. The frame is a method of the scheduler,
-#: EngineCore's loop, or a user's program with an LLM.
+#: Attribute paths from a local variable of a frame to the engine's scheduler. The frame may be a method of the
+#: scheduler, EngineCore's loop, or a user's program with an LLM.
 _PATHS = ("", "scheduler", "engine.scheduler", "llm_engine.engine_core.engine_core.scheduler")
 
 
@@ -44,9 +44,9 @@ def ready() -> dict[str, Any]:
 
 
 def attach(text: str, idle: bool = False) -> dict[str, Any]:
-    """Activate this configuration, if now is a safe point; `state` is then "attached", else "unsafe" or "busy".
+    """Activate this configuration if the process is at a safe point. Return `state`: "attached", "unsafe" or "busy".
 
-    idle: only if no request runs. The answer has the ids of the scheduler's requests. kvfix passes these ids to
+    idle: attach only without requests. The answer has the ids of the scheduler's requests. kvfix passes these ids to
     `attached` in the other processes. Raises ValueError for a configuration that cannot be attached.
     """
     config = Config.parse(text)
@@ -68,7 +68,7 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
     watched, applied = session.config is not None and session.config.watches, _for_new_requests()
     activation.activate(config)
     if _for_new_requests() - applied or (config.watches and not watched):
-        # A worker does not know the requests. `attached` gives the worker the list of the scheduler's process.
+        # A worker does not know the requests. Until `attached` brings their ids, all requests count as older.
         session.before = frozenset(requests) if scheduler is not None else _Everything()
     if config.watches:
         watch_connectors()
@@ -83,7 +83,7 @@ def attached(before: list[str]) -> dict[str, Any]:
 
 
 def detach() -> dict[str, Any]:
-    """Restore all original functions, if now is a safe point."""
+    """Restore all original functions if the process is at a safe point."""
     where = _unsafe()
     if where:
         return {"state": "unsafe", "where": where}
@@ -115,7 +115,7 @@ def state() -> dict[str, Any]:
 
 
 def _for_new_requests() -> set[str]:
-    """Return the codes of the applied fixes that do not change requests that began before."""
+    """Return the codes of the applied fixes that change only requests that begin after `attach`."""
     return {fix.code for fix in catalogue.fixes() if fix.attaches == NEW_REQUESTS and _is_applied(fix)}
 
 
@@ -141,7 +141,7 @@ def _unsafe() -> str:
 
 
 def _scheduler() -> Any:
-    """Return the scheduler of this process, or None. `gc` cannot find it: vLLM freezes the heap."""
+    """Return the scheduler of this process, or None. Search the stacks: `gc` does not see vLLM's frozen heap."""
     scheduler_class = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
     if scheduler_class is None:
         return None
@@ -158,7 +158,7 @@ def _scheduler() -> Any:
 
 
 def watch_connectors() -> None:
-    """Watch the classes of the connectors that exist already: vLLM does not call the factory for them again."""
+    """Watch the classes of existing connectors. vLLM does not call its factory, which kvfix wraps, for them again."""
     from kvfix.connector_events import hooks
 
     base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)

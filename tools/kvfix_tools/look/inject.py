@@ -22,14 +22,14 @@ from kvfix_tools.look.shared_folder import SharedFolder
 
 __all__ = ["FAILED", "Refused", "Silent", "run"]
 
-#: Prefix of an answer that is an error of the code.
+#: Prefix of an answer that is an error which the code raised.
 FAILED = "failed: "
-#: Address of the page in each process, which is free in any layout of x86-64 and aarch64; number and size of its slots.
+#: Address of the page in each process (free in all layouts of x86-64 and aarch64), number and size of the page's slots.
 _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
 _LONGEST = 60.0  # time limit in seconds for the code, after it has begun
 _FOLDERS = ("/tmp", "/dev/shm")  # for the script and the answer
 _SCRIPT = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
-#: The script. It runs the code only if it can rename its token, which the caller removes after `seconds`.
+#: The script. It runs the code only if it can rename the token file, which the caller removes after `seconds`.
 _CODE = """
 import os
 script, token, code = {script!r}, {token!r}, {code!r}
@@ -53,8 +53,8 @@ else:
             _thread.start_new_thread(again, ())
     os.rename(answer, token + ".answer")
 """
-#: The script after the caller's timeout, when the call is still in the queue. It clears the path in the page, and may
-#: remove the script of a later caller. A later caller notices both.
+#: After a timeout the call is still in the queue, so this text replaces the script. It clears the path in the page, and
+#: may remove the script of a later caller. A later caller notices both.
 _GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{script!r}})"
 
 
@@ -78,7 +78,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
 
 
 def _run(process: Process, folder: SharedFolder, script: str, code: str, seconds: float, is_queued: bool) -> str:
-    """Do the work of `run`. Raise FileNotFoundError if the queued call has removed the script."""
+    """Write the script, let the process run it, and return its answer. Raise FileNotFoundError if a call removed it."""
     token = f"{script}.{os.getpid()}-{time.monotonic_ns()}"
     files = [script, f"{script}.py", token, f"{token}.part", f"{token}.answer"]
     try:
@@ -130,7 +130,7 @@ def _answer(process: Process, folder: SharedFolder, script: str, token: str, lin
 
 
 def _queued(process: Process) -> tuple[SharedFolder, str] | None:
-    """Return the folder and the script of a call that is still in the queue."""
+    """Return the folder and the script of a call that is still in the queue; None if there is none."""
     if not process.has_mapped(_PAGE):
         return None
     script = process.read(_PAGE, _SLOT).partition(b"\0")[0].decode(errors="replace")
@@ -142,7 +142,7 @@ def _queued(process: Process) -> tuple[SharedFolder, str] | None:
 
 
 def _put(process: Process, script: str, line: str) -> int:
-    """Write the line into a slot of the page, and return its address. The first slot has the script's path."""
+    """Write the line into a slot of the page, and return the slot's address. The first slot has the script's path."""
     text = line.encode() + b"\0"
     assert len(text) <= _SLOT
     if not process.has_mapped(_PAGE):

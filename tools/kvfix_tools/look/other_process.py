@@ -18,13 +18,13 @@ OTHER_NAMESPACE = (
     "If the process is in a container, run kvfix in its process namespace: kubectl debug --target, or docker run "
     "--pid=container:NAME."
 )
-_CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")  # pattern of the names of files whose functions kvfix calls
-#: Key of a breakpoint instruction in the tables of functions.
+_CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")  # names of the files whose functions kvfix calls
+#: Name under which the tables of functions list a breakpoint instruction.
 TRAP = "breakpoint instruction"
 
 
 class Process:
-    """A process that may be traced. Raise Refused if it may not be traced."""
+    """Another process, which kvfix may trace. Raise Refused if kvfix may not."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -44,11 +44,11 @@ class Process:
             os.close(self._memory)
 
     def is_alive(self) -> bool:
-        """Return False if the process has ended, or runs another program: its memory is gone then."""
+        """Return False if the memory that kvfix knows is gone: the process has ended, or runs another program."""
         return any(map(self.has_mapped, self._mapped.values()))
 
     def python(self) -> str:
-        """Return the release, such as "3.11", from the name of the library or program; "" if it has none."""
+        """Return Python's release, such as "3.11", from the file name of the library or program; "" without one."""
         return next(
             (found[1] for path in self._mapped if (found := re.search(r"python(3\.\d+)", path.rpartition("/")[2]))), ""
         )
@@ -65,7 +65,7 @@ class Process:
         os.pwrite(self._memory, content, address)
 
     def folder(self, path: str) -> SharedFolder:
-        """Open a folder of the process, which may be in another container. Raise OSError, also for a link."""
+        """Open a folder as the process sees it, even in another container. Raise OSError, also for a link."""
         return SharedFolder(self._opened(path, os.O_PATH | os.O_DIRECTORY), self.user)
 
     def _opened(self, path: str, flags: int) -> int:
@@ -92,10 +92,10 @@ class Process:
         ptrace.stop(self.pid, "", self._trap(), lambda call: call(address, *arguments))
 
     def run_waiting(self, line: int) -> bool:
-        """Run a line of Python in the main thread if it waits in a system call without the GIL. True if it ran.
+        """Run a line of Python in the main thread if the thread waits in a system call without the GIL. True if it ran.
 
         A thread in a long wait without the GIL holds no lock of malloc or Python, so it may take the GIL. A thread that
-        has left the wait may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and would wait for itself.
+        has left the wait may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython). It would then wait for itself.
         """
         names = "PyGILState_Check", "PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release"
         check, ensure, run, release = map(self.address, names)
@@ -122,10 +122,10 @@ class Process:
         return address
 
     def wait(self) -> str:
-        """Return the system call in which the main thread waits: number, arguments, stack and code address; or "".
+        """Return the system call in which the main thread waits (number, arguments, stack, code address), or "".
 
-        Return "" for a wait on a lock of Python itself. A thread that takes the GIL holds its mutex while it waits for
-        a second one (`take_gil`, ceval_gil.h). A call into this thread would wait for itself.
+        Return "" for a wait on a lock of Python itself. A thread that takes the GIL holds the GIL's mutex while it
+        waits for a second mutex (`take_gil`, ceval_gil.h). A call into this thread would wait for the thread itself.
         """
         before = self._state()
         time.sleep(0.03)
@@ -136,7 +136,7 @@ class Process:
         return "" if int(call.split()[1], 16) in range(runtime, runtime + size) else call
 
     def _state(self) -> tuple[str, str, str]:
-        """Return the main thread's state, number of waits, and system call; "" if it is in none or has ended."""
+        """Return (state, number of waits, system call) of the main thread. The call is "" outside of a system call."""
         status, call = self.status(), ""
         with suppress(OSError):
             call = (self._proc / "syscall").read_text().strip()
@@ -152,7 +152,7 @@ _PROCESSES: dict[int, Process] = {}
 
 
 def process(pid: int) -> Process:
-    """Return a process that nothing else traces. Raise Refused."""
+    """Return the process with this id. Raise Refused if another program traces it, or if kvfix may not trace it."""
     for each, known in list(_PROCESSES.items()):
         if not known.is_alive():
             _PROCESSES.pop(each, None)
@@ -173,7 +173,7 @@ def _mapped_files(process: Path) -> dict[str, int]:
     return found
 
 
-#: Cache {(device, inode, time) of a file: result of `_exported`}: the processes of an engine share their files.
+#: {(device, inode, time) of a file: result of `_exported`}. A cache, because an engine's processes share their files.
 _SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
@@ -189,7 +189,7 @@ def _symbols(handle: int) -> dict[str, tuple[int, int]]:
 
 
 def _exported(content: bytes) -> dict[str, tuple[int, int]]:
-    """Return {name: (offset from the start of the mapping, size)} of an ELF file: its exported names, and TRAP."""
+    """Return {name: (offset from the start of the mapping, size)} of an ELF file, for its exported names and TRAP."""
     if content[:5] != b"\x7fELF\x02":
         return {}
     programs, sections = struct.unpack_from("<QQ", content, 32)

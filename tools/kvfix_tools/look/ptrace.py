@@ -27,12 +27,12 @@ _SECONDS = 20.0  # time limit of a call in seconds
 _POKEDATA, _CONT, _DETACH = 5, 7, 17
 _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 0x4204, 0x4205, 0x4206, 0x4207, 0x420A, 0x420B
 _WALL = 0x40000000  # option of waitpid to wait for threads too
-_REGISTERS, _FLOATING = 1, 2  # NT_PRSTATUS and NT_PRFPREG, which is for x86-64 and aarch64 without wide vectors
+_REGISTERS, _FLOATING = 1, 2  # NT_PRSTATUS, and NT_PRFPREG for machines without wide vectors
 _LARGEST = 32768
-_BELOW = 128 + 128  # bytes below the stack that the x86-64 ABI lets a function use, and a margin
+_BELOW = 128 + 128  # bytes below the stack: the 128 that the x86-64 ABI lets a function use, and a margin
 #: Flags that a function expects to be clear: direction of string instructions (x86-64), kind of jump target (aarch64).
 _FLAGS = 0xC00
-#: Signals after which the function has reached the breakpoint or has crashed.
+#: Signals with which a called function ends: SIGTRAP at the breakpoint, all others at a crash.
 _ENDS = {signal.SIGTRAP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
@@ -64,7 +64,7 @@ class Machine(NamedTuple):
 
 
 _BRK = re.compile(rb"(?s)[\0 @`\x80\xa0\xc0\xe0].[ -?]\xd4")  # the instruction brk with any number
-#: The registers are from `user_regs_struct` and NT_X86_XSTATE, and from `user_pt_regs` and NT_ARM_SVE.
+#: See `user_regs_struct` and NT_X86_XSTATE (x86-64), `user_pt_regs` and NT_ARM_SVE (aarch64) for the registers.
 _MACHINES = {
     "x86_64": Machine(
         (14, 13, 12, 11, 9, 8), 10, 16, 19, 18, 15, (14, 13, 12, 7, 9, 8), True, None, 0x202, re.compile(b"\xcc"), 1, 0
@@ -81,19 +81,19 @@ class _Vector(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-#: Work in a stopped thread. The argument calls a C function there: (address, arguments).
+#: Work in a stopped thread. Its argument is a function that calls a C function there: call(address, *arguments).
 Work = Callable[[Callable[..., int]], int]
 Registers: TypeAlias = "array[int]"
 
 
 @lru_cache(maxsize=1)
 def _cores() -> threading.Semaphore:
-    """Limit the threads that are stopped at once, so that no stopped thread waits for a core."""
+    """Limit the threads that are stopped at once to the number of cores. So no stopped thread waits for a core."""
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop the thread, do the work in it. Return None if it had left this `wait` ("": anywhere). Raise Refused."""
+    """Stop the thread, and do the work in it. Return None if the thread has left `wait` ("": any place is right)."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()
@@ -107,7 +107,7 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
             answer: int | str | None = pipe.recv()
         except (EOFError, OSError) as error:
             raise Refused(f"thread {thread} cannot be called: process {tracer} has ended") from error
-        with suppress(ChildProcessError):  # who started kvfix may have told it to ignore the ends of its processes
+        with suppress(ChildProcessError):  # kvfix may have inherited that it ignores SIGCHLD
             os.waitpid(tracer, 0)
     if isinstance(answer, str):
         raise Refused(f"thread {thread} cannot be called: {answer}")
@@ -116,13 +116,13 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
 
 def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
     try:
-        with suppress(PermissionError):  # root only: a stopped thread must not wait for this to get a core
+        with suppress(PermissionError):  # only root may: the stopped thread must not wait for a busy core
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         os.setsid()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         for at in {int(name) for name in os.listdir("/proc/self/fd")} - {pipe.fileno()}:
             with suppress(OSError):  # the descriptor of /proc/self/fd itself
-                os.close(at)  # whoever reads the output of kvfix must not wait for this process
+                os.close(at)  # a reader of kvfix's output must not wait for this process to close it
         pipe.send(_performed(*work))
     finally:
         os._exit(0)
@@ -140,7 +140,7 @@ def _performed(thread: int, wait: str, trap: int, work: Work) -> int | str | Non
 
 
 def _is_in(machine: Machine, registers: Registers, call: str) -> bool:
-    """Return True if the thread waits in this system call, given as in `man proc_pid_syscall`."""
+    """Return True if the thread waits in this system call. call: in the format of `man proc_pid_syscall`."""
     number, *arguments, stack, place = (int(word, 0) for word in call.split())
     found = [registers[at] for at in machine.called]
     return (
@@ -162,7 +162,7 @@ def _call(machine: Machine, thread: int, trap: int, before: Registers, function:
     else:
         registers[machine.returns] = trap
     if machine.forgets:
-        registers[machine.number] = 2**64 - 1  # the kernel must not restart a system call before the function
+        registers[machine.number] = 2**64 - 1  # otherwise the kernel would restart the system call before the function
     registers[machine.stack], registers[machine.place] = stack, function
     registers[machine.flags] &= ~_FLAGS
     _set(thread, _REGISTERS, registers.tobytes())

@@ -24,7 +24,7 @@ def opened(root: int, path: str, flags: int) -> int:
 
 
 def content(handle: int) -> bytes:
-    """Read an open file, and close it. Raise OSError for a pipe or a device, which might never end."""
+    """Read an open file, and close it. Raise OSError for a pipe or a device, because it might never end."""
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError("not a regular file")
@@ -32,7 +32,7 @@ def content(handle: int) -> bytes:
 
 
 class SharedFolder:
-    """folder: a descriptor, which this object closes. The methods use only the name of a path."""
+    """A folder. folder: its descriptor, which this object closes. The methods use only the file name of a path."""
 
     def __init__(self, folder: int, user: int) -> None:
         self._here, self._user = folder, user

@@ -17,13 +17,13 @@ from kvfix.ledger.standstill import Look, Verdict
 from kvfix_tools.doctor import servers
 from kvfix_tools.look.looking import INSIDE, NOT, Way
 
-ROWS = 40  # of the table at most
+ROWS = 40  # maximum number of rows in the table of requests
 _COLUMNS = ("request", "status", "waits", "computed", "blocks", "promised", "granted", "load", "stored", "waits for")
 _NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 
 
 def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the codes of fixes for the verdict that concern the running releases and are not applied yet."""
+    """Return the codes of fixes for the verdict that the running releases need and that are not applied yet."""
     applied = {code for each in processes for code in (each.get("kvfix") or {}).get("fixes", ())}
     versions: dict[str, str] = {}
     for each in processes:
@@ -32,7 +32,7 @@ def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
         fix.code
         for fix in catalogue.handling(verdict.code, verdict.message)
         if fix.code not in applied
-        # If the release in the engine is unknown, the release installed for kvfix's Python counts.
+        # If the engine's release is unknown, take the release that is installed for kvfix's Python.
         and any(
             _within(versions.get(target.dist) or installed_source.version(target.dist), target.broken)
             for target in fix.targets
@@ -156,7 +156,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
         return "the scheduler: to handle its failed load"
     needs, free = row["needs"], engine.scheduler["pool"]["free"]
     first = next(each for each, kind in liveness.waits(engine) if kind == PLACE)
-    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # others wait behind it
+    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # the queue waits
         return f"{first['id']}, which is before it in the queue"
     if needs is None:
         return "the scheduler: to be scheduled in a step"
@@ -198,7 +198,7 @@ def _or(value: Any) -> str:
 
 
 def _held(engine: Engine) -> Iterable[str]:
-    """Yield lines about transfers, reports and lookups, and about state of ended requests that is still kept."""
+    """Yield lines about transfers, reports and lookups, and about state that is still kept for ended requests."""
     scheduler = engine.scheduler
     alive = {row["id"] for row in engine.requests}
     for process, each in engine.workers:
@@ -237,7 +237,7 @@ def _some(names: Iterable[str], most: int = 5) -> str:
 
 
 def way_lines(ways: Iterable[Way]) -> Iterable[str]:
-    """Yield how each process was read, and what the user can change to read it from inside."""
+    """Yield how kvfix read each process, and what the user can change so that kvfix reads it from inside."""
     ways = list(ways)
     inside = [each for each in ways if each.how == INSIDE]
     if inside:

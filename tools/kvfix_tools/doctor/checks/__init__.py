@@ -20,7 +20,7 @@ OK, PROBLEM, UNCHECKED = "ok", "problem", "unchecked"
 
 
 class Line(NamedTuple):
-    """A result of a check. what: one sentence. do: the remedy as the user types it; "" if there is nothing to do."""
+    """A result of a check. what: the result in one sentence. do: the remedy, as the user types it, or ""."""
 
     check: str
     status: str
@@ -59,7 +59,7 @@ def remedy(code: str) -> str:
     return next(f"{each.do}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
 
 
-#: The modules, in the order of the report. Checks on which the others depend come first.
+#: The modules with checks, in the order of the report. A module comes after the modules that its checks depend on.
 _MODULES = (
     "installation", "transfer", "settings", "cache", "model", "addresses", "disaggregated", "memory", "kvfix", "storage"
 )  # fmt: skip

@@ -88,7 +88,7 @@ def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
 
 
 def _with_defaults(url: str) -> str:
-    """Redis's client takes localhost and 6379 where a URL names no host or port (redis/connection.py 8.1.0)."""
+    """Complete a Redis URL by localhost and 6379, as Redis's client does (redis/connection.py 8.1.0)."""
     scheme, _, rest = url.partition("://")
     if not scheme.startswith("redis"):
         return url
@@ -129,7 +129,7 @@ def server(setup: Setup) -> Iterator[Line]:
             yield ok(f"the server at {each.address.url} is LMCache {each.release}")
 
 
-#: Remedies by the first word of Redis's errors (server.c of Redis 7.4). KVD874 has the others.
+#: {first word of an error of Redis (server.c of Redis 7.4): remedy}. KVD874 has the remedy for all other errors.
 _REFUSALS = {
     "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
     "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",

@@ -95,7 +95,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
 
 
 def _shared(setup: Setup) -> list[str]:
-    """Return the other processes that must find the chunks."""
+    """Return the processes that must compute the same keys as one process, as text."""
     found = []
     if setup.ranks > 1 or setup.option("distributed-executor-backend") in ("mp", "ray"):
         found.append(f"the {setup.ranks} workers and the scheduler" if setup.ranks > 1 else "the worker")
@@ -112,7 +112,7 @@ def _shared(setup: Setup) -> list[str]:
 
 
 def _no_bytes(setup: Setup) -> str:
-    """Return why this LMCache cannot use hashes that are bytes (KVD739, KVD738); "" if it can, or need not."""
+    """Return why this LMCache cannot use vLLM's hashes, which are bytes (KVD739, KVD738); "" if nothing is wrong."""
     if setup.lmcache is None or "-> bytes" not in setup.packages.text("vllm.utils.hashing"):
         return ""
     stored = setup.setting("remote_url") or setup.setting("local_disk")
@@ -134,7 +134,7 @@ def transfer_mode(setup: Setup) -> Iterator[Line]:
     """The server supports the transfer mode that the multi-process worker asks for."""
     if setup.mp is None:
         return
-    # The connector's key wins over the variable (vllm_multi_process_adapter.py 0.5.6, ExtraConfigDefault).
+    # The connector's key overrides the variable (vllm_multi_process_adapter.py 0.5.6, ExtraConfigDefault).
     mode = str(
         setup.mp.extra.get("lmcache.mp.mp_transfer_mode") or setup.environment.get("LMCACHE_MP_TRANSFER_MODE") or "auto"
     ).lower()

@@ -133,7 +133,7 @@ def bytes_per_token(setup: Setup) -> float | None:
     named = str(model.get("torch_dtype") or model.get("dtype") or "bfloat16")
     width = 1 if "fp8" in setup.option("kv-cache-dtype") else _BYTES.get(named if asked == "auto" else asked, 2)
     here = layers / setup.parallel("pipeline")
-    if isinstance(model.get("kv_lora_rank"), int):  # MLA: one latent for all heads, in every rank
+    if isinstance(model.get("kv_lora_rank"), int):  # MLA: each rank has one latent vector for all heads
         return here * (int(model["kv_lora_rank"]) + int(model.get("qk_rope_head_dim") or 0)) * width
     kv_heads = int(model.get("num_key_value_heads") or heads)
     size = int(model.get("head_dim") or int(model.get("hidden_size") or 0) / heads)

@@ -22,7 +22,7 @@ from kvfix_tools.lab.options import KNOWN
 _WHERE = "run kvfix doctor where the engine runs: in its container, with its Python"
 IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
-_SHOWN = 3  # maximum number of misfits to show for one pair; the rest is counted
+_SHOWN = 3  # maximum number of misfits to show for one pair of packages. The report only counts further misfits
 
 
 @check("installed", essential=True)
@@ -86,7 +86,7 @@ def _wanted(package: Package, name: str) -> Requirement | None:
 
 
 def _satisfies(wanted: Requirement, version: str) -> bool:
-    """Compare without the local part (+cu130, +cpu), which only wheels of PyTorch's own index have."""
+    """Return True if the version fits. Ignore its local part (+cu130, +cpu): only wheels of PyTorch's index have it."""
     specifier = re.sub(r"\+[\w.]+", "", str(wanted.specifier))
     return Requirement(f"{wanted.name}{specifier}").specifier.contains(version.partition("+")[0], prereleases=True)
 

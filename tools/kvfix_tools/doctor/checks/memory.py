@@ -13,7 +13,7 @@ _MESSAGES = 240 * 2**20
 
 
 def _wanted(setup: Setup) -> tuple[float, str] | None:
-    """Return (bytes of host memory, the setting that asks for them); None if there is nothing to compare."""
+    """Return (bytes of host memory that LMCache will allocate, the setting that asks for them); None if unknown."""
     if setup.is_server:
         given = setup.option("l1-size-gb")
         return (float(given) * GIB, f"--l1-size-gb {given}") if re.fullmatch(r"\d+(\.\d+)?", given) else None

@@ -32,7 +32,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     kind = str(setup.model.get("model_type") or "this model")
     off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
-    # Such a server stores several chunks in a step, and skips only those without any block (0.5.4).
+    # A server with `all_null_chunk_masks` (0.5.4) stores several chunks in a step. It skips only chunks without blocks.
     server = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
@@ -56,13 +56,13 @@ def hybrid(setup: Setup) -> Iterator[Line]:
 
 
 def has_windows(setup: Setup) -> bool:
-    """Return True if some layers of the model attend to a part of the tokens only."""
+    """Return True if some layers of the model attend only to a part of the tokens, and other layers to all tokens."""
     layers = {str(each) for each in setup.model.get("layer_types") or ()}
     return bool(layers & {"sliding_attention", "chunked_attention"}) and len(layers) > 1
 
 
 def _takes_groups(setup: Setup) -> bool:
-    """Return True if LMCache's multi-process connector is a SupportsHMA."""
+    """Return True if LMCache's multi-process connector supports several KV groups (vLLM's class SupportsHMA)."""
     node = defined(setup.packages.tree("lmcache.integration.vllm.lmcache_mp_connector"), "LMCacheMPConnector")
     bases = [ast.unparse(each) for each in node.bases] if isinstance(node, ast.ClassDef) else []
     return "SupportsHMA" in bases and not setup.environment.get("LMCACHE_USE_UPSTREAM_MP")

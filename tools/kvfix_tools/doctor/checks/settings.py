@@ -10,7 +10,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
-#: {setting: (minimum, maximum, unit)} of 0.5.6, from the description or the use of each setting. LMCache checks few.
+#: {setting: (minimum, maximum, unit)} of 0.5.6, from its description or its use. LMCache itself checks few of them.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "chunk_size": (1, math.inf, "tokens"),
     "max_local_cpu_size": (0, math.inf, "GiB for each worker"),
@@ -155,7 +155,7 @@ def twice(setup: Setup) -> Iterator[Line]:
 
 
 def _plain(value: Any) -> str:
-    """Return a normal form: `true`, True and "True" are equal, and so are 256, 256.0 and "256"."""
+    """Return one text for equal values: `true`, True and "True" are equal, and so are 256, 256.0 and "256"."""
     text = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else str(value).strip().lower()
     try:
         return f"{float(text):g}"
