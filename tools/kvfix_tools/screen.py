@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from rich.console import Console
 
-_COLUMNS = 10_000  # Columns without a terminal. rich would take 80 and cut tables.
+_COLUMNS = 10_000  # columns without a terminal. rich would assume 80 columns and cut tables
 
 
 def console() -> Console:
@@ -21,7 +21,7 @@ def error(text: str, code: int = 2) -> int:
 
 
 def progress(what: str) -> None:
-    """Show the progress in one line of a terminal; "" removes it."""
+    """Show the progress in one line of a terminal; "" removes this line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 

@@ -15,9 +15,9 @@ from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES
 
-#: Number of candidates to show, and of words and characters of the text to use.
+#: Number of candidates to show. Maximum number of words and of characters of the text to use.
 _SHOWN, _WORDS, _CHARACTERS = 3, 200, 64_000
-#: Weight of a word in the title, in the symptom, and in the rest.
+#: Weights of a word in an entry's title, in its symptom, and in its other text.
 _WEIGHTS = "3.0, 6.0, 1.0"
 _WORD = re.compile(r"[A-Za-z]{2,}|\d{2,}")
 

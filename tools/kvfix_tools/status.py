@@ -17,7 +17,7 @@ from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import fix_overview, screen
 from kvfix_tools.command_options import Json, Names, flag, value
 
-#: Verdicts of a bug that the installation has and that is not fixed in this process.
+#: Verdicts of a bug that the installation has, if the bug is not fixed in this process.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
 #: Verdicts of a bug that the installation has.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")
@@ -40,7 +40,7 @@ _TYPE = {
 
 
 class Selected(NamedTuple):
-    """The rows that the options select. where: the option that named the connectors; "": all connectors."""
+    """The rows that the options select. where: the option that names the connectors, or "" for all connectors."""
 
     rows: list[tuple[Fix, FixRow]]
     connectors: frozenset[str]
@@ -101,7 +101,7 @@ def status(
 
 
 def _select(rows: list[FixRow], names: Sequence[str], connector: str, severity: str, transfer_config: str) -> Selected:
-    """Raise ValueError for an unknown fix, connector or severity."""
+    """Return the rows that the options select. Raise ValueError for an unknown fix, connector or severity."""
     codes = {_code(name) for name in names}
     effect = severity.strip().lower().replace("-", " ")
     if effect not in ("", *EFFECTS):
@@ -139,7 +139,7 @@ def _probed(target: Target) -> applicability.Applicability:
 def overview(selected: Selected) -> list[str]:
     """Return at most 24 lines of 80 columns: releases, connector, what kvfix fixes, what it does not fix, SUMMARY."""
     by_state = sorted(selected.rows, key=lambda each: applicability.STATES.index(each[1].verdict), reverse=True)
-    # The worst row of each fix, whose targets may be in two distributions.
+    # Take the worst row of each fix. A fix has two rows if its targets are in two distributions.
     worst = {fix.code: (fix, row) for fix, row in by_state if row.verdict in _PRESENT}
     fixed = [(fix, row) for fix, row in worst.values() if row.verdict in ("applicable", "applied")]
     others = [(fix, row) for fix, row in worst.values() if row.verdict not in ("applicable", "applied")]
@@ -177,7 +177,7 @@ def _summary(counts: Counter[str]) -> str:
 
 
 def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
-    """A table with a row for each connector and a column for each effect."""
+    """Return a table of bugs that kvfix fixes, with a row for each connector and a column for each effect."""
     if not fixed:
         return ["No known bug of these releases is left for kvfix.apply() to fix."]
     groups: dict[str, Counter[str]] = {}

@@ -26,7 +26,7 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27
 _PYTHON = "3.12"
 _LIMIT = 1800  # Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
 
-#: The worst first: a row shows the worst of a fix's functions. `unknown`: the function cannot be compared.
+#: Changes of a function, the worst first. A fix's row shows its worst function. `unknown`: no comparison is possible.
 CHANGES = ("unknown", "changed", "unchanged")
 
 
@@ -35,7 +35,7 @@ class Unavailable(Exception):
 
 
 class ReleasedRow(NamedTuple):
-    """A fix on the newest release. change: since the newest known release. verdict: as in `kvfix status`."""
+    """A fix on the newest release. change: from the newest release that kvfix knows. verdict: as in `kvfix status`."""
 
     code: str
     slug: str
@@ -47,7 +47,7 @@ class ReleasedRow(NamedTuple):
 
 
 def status(json: bool) -> int:
-    """Print a row for each fix. Return 0 without a change, 1 with one, 77 if pip could not download a wheel."""
+    """Print a row for each fix. Return 0 without a change, 1 with a change, 77 if pip could not download a wheel."""
     try:
         with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
             rows = [row for dist in DISTS for row in survey(dist, _wheel(dist, Path(folder)))]

@@ -1,8 +1,8 @@
-"""`kvfix upstream`: the patches that are ready to be sent to LMCache and vLLM.
+"""`kvfix upstream`: patches for LMCache and vLLM that are ready to send.
 
-`git format-patch` writes `patches/upstream/<slug>/<dist>-<version>.patch`: the change in the function itself, and a
-test that fails without the change. Both projects require a sign-off of the submitter (DCO). A stored patch therefore
-has no author, and `export` writes the submitter's name into the patch.
+`git format-patch` has written `patches/upstream/<slug>/<dist>-<version>.patch`: the change in the function itself, and
+a test that fails without the change. LMCache and vLLM require the submitter's sign-off (DCO). So a stored patch has no
+author, and `export` writes the submitter's name into the patch.
 """
 
 import json as jsonlib
@@ -21,7 +21,7 @@ from kvfix_tools.command_options import Json, value
 
 app = typer.Typer(no_args_is_help=True, help="List and export patches for LMCache and vLLM.")
 
-#: Folders of the patches: in a wheel, and in a checkout.
+#: Folders of the patches: the first in an installed wheel, the second in a checkout.
 FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
 
 

@@ -77,7 +77,7 @@ def main(names: list[str]) -> None:
     command.prepare()
     from kvfix_tools.conform.player import Subject as Played
 
-    _ = Played("ExampleConnector").lacks  # vLLM inspects its models once, before the processes start
+    _ = Played("ExampleConnector").lacks  # let vLLM inspect its models here, so that no process has to
     known = {each.name: each for each in load()} if FILE.exists() else {}
     for subject in SUBJECTS:
         if not names or subject.name in names:

@@ -66,13 +66,13 @@ def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str
     for release, (its_functions, its_files) in taken.items():
         for target, fingerprint in its_functions.items():
             functions.setdefault(target, {}).setdefault(fingerprint, []).append(release)
-        for module, file_hash in its_files.items():  # a hash has the first release with this file
+        for module, file_hash in its_files.items():  # keep the first release that has this file
             hashes = files.setdefault(module, {})
             hashes[file_hash] = min(release, hashes.get(file_hash, release), key=Version)
     for found in functions.values():
         for its in found.values():
             its.sort(key=Version)
-    # A name without a release is not kept: no fix needs it any more.
+    # Remove a function without a release: no fix needs it any more.
     functions = {name: _ordered(found, lambda its: its[0]) for name, found in sorted(functions.items()) if found}
     files = {module: _ordered(hashes, str) for module, hashes in sorted(files.items()) if hashes}
     releases = sorted([*mine["releases"], *taken], key=Version)
@@ -85,7 +85,7 @@ def _ordered(found: dict[str, Any], release: Callable[[Any], str]) -> dict[str, 
 
 
 def modules_of_fixes(dist: str) -> dict[str, list[str]]:
-    """Return {module: modules of the fixes that fix a function of this module}."""
+    """Return {module of the distribution: modules of the fixes that fix a function of it}."""
     found: dict[str, set[str]] = {}
     for fix in catalogue.fixes():
         for target in fix.targets if fix.fixable else ():

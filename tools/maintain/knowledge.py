@@ -15,12 +15,12 @@ from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.problems import Problem
 
 FOLDER = FILE.with_suffix("")
-#: Files without records: the codes that are retired, the messages of the grammar, and other tables.
+#: Files without records: retired codes, messages of the grammar, and other tables.
 RETIRED, MESSAGES, TABLES = "retired.toml", "messages.toml", ("connectors.toml", "words.toml")
 
 
 class Mistake(ValueError):
-    """A record that cannot be read. Its text names the file and the record."""
+    """kvfix cannot read a record. The text names the file and the record."""
 
 
 def records(file: Path) -> list[dict[str, Any]]:

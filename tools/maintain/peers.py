@@ -2,10 +2,10 @@
 
     python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew]
 
-`--anew` runs the tests (.cache/peers) without kvfix, and writes those that do not pass to
-tests/peers/<dist>-<release>.json. If any other test fails with kvfix, it runs again alone. It counts if it fails only
-with kvfix. tests/peers/exceptions.json has the tests that are meant to fail, with the reason. Exit 1 if another test
-fails, or if an exception does not fail.
+`--anew` runs the tests (.cache/peers) without kvfix, and writes the tests that do not pass to
+tests/peers/<dist>-<release>.json. If any other test fails with kvfix, it runs again alone, with kvfix and without. It
+counts if it fails only with kvfix. tests/peers/exceptions.json has the tests that shall fail, with the reason. Exit 1
+if another test fails, or if an exception does not fail.
 """
 
 import argparse
@@ -30,7 +30,7 @@ MODES = ("fix", "strict")
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
 #: {dist: {file that is not run: reason}}
 LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
-EVERYWHERE = {"lmcache.v1.memory_management"}  # modules that nearly all of LMCache's tests import
+EVERYWHERE = {"lmcache.v1.memory_management"}  # do not select tests by these modules: nearly all tests import them
 #: {model of the tests: its configuration}. The tests read only the configuration.
 MODELS: dict[str, dict[str, Any]] = json.loads((KEPT / "models.json").read_text())
 
@@ -43,7 +43,7 @@ class Suite(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """The file with the result without kvfix: number of passed tests, and outcomes of the other tests."""
+        """The file for the result without kvfix: the number of passed tests, and the outcomes of all other tests."""
         return KEPT / f"{self.dist}-{self.release}.json"
 
 
@@ -60,7 +60,7 @@ def suite(dist: str) -> Suite:
 
 
 def importing(dist: str, folder: Path, modules: Iterable[str]) -> list[str]:
-    """Return test files that import one of these modules, without files that are not run."""
+    """Return the test files that import one of these modules, except for files in LEFT_OUT."""
     ways = []
     for module in sorted(modules):
         package, _, name = module.rpartition(".")
@@ -95,7 +95,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) -> dict[str, str]:
-    """Return {test: passed, skipped or failed} in this mode of kvfix; "": without kvfix. tests: by default all."""
+    """Return {test: passed, skipped or failed}. mode: of kvfix; "": without kvfix. tests: default: all."""
     with tempfile.TemporaryDirectory(prefix="kvfix-peers-") as place:
         outcomes = Path(place, "outcomes")
         env = {
@@ -118,7 +118,7 @@ def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) 
 
 
 def read(file: Path) -> dict[str, str]:
-    """Return {test: outcome} from the file of the plugin. A test has an outcome for each phase: the worst counts."""
+    """Return {test: outcome} from the plugin's file. pytest reports each phase of a test: the worst outcome counts."""
     order = ("passed", "skipped", "failed")
     found: dict[str, str] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -128,7 +128,7 @@ def read(file: Path) -> dict[str, str]:
 
 
 def take(suite: Suite) -> None:
-    """Run the suite twice without kvfix. Tests that do not pass both times are not compared."""
+    """Run the suite twice without kvfix, and write the result. `compare` ignores tests that do not pass both times."""
     first, again = run(suite, ""), run(suite, "")
     worse = {name: outcome for name, outcome in (*again.items(), *first.items()) if outcome != "passed"}
     passed = sum(outcome == "passed" for outcome in first.values()) - sum(first.get(name) == "passed" for name in worse)

@@ -19,10 +19,10 @@ if IS_WORKER and ASKED["mode"]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    if ASKED["mode"] == "strict":  # the tests use the connector classes without vLLM's factory
+    if ASKED["mode"] == "strict":  # watch connectors here: the tests create them without vLLM's factory
         in_engine.watch_connectors()
     if ASKED["dist"] == "vllm":
-        for item in items:  # vLLM's own clean-up takes half a second: run it once for each file
+        for item in items:  # vLLM's own clean-up takes half a second, so run it once for each file
             item.add_marker(pytest.mark.skip_global_cleanup)
 
 

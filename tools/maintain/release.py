@@ -2,8 +2,8 @@
 
     python -m maintain.release [FOLDER]
 
-The wheel is built from the source archive. A few commands run in an empty environment with the wheel, without vLLM and
-LMCache. Exit 1 if one of them does not work.
+The wheel is built from the source archive. A few commands run in an environment that has only the wheel, without vLLM
+and LMCache. Exit 1 if a command does not work.
 """
 
 import gzip
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-#: The log of an engine that died of KVF001.
+#: The log of an engine that the bug of KVF001 ended.
 LOG = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
 
 

@@ -2,8 +2,8 @@
 
     python -m maintain.released_findings [CONNECTOR...]
 
-A fix belongs to a finding if a schedule still shows the finding with all other fixes. For each kind of finding, the
-first schedules are tried until one names a fix.
+A fix belongs to a finding if a schedule still shows the finding with all fixes except this one. For each kind of
+finding, kvfix tries the first schedules until one names a fix.
 """
 
 import json
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 FILE = Path(__file__).parents[2] / "docs/released.json"
 STEPS = 20_000  # steps of the scheduler for each pair
-ASKED = 5  # maximum schedules that are tried for each kind of finding
-NEWER = Path("requirements/vllm-python-only.txt")  # releases of vLLM that are newer than the one of the running Python
-#: The connectors of the lab, and the newest LMCache that each is played with.
+ASKED = 5  # maximum number of schedules to try for each kind of finding
+NEWER = Path("requirements/vllm-python-only.txt")  # releases of vLLM that are newer than the installed release
+#: {connector of the lab: the newest LMCache with which the lab plays it}
 CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """The findings of one rule with the same fixes. seed, message: of the first seed that names the fixes.
+    """The findings of one rule to which the same fixes belong. seed, message: from the first seed that names the fixes.
 
-    fixes: each of them is needed to prevent the findings. Empty if several fixes prevent the findings, each without the
-    others.
+    fixes: all fixes that are needed to prevent the findings. Empty if two or more fixes prevent the findings, each of
+    them alone.
     """
 
     rule: str
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The findings of a connector. with_fixes: kinds of findings in the same seeds with all fixes."""
+    """The findings of a connector. with_fixes: number of kinds of findings in the same seeds with all fixes."""
 
     connector: str
     versions: dict[str, str]
@@ -97,7 +97,7 @@ def look(connector: str, steps: int) -> Found:
 
 
 def without_each(drawn: "Schedule") -> dict[str, list[tuple[str, str]]]:
-    """Return {fix: rules and signatures that this schedule shows with all other fixes}."""
+    """Return {fix: [(rule, signature) of each finding of this schedule with all fixes except this one]}."""
     from kvfix_tools.lab.fuzz.fuzz import play, signature
 
     mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.played()]
@@ -113,7 +113,7 @@ def without_each(drawn: "Schedule") -> dict[str, list[tuple[str, str]]]:
 
 
 def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """Return the fixes without which the schedule has this signature, or else violates this rule."""
+    """Return the fixes without which the schedule has a finding with this signature, or else with this rule."""
     exact = [code for code, shown in without.items() if (rule, signature) in shown]
     return exact or [code for code, shown in without.items() if any(each == rule for each, _ in shown)]
 

@@ -3,8 +3,8 @@
     make matrix                                  only new or changed pairs
     python -m maintain.scenario_matrix --again   all pairs
 
-`requirements/matrix` makes the environments .cache/vllm/<release>. In the file, a row of `outcomes` has all LMCache
-releases with this outcome, and `code` is a digest of the fixes and the lab.
+`requirements/matrix` makes the environments .cache/vllm/<release>. In docs/matrix.json, a row of `outcomes` names all
+LMCache releases with this outcome, and `code` is a digest of the fixes and the lab.
 """
 
 import datetime
@@ -26,12 +26,12 @@ from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
-#: Releases of vLLM with an environment: with a build for the CPU, and with the Python files of a wheel.
+#: Releases of vLLM that have an environment: first those with a build for the CPU, then those with only Python files.
 VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-python-only.txt")
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
-#: Plays the pairs of one vLLM release, in that release's environment.
+#: The script that plays the pairs of one vLLM release, in this release's environment.
 PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
-LIMIT = 300  # seconds for the import of vLLM, and for one pair, which takes about ten
+LIMIT = 300  # seconds for the import of vLLM, and for one pair, which takes about ten seconds
 
 #: {(vllm, lmcache): {"date", "python", "code", and "outcomes" or, if the pair could not be played, "why"}}
 Pairs = dict[tuple[str, str], dict[str, Any]]
@@ -56,7 +56,7 @@ def load(text: str) -> Pairs:
 
 
 def dump(pairs: Pairs) -> str:
-    """Return the text of the file: sorted, with one line for all LMCache releases with the same values."""
+    """Return the text of docs/matrix.json: sorted, with one line for all LMCache releases that have the same values."""
     runs: dict[str, list[str]] = {}
     outcomes: dict[str, list[str]] = {}
     for (vllm, lmcache), pair in sorted(pairs.items(), key=lambda each: (Version(each[0][0]), Version(each[0][1]))):
@@ -87,14 +87,14 @@ def deviations(pairs: Pairs) -> list[str]:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Return the environment for another vLLM, without fixes. first: folders in front of its path."""
+    """Return environment variables for a process with another vLLM, without fixes. first: folders for PYTHONPATH."""
     packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
     others = {name: value for name, value in os.environ.items() if name != "KVFIX"}
     return {**others, "PYTHONPATH": os.pathsep.join([*map(str, first), *packages])}
 
 
 def answer_of(python: Path, code: str, *first: Path) -> Any:
-    """Run this code with this Python, and return the JSON in its last line."""
+    """Run this code with this Python, and return the JSON in the last line of the output."""
     command = [str(python), "-c", code]
     done = subprocess.run(command, env=environment(*first), stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

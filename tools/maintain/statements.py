@@ -1,7 +1,7 @@
-"""`make statements`: write the texts of the releases that kvfix-diagnose knows, from their source.
+"""`make statements`: write the texts that the releases log or raise, from their source, for kvfix-diagnose.
 
-`kvfix_tools/diagnose/statements.json` has log statements and assertion texts that the grammar reads. `checks.json` has
-exceptions, assertions and logged errors. Entries of other releases stay in the files.
+`kvfix_tools/diagnose/statements.json` has logging statements and assertion texts that the grammar reads. `checks.json`
+has exceptions, assertions and logged errors. Entries of other releases stay in the files.
 
     python -m maintain.statements lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain.statements vllm DIR/0.9.2=.../site-packages ...
@@ -48,13 +48,13 @@ def said(node: ast.AST) -> tuple[str, ast.expr | None]:
             return "assert", text
         case ast.Raise(exc=ast.Call(args=[text, *_])):
             return "raise", text
-        case ast.Assign(value=text):  # later code may log or raise it
+        case ast.Assign(value=text):  # later code may log or raise this text
             return "text", text
     return "", None
 
 
 def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
-    """Return (message, template, level, line) of each statement of a file that the grammar reads."""
+    """Return (message, template, level, line) of each statement in a file that a message of the grammar matches."""
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
         return []
     found = []
@@ -73,7 +73,7 @@ Table = dict[tuple[str, str, str, str], dict[str, tuple[int, ...]]]
 
 
 def take_statements(table: Table, release: str, root: Path) -> None:
-    """Replace the statements of this release in the table by those of the package in this folder."""
+    """Replace the statements of this release in the table by the statements of the package in this folder."""
     for lines in table.values():
         lines.pop(release, None)
     for file in sorted(root.rglob("*.py")):
@@ -96,7 +96,7 @@ def rows(table: Table) -> list[list[object]]:
 
 
 def with_place(node: ast.AST, function: str = "<module>", condition: str = "") -> Iterator[tuple[ast.AST, str, str]]:
-    """Yield (node, its function, its innermost `if`) of all nodes below this one."""
+    """Yield (node, its function, condition of its innermost `if`) of all nodes below `node`."""
     for name, value in ast.iter_fields(node):
         leads = ast.unparse(node.test) if isinstance(node, ast.If) and name == "body" else condition
         if isinstance(node, ast.If) and name == "orelse":
@@ -126,7 +126,7 @@ def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
 
 
 def take_checks(table: statements.Table, release: str, package: Path) -> None:
-    """Replace the checks of this release in the table by those of this package."""
+    """Replace the checks of this release in the table by the checks of the package in this folder."""
     for found in table.values():
         found.discard(release)
     for file in sorted(package.rglob("*.py")):

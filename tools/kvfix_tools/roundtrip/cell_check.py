@@ -1,4 +1,4 @@
-"""The check of one cell, in the steps of docs/roundtrip.md: compare each copy with the definition of the layout."""
+"""The check of one cell: compare each copy with the definition of the layout. docs/roundtrip.md has the steps."""
 
 import time
 from collections.abc import Callable
@@ -16,23 +16,23 @@ REPEATS = 3  # repetitions of a timed copy
 
 
 class Refused(Exception):
-    """The backend cannot do this cell, and says why before it moves KV. This is not a finding."""
+    """The backend cannot copy the KV of this cell. It gives the reason before it moves KV. This is not a finding."""
 
 
 class Transfer:
     host: Region | None = None  # the host buffers; None if the backend does not expose them
-    operations = ""  # the operations that it runs, as text
+    operations = ""  # text about the operations that move the bytes
 
     def store(self, slots: torch.Tensor) -> None:
         """Copy the KV of these slots [tokens] to the host, and return when the copy is complete."""
         raise NotImplementedError
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
-        """Copy from the host into these slots, except for the first `skip` tokens, and return when it is complete."""
+        """Copy from the host into these slots, except for the first `skip` tokens. Return when the copy is complete."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release all resources. This is called also after an error."""
+        """Release all resources. kvfix calls this after an error too."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Result:
     load: float = 0.0
     plain_store: float = 0.0  # seconds of a plain copy of this size
     plain_load: float = 0.0
-    check_seconds: float = 0.0  # of a whole check with filling and verifying, if it was timed
+    check_seconds: float = 0.0  # seconds of a whole check, with filling and verifying; 0 if not timed
     operations: str = ""
     race: str = ""
 
@@ -64,7 +64,7 @@ class CellCheck:
         self.result.moved = self.geometry.token_bytes(cell.count)
 
     def host(self, axes: str, tokens: int = 0) -> Region:
-        """Make a host buffer for each chunk of the cell, or of `tokens`. axes: of a chunk, outermost first."""
+        """Make a host buffer for each chunk. axes: a chunk's axes, outermost first. tokens: 0 for the cell's tokens."""
         sizes, latent = self.geometry.sizes, self.geometry.layout.latent
         chunk, tokens = int(self.cell.chunk), tokens or self.cell.count
         order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not latent)
@@ -72,11 +72,11 @@ class CellCheck:
         return make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
-        """Run the check. brief: leave out the load from host buffers that are filled by the definition."""
+        """Run the check. brief: leave out the load from host buffers that kvfix has filled itself."""
         self.result.operations = transfer.operations
         host = transfer.host
         try:
-            if brief:  # the host buffers hold an earlier generation, which serves as poison
+            if brief:  # no poison is needed: the host buffers hold an earlier generation
                 self.cache.fill(everywhere(FIRST))
             else:
                 self.prepare(transfer)
@@ -116,13 +116,13 @@ class CellCheck:
         return lambda at: Identity(generation, at["layer"], at["kv"], self.source[at["token"]], at["head"], 0)
 
     def token_in(self, skip: int) -> torch.Tensor:
-        """Return [slots]: the token that a load puts into each slot; -1 for none."""
+        """Return [slots]: the token that a load puts into each slot; -1 if it puts no token there."""
         found = torch.full((self.geometry.slots,), -1, dtype=torch.int64, device=self.device)
         found[self.target[skip:]] = torch.arange(skip, self.cell.count, device=self.device)
         return found
 
     def loaded(self, generation: int, skip: int | None = None) -> Expected:
-        """Return the expected KV cache after a load into poison: the tokens in their slots, and poison elsewhere."""
+        """Return the expected content of a poisoned KV cache after a load: the tokens in their slots, else poison."""
         token_in = self.token_in(self.cell.skipped if skip is None else skip)
 
         def expected(at: Coordinates) -> Identity:
@@ -155,7 +155,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @lru_cache(maxsize=512)
 def plain(size: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of the fastest plain copy of this size to pinned memory, and back. The first is ignored."""
+    """Return seconds of the fastest plain copy of this size to pinned memory, and back. Ignore each first copy."""
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)

@@ -97,14 +97,14 @@ def chosen(options: argparse.Namespace) -> Work:
 def run(options: argparse.Namespace, work: Work) -> RunReport:
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())  # with a number, because LMCache compares devices
+        device = torch.device("cuda", torch.cuda.current_device())  # with its index, because LMCache compares devices
     report = RunReport(device, options)
     with contextlib.ExitStack() as stack:
         if any(one.name != "torch" for one, _ in work):
             stack.enter_context(fixes(not options.no_fixes))
         report.skipped = {one.name: why for one, _ in work if (why := one.missing(device))}
         here = [(one, cells) for one, cells in work if one.name not in report.skipped]
-        if device.type == "cpu":  # the cells are small, so threads would only wait for each other
+        if device.type == "cpu":  # cells are small: several threads would be slower
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         every = list(jobs(here, device, options))
@@ -156,7 +156,7 @@ def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Itera
         for one, cells in work:
             for cell in cells:
                 yield Result(cell), partial(one.whole or partial(check_cell, one, options.inject), device)
-    some = any(getattr(options, axis) for axis in AXES)  # the user asked for cells, not for races
+    some = any(getattr(options, axis) for axis in AXES)  # True if the user asked for cells, not for races
     if options.race is not None or not events or not (some or options.inject):
         for one, _ in work:
             cell = Cell(one.name, layers=options.layers, head_size=options.head_size, seed=options.seed)
@@ -182,7 +182,7 @@ def guarded(result: Result, job: Job) -> Result:
 
 
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
-    """Time and verify one large transfer of a backend, and plain copies of this size. The fastest counts."""
+    """Time and verify one large transfer of a backend, and plain copies of the same size. Keep the fastest times."""
     cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
     wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
     # Pinned memory is allocated in powers of two. So the KV and its guard bands together must fit into the wanted size.
@@ -192,7 +192,7 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
         check = CellCheck(cell, device)
         transfer = backend.open(check)
         check.prepare(transfer)
-        check.cache.fill(everywhere(SECOND))  # a generation that is not compared
+        check.cache.fill(everywhere(SECOND))  # no check compares this generation
         for _ in range(REPEATS):
             check.store(transfer)
             check.load(transfer)

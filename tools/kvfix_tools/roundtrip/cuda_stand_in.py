@@ -48,7 +48,7 @@ CUDA = SimpleNamespace(
 
 
 class Torch:
-    """A replacement of `torch` for one module, with these streams and events."""
+    """A replacement of `torch` for one module, with the stand-ins for streams and events."""
 
     cuda, Event = CUDA, Event
 
@@ -66,7 +66,7 @@ class _Assertions(ast.NodeTransformer):
 
 
 def on_cpu(module: ModuleType, **names: Any) -> None:
-    """Remove the assertions from a module's functions, which stay the same objects, and set these names."""
+    """Remove the assertions from a module's functions, which stay the same objects. Set these names in the module."""
     assert module.__file__
     tree = _Assertions().visit(ast.parse(Path(module.__file__).read_text()))
     again = dict(vars(module))

@@ -19,7 +19,7 @@ _SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumera
 STALE, FIRST, SECOND, OTHER = 0, 1, 2, 3
 POISON, HOST_POISON, GUARD = 60, 61, 62
 
-_A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd numbers have an inverse modulo 2**64
+_A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd, so they have an inverse modulo 2**64
 _S1, _S2 = 32, 29
 
 
@@ -74,7 +74,7 @@ def rows(numbers: torch.Tensor, words: int, seed: int) -> torch.Tensor:
 
 
 def _seed(seed: int) -> int:
-    """Map a seed to 62 bits, so that another seed gives other words for every identity."""
+    """Map a seed to 62 bits, so that a different seed gives different words for every identity."""
     return (seed * _A + _B) % (1 << 62)
 
 

@@ -1,4 +1,4 @@
-"""LMCache's connectors for vLLM, which also log the worker's loads to a file (backends/engine.py reads the file).
+"""Subclasses of LMCache's connectors that log the worker's loads to a file, which backends/engine.py reads.
 
 vLLM imports this module by its name (`kv_connector_module_path`) in each of its processes. On the CPU, this module
 installs the stand-ins of `lmcache-v2`. LMCache's connector V2 then moves only whole blocks, because vLLM for the CPU

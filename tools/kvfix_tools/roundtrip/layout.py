@@ -1,7 +1,7 @@
 """The layouts of KV in memory, each defined by the order of its axes.
 
-The innermost axis has the elements of one head. They are a *row*, which is contiguous in every layout of vLLM and
-LMCache. So a layout is an order of rows. The coordinates of a row say which content the row has.
+The innermost axis has the elements of one head. These elements are a *row*, which is contiguous in every layout of vLLM
+and LMCache. So a layout is an order of rows. The coordinates of a row say which content the row has.
 """
 
 import math
@@ -55,7 +55,7 @@ LAYOUTS = {
         _layout("nhd-block-first", "block kv offset head"),
         _layout("hnd", "kv block head offset"),
         _layout("hnd-block-first", "block kv head offset"),
-        # vLLM 0.26 and later (PR 44455): K and V of a head side by side.
+        # vLLM 0.26 and later (PR 44455): V of a head follows its K.
         _layout("packed", "block offset head kv", "block offset head kv*element"),
         _layout("packed-hnd", "block head offset kv", "block head offset kv*element"),
         # vLLM for the CPU has the shape of `packed-hnd` with another order: the K rows of a head, then its V rows.
@@ -65,7 +65,7 @@ LAYOUTS = {
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
-        # The pool of hybrid models, and vLLM's BLNHC. Between two blocks of a layer is the KV of the other layers.
+        # The pool of hybrid models, and vLLM's BLNHC. The other layers' KV lies between two blocks of a layer.
         _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }

@@ -1,4 +1,4 @@
-"""The matrix: its axes and cells. A run uses all cells, or enough cells that every pair of values occurs."""
+"""The matrix: its axes and cells. A run checks all cells, or so few that each pair of values still occurs in one."""
 
 import itertools
 import random
@@ -26,14 +26,14 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": SKIPS,
 }
 PRIME = 211
-#: Minimum bytes of each layer's K. LMCache's layerwise connector rounds a buffer of the size of K up to 4 KiB.
+#: Minimum bytes of each layer's K: more than 4 KiB, to which LMCache's layerwise connector rounds up a buffer for K.
 LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One round trip. Values are as on the command line. block, chunk and tokens are in tokens."""
+    """One round trip. Its fields are values of the command line's options. block, chunk and tokens are in tokens."""
 
     backend: str
     layout: str = "nhd"
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def count(self) -> int:
-        """Number of tokens. `prime` is a prime number, so it is a multiple of no size."""
+        """Number of tokens. `prime` is a prime number, so it is no multiple of a block or a chunk."""
         named = {"block": int(self.block), "chunk": int(self.chunk), "prime": PRIME}
         for name, value in named.items():
             if self.tokens.startswith(name):
@@ -70,7 +70,7 @@ class Cell:
     def geometry(self) -> Geometry:
         layout, block = LAYOUTS[self.layout], int(self.block)
         heads = 1 if layout.latent else int(self.heads)
-        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # to store from and to load into
+        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # to store from, and to load into
         plane = block * heads * self.head_size * DTYPES[self.dtype].itemsize
         blocks = max(blocks, -(-LEAST // plane))
         return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)
@@ -81,13 +81,13 @@ class Cell:
         if self.slots == "random":
             shuffled = torch.randperm(slots, generator=torch.Generator().manual_seed(self.seed))
             return shuffled[:tokens], shuffled[tokens : 2 * tokens]
-        if self.slots == "blocks":  # as in an engine: tokens in order in a block, and blocks in any order
+        if self.slots == "blocks":  # as in an engine: tokens of a block in order, and the blocks shuffled
             block = int(self.block)
             order = torch.randperm(slots // block, generator=torch.Generator().manual_seed(self.seed))
             shuffled = (order[:, None] * block + torch.arange(block)).flatten()
             return shuffled[:tokens], shuffled[-(-tokens // block) * block :][:tokens]
         step = 2 if self.slots == "holes" else 1
-        source = torch.arange(tokens) * step + int(self.block)  # in vLLM the first block belongs to no request
+        source = torch.arange(tokens) * step + int(self.block)  # skip the first block, which vLLM gives to no request
         target = source + tokens * step + step // 2
         if self.slots == "reversed":
             source, target = source.flip(0), target.flip(0)
@@ -95,7 +95,7 @@ class Cell:
 
 
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
-    """Return cells in which every pair of values of two axes occurs: a greedy covering, fixed by the seed."""
+    """Return cells in which each pair of values of two axes occurs. Choose them greedily; the seed breaks ties."""
     order, draw = list(axes), random.Random(seed)
     choices = [(axis, value) for axis in axes for value in axes[axis]]
     missing = {(one, other) for one, other in itertools.combinations(choices, 2) if one[0] != other[0]}

@@ -1,4 +1,4 @@
-"""Classify a wrong word, and describe the first one in a region as text."""
+"""Classify the wrong words of a region, and describe the first wrong word as text."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from kvfix_tools.roundtrip.element import GUARD, HOST_POISON, OTHER, POISON, WOR
 from kvfix_tools.roundtrip.region import Region, WrongWords
 
 FEW_BITS = 4  # A word with at most this number of wrong bits is a bit flip
-#: {field: name of a mismatch in this field alone}
+#: {field of the identity: class of a word that is wrong in this field only}
 NAMED = {
     "generation": "stale",
     "layer": "wrong layer",
@@ -28,7 +28,7 @@ _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 class Mismatch(NamedTuple):
     stage: str
     first: str  # text about the first wrong word
-    address: int  # of the first wrong word: its byte in the region
+    address: int  # byte of the first wrong word in the region
     classes: Counter[str]  # number of words of each class
 
     @property
@@ -124,7 +124,7 @@ def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Return True for identities of this region. A random word is one in less than 1 of 2**30 cases."""
+    """Return True for each identity of this region. A random word is an identity in less than 1 of 2**30 cases."""
     who, sizes = Identity.of(numbers), region.geometry
     generation = (who.generation <= OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (
@@ -135,7 +135,7 @@ def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
-    """Return True if a known word begins inside this word, at a byte that is not the first."""
+    """Return True for each wrong word inside of which a known word begins, after the first byte."""
     next_one = (wrong.address + 1).clamp(max=len(region.words) - 1)
     behind = region.words[next_one.to(region.words.device)].cpu()
     found = torch.zeros_like(wrong.found, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Planted faults (`--inject`), which damage the host buffers, or the KV cache if there are none."""
+"""Planted faults (`--inject`). They damage the host buffers, or the KV cache if the backend shows no host buffer."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ FAULTS = {
     "drop-tail": "not written",
     "wrong-layer": "wrong layer",
     "neighbour-write": "bystander written",
-    "missing-event": "",  # races.py leaves out the events, and each race has its own class
+    "missing-event": "",  # any class: races.py leaves out the events, and each race shows its own class
 }
 
 
@@ -48,7 +48,7 @@ def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
 
 
 def planted(fault: str, check: CellCheck, token_in: torch.Tensor, at: Coordinates) -> tuple[torch.Tensor, Identity]:
-    """Return the rows to damage, and their wrong identities. token_in: the token of each slot."""
+    """Return (rows to damage, their wrong identities). token_in: the token of each slot."""
     source, last = check.source, check.cell.count - 1
     token = at["token"] if "token" in at else token_in[at["slot"]]
     moved = token >= 0

@@ -1,4 +1,4 @@
-"""Races: concurrent work on streams, for which a transfer must wait. Each runs with its events or without."""
+"""Races: a transfer and other work on streams at the same time. Events make one wait for the other, or are left out."""
 
 import contextlib
 from collections import deque
@@ -22,7 +22,7 @@ from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 @dataclass
 class DeferredStream:
-    """A queue of deferred work, which runs in the worst order. Work that returns False stays in the queue."""
+    """A stand-in for a stream: a queue of work. `Race.finish` runs fast streams first, which is the worst order."""
 
     slow: bool
     queue: deque[Work] = field(default_factory=deque)
@@ -39,7 +39,7 @@ class DeferredStream:
         self.queue.append(event.is_set)
 
     def step(self) -> bool:
-        """Do the next work. Return False if there is none, or if the stream must wait."""
+        """Do the next work in the queue. Return False if there is none, or if the work must wait for an event."""
         if not self.queue or self.queue[0]() is False:
             return False
         self.queue.popleft()
@@ -47,7 +47,7 @@ class DeferredStream:
 
 
 class Race(CellCheck):
-    """A cell whose transfer, by the torch backend, runs at the same time as other work."""
+    """A cell whose transfer (by the backend `torch`) runs at the same time as other work."""
 
     def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
         super().__init__(cell, device, result)
@@ -66,13 +66,13 @@ class Race(CellCheck):
         return stream
 
     def after(self, stream: Any, earlier: Any) -> None:
-        """Make later work of `stream` wait for all work of `earlier` so far. A race tests this event."""
+        """Make later work of `stream` wait for the present work of `earlier`, by an event. A race tests this event."""
         event = earlier.record()
         if self.events:
             stream.wait(event)
 
     def finish(self, until: Any = None) -> None:
-        """Run all work, or all work of the stream `until`."""
+        """Run all work, or run work until the stream `until` has no more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return
@@ -98,7 +98,7 @@ class Race(CellCheck):
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
     ) -> None:
-        """Write the expected content into some rows of the region, as other work on this stream."""
+        """Write the expected content into the rows `where` of the region. This is the other work of a race."""
         for section, into in zip(region.sections, region.tensors(), strict=True):
             at = section.coordinates(0, section.rows, self.device)
             chosen = where(at).nonzero()[:, 0]
@@ -113,13 +113,13 @@ class Race(CellCheck):
 class ConnectorRace(Race):
     """A race with LMCache's connectors V2 and V3 instead of the tool's own copy.
 
-    LMCache itself waits: a store or a load is complete when it returns. On a GPU, LMCache uses the streams of the race.
-    On the CPU, the stand-in defers LMCache's operations, and LMCache's `synchronize` runs them. Without events,
-    `synchronize` does nothing.
+    LMCache waits without the race's events: a store or a load returns when it is complete. On a GPU, LMCache uses the
+    streams of the race. On the CPU, the stand-in defers LMCache's operations until LMCache calls `synchronize`. Without
+    events, `synchronize` does nothing.
     """
 
     def transfer(self) -> Any:
-        """Make the connector without its buffer on the device. It would copy from this buffer at once."""
+        """Make the connector without its buffer on the device: the copy from this buffer would not be deferred."""
         if self.device.type == "cuda" and not self.events:
             raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)
@@ -148,7 +148,7 @@ class ConnectorRace(Race):
 
 
 def late_producer(race: Race) -> None:
-    """Submit a store before the kernel that writes the KV has run."""
+    """Submit a store of KV before the kernel that writes this KV has run."""
     producer, copier = race.stream(slow=True), race.stream()
     race.write_to_source(producer, FIRST)
     race.after(copier, producer)
@@ -169,7 +169,7 @@ def early_reuse(race: Race) -> None:
 
 
 def neighbours(race: Race) -> None:
-    """During a store and a load, write to all slots that they do not use, also to those in the same blocks.
+    """During a store and a load, write to all slots that they do not use, even to slots in the same blocks.
 
     Only the load needs an event: it must wait for the store.
     """

@@ -1,4 +1,4 @@
-"""A real vLLM engine on a small random model. run() starts a program that makes the engine and answers."""
+"""A real vLLM engine with a small random model. run() starts a program that makes the engine and writes its answer."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ MODEL: dict[str, Any] = {
     "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
-BLOCK = 32  # vLLM's attention for the CPU needs a multiple of 32
+BLOCK = 32  # tokens of a block. vLLM's attention for the CPU needs a multiple of 32
 #: Environment of the engine's processes and of the server.
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # otherwise scheduler and worker hash differently, and no lookup has a hit
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The model is small, so threads would spin while they wait, on cores that other processes use too.
+    # The model is small: more threads would mostly wait, and keep cores busy that other processes use.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "LMCACHE_TRACK_USAGE": "false",
@@ -36,9 +36,9 @@ ENVIRONMENT = {
 #: is computed in parts of other sizes. Memory is limited so that several engines fit on one GPU.
 ON_CUDA = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 READY = "LMCache cache server is running"
-#: Options with which the server of the newest LMCache accepts the worker's transfer mode.
+#: Options with which the server of the newest LMCache accepts any transfer mode of the worker.
 ANY_MODE = ("--supported-transfer-mode", "auto")
-#: Maximum seconds until the blocks of the last requests are stored and free. A store ends only in a step of the engine.
+#: Maximum seconds until the last stores have ended and their blocks are free. A store ends only in an engine step.
 STORING = 20
 SERVER_LIMIT = 180  # maximum seconds until the server answers
 
@@ -54,7 +54,7 @@ def make(
     config: dict[str, Any] | None = None,
     **more: Any,
 ) -> Any:
-    """Make an LLM on the small model, in the folder `model`. config: changes of MODEL. more: arguments of LLM."""
+    """Make an LLM with the small model in the folder `model`. config: changes of MODEL. more: arguments of LLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -67,7 +67,7 @@ def make(
 
 
 def write_model(folder: Path, dtype: str, config: dict[str, Any]) -> None:
-    """Write a model with random weights, large enough that wrong KV changes the answers, unlike vLLM's."""
+    """Write a model with random weights. They are larger than vLLM's dummy weights, so wrong KV changes the answers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -95,13 +95,13 @@ def greedy(tokens: int, **more: Any) -> Any:
 
 
 def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-    """Answer each (prompt, number of tokens) greedily, and empty the prefix cache."""
+    """Return the answers to requests (prompt, number of tokens) with greedy sampling. Then empty the prefix cache."""
     prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
     outputs = engine.generate(prompts, [greedy(tokens) for _, tokens in requests], use_tqdm=False)
     client = engine.llm_engine.engine_core
     until = time.monotonic() + STORING
     while not engine.reset_prefix_cache() and time.monotonic() < until:
-        if hasattr(client, "engine_core"):  # the engine is in this process, and steps only here
+        if hasattr(client, "engine_core"):  # an engine in this process makes a step only here
             client.get_output()
         time.sleep(0.01)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -112,7 +112,7 @@ def counter(engine: Any, name: str) -> int:
 
 
 def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
-    """Return kv_transfer_config for LMCache in the engine's own processes. settings: more settings of LMCache."""
+    """Return kv_transfer_config for LMCache inside the engine's processes. settings: more settings of LMCache."""
     every = {
         "chunk_size": chunk,
         "local_cpu": True,
@@ -131,7 +131,7 @@ def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
 def server(
     log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), options: tuple[str, ...] = ANY_MODE
 ) -> Iterator[dict[str, Any]]:
-    """Run a real `lmcache server`; yield kv_transfer_config. start: words before the command."""
+    """Run a real `lmcache server`, and yield kv_transfer_config for it. start: words to put before its command."""
     program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise FileNotFoundError("the program lmcache is not on PATH")
@@ -160,7 +160,7 @@ def started(
         process = popen(command, env=settings, stdout=file, stderr=file, start_new_session=True, **more)
     try:
         yield process
-    finally:  # an engine that fails to start leaves its processes behind
+    finally:  # an engine that fails to start does not end its processes
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -182,7 +182,7 @@ def run(
     while_it_runs: Callable[[Any], None] | None = None,
     popen: Callable[..., Any] = subprocess.Popen,
 ) -> Ended:
-    """Run a Python program with this job, plus `model` and `out`. folder: for all files. limit: seconds."""
+    """Run a Python program with this job, and add `model` and `out` to it. folder: for all files. limit: seconds."""
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]
@@ -208,7 +208,7 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float)
 
 
 def free_port() -> int:
-    """Return a free port below the ports of outgoing connections, which could take it before a server does."""
+    """Return a free port below the range of outgoing connections. A connection could take a port of this range."""
     while True:
         port = random.randrange(20000, 32768)
         with socket.socket() as taken, contextlib.suppress(OSError):

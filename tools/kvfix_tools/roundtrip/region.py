@@ -12,16 +12,16 @@ from kvfix_tools.roundtrip.element import GUARD, WORD, Identity
 from kvfix_tools.roundtrip.layout import Geometry
 
 BAND = 512  # words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors
-AT_ONCE = 1 << 20  # number of rows to make or compare at once, which bounds the additional memory
-KEPT = 1 << 16  # Maximum number of wrong words to classify in one part. The rest is counted.
+AT_ONCE = 1 << 20  # number of rows to make or compare at once, to limit the memory for this
+KEPT = 1 << 16  # Maximum number of wrong words to classify in one part. Further wrong words are only counted.
 
 Coordinates = dict[str, torch.Tensor]
-#: Function from coordinates of rows (with `slot` or `token`) to identities; `word` is 0.
+#: Function that returns the identities of rows from their coordinates (with `slot` or `token`). Their `word` is 0.
 Expected = Callable[[Coordinates], Identity]
 
 
 class Section(NamedTuple):
-    """One tensor of a region, from word `start` on."""
+    """One tensor of a region, which begins at word `start`."""
 
     start: int
     axes: tuple[str, ...]
@@ -48,7 +48,7 @@ class Section(NamedTuple):
 
 
 class WrongWords(NamedTuple):
-    """Wrong words, in a guard band or not. All tensors are [n], int64, on the CPU."""
+    """Wrong words. guard: True if they are in a guard band. All tensors are [n], int64, on the CPU."""
 
     guard: bool
     address: torch.Tensor  # in words, from the beginning of the region
@@ -59,7 +59,7 @@ class WrongWords(NamedTuple):
 
 @dataclass
 class Region:
-    """A region. words: the whole memory with guard bands, as int64. device: where words are compared."""
+    """A region. words: the whole memory with guard bands, as int64. device: compares the words."""
 
     words: torch.Tensor
     sections: list[Section]
@@ -116,7 +116,7 @@ class Region:
         yield True, end, self._band(end, len(self.words))
 
     def _band(self, start: int, end: int) -> torch.Tensor:
-        """Return the words of a guard band. All differ, so that a copy between guard bands is found."""
+        """Return the words of a guard band. All words differ, so that kvfix notices a copy between guard bands."""
         places = torch.arange(start, end, dtype=torch.int64, device=self.device)
         slot, word = places >> element.BITS["word"], places % (1 << element.BITS["word"])
         who = Identity(GUARD, 0, 0, slot % (1 << element.BITS["slot"]), 0, word)
@@ -132,7 +132,7 @@ def make(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
-    """Make a region of `parts`: (sizes, first token). Each layer has these parts if `layer` is not an axis."""
+    """Make a region from parts: (sizes, first token). If `layer` is not an axis, make these parts for each layer."""
     sections, at = [], BAND
     layers: list[dict[str, int]] = [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
     for sizes, token in parts:

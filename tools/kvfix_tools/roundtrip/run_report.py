@@ -16,12 +16,12 @@ from kvfix_tools.roundtrip.cell_check import Result, plain
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 
-SHOWN = 5  # Maximum number of failed cells to show in full. The JSON has all cells.
+SHOWN = 5  # maximum number of failed cells to show in full. The JSON has all cells
 BAD = ("failed", "crashed")
 
 
 class KnownBug(NamedTuple):
-    """A known bug. fix: code of kvfix's fix. If it is applied, a failed cell has another cause. remedy: what to do."""
+    """A known bug. fix: code of kvfix's fix. With the fix, failed cells have another cause. remedy: what to do."""
 
     bug: str
     effect: str
@@ -85,7 +85,7 @@ class RunReport:
 
     @property
     def planted(self) -> tuple[int, int]:
-        """Return (cells in which the fault was planted, cells that name it)."""
+        """Return (number of cells in which the fault was planted, number of cells that found it)."""
         tried, kind = [result for result in self.results if result.verdict != "refused"], FAULTS[self.options.inject]
         return len(tried), sum(any(not kind or kind in each.classes for each in result.findings) for result in tried)
 
@@ -214,7 +214,7 @@ class RunReport:
         return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
 
     def known(self, result: Result) -> KnownBug | None:
-        """Return the known bug that a failed cell shows, or None. If its fix is applied, the cell has another cause."""
+        """Return the known bug that a failed cell shows; None if there is none, or if the bug's fix is applied."""
         cell = result.cell
         shown = (bug for bug in KNOWN if cell.backend in bug.backends and cell.layout in bug.layouts)
         return next((bug for bug in shown if bug.fix not in self.fixes), None) if result.verdict in BAD else None
@@ -233,7 +233,7 @@ def operations(results: list[Result]) -> str:
 
 
 def check_per_copy(result: Result) -> float:
-    """Return the time of the whole check relative to plain copies there and back."""
+    """Return the time of the whole check relative to the time of plain copies to the host and back."""
     return result.check_seconds / (result.plain_store + result.plain_load)
 
 

@@ -13,7 +13,7 @@ from kvfix_tools.verify.prompts import Prompt
 
 TOP = 5  # number of log probabilities to request for each answered token
 SILENCE = 120.0  # maximum seconds without a byte from the server
-#: Maximum seconds until the metrics count an answered request. The server updates them just after the answer.
+#: Maximum seconds until the metrics count an answered request. The server updates the metrics just after the answer.
 METRICS_LATE = 5.0
 
 
@@ -40,18 +40,18 @@ class Reply(NamedTuple):
     answer: Answer
     first: float  # seconds until the first token
     prompt_tokens: int  # as counted by the server
-    cached: int | None  # from any cache; None unless the server runs with --enable-prompt-tokens-details
-    counted: int | None = None  # from the connector by the metrics; None if unread, or other clients hide the number
+    cached: int | None  # tokens from any cache; None unless the server runs with --enable-prompt-tokens-details
+    counted: int | None = None  # tokens from the connector by the metrics. None: not read, or hidden by other clients
 
     @property
     def hits(self) -> int | None:
-        """Tokens from the connector. After a flush, all cached tokens come from the connector."""
+        """Tokens from the connector: `counted`, or else `cached`, because after a flush no other cache has tokens."""
         return self.cached if self.counted is None else self.counted
 
 
 class Server:
     def __init__(self, url: str, key: str, until: float) -> None:
-        """url: with or without /v1. key: bearer token, or "". until: end of the run by time.monotonic()."""
+        """url: with or without /v1. key: bearer token, or "". until: time.monotonic() at which the run ends."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = ""
         self.until = until

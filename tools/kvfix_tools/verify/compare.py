@@ -1,8 +1,8 @@
 """Decide whether answers differ by noise or because their KV is wrong. Pure.
 
-A GPU does not compute a prompt twice with the same last bits, because the order of sums depends on the batch. So the
-run measures this noise. A *control* is the difference between two answers to one prompt: computed, and from the GPU's
-own prefix cache. The connector takes no part in a control.
+If a GPU computes a prompt twice, the last bits differ, because the order of sums depends on the batch. So the run
+measures this noise. A *control* is the difference between two answers to one prompt: the first computed, the second
+from the GPU's own prefix cache. The connector takes no part in a control.
 
 The only assumption: if answers with KV from the connector are right, their differences have the distribution of the
 controls. Then every order of the differences by size is equally likely, and the error rates below are exact bounds. A
@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Maximum rate of healthy runs that are called different. Half of it belongs to each of the two tests.
+#: Maximum share of healthy runs that get the verdict "different". Each of the two tests may cause half of it.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
-TOO_NOISY = 2.0  # In nats. If noise moves a log probability by more, the run proves nothing.
+TOO_NOISY = 2.0  # nats. If noise moves a log probability by more, the run proves nothing
 FAR = 20.0  # A difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it
 SPARE = 2  # number of fresh prompts in the second test, in addition to those that must differ
 SMALLEST = -9999.0  # vLLM's smallest log probability. It also stands for NaN here.
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 
 def has_numbers(answer: Answer) -> bool:
-    """Return False if the model computed NaN: then a token has no log probability at all."""
+    """Return False if the model computed NaN: then an answered token has no log probability."""
     return all(max(each.values(), default=SMALLEST) > SMALLEST for each in answer.logprobs)
 
 
@@ -43,11 +43,11 @@ class Difference(NamedTuple):
 
 
 def difference(computed: Answer, cached: Answer) -> Difference:
-    """Compare two answers up to the first token that differs, because the texts differ after this token."""
+    """Compare two answers up to the first token that differs. After this token, the two texts are different prompts."""
     largest = Difference(0.0, 0)
     for position, (one, other) in enumerate(zip(computed.logprobs, cached.logprobs, strict=False)):
         for token in {*one, *other}:
-            # A token that is not in the list has at most the smallest value of the list, which gives a lower bound.
+            # A token that is not in a list has at most the list's smallest value. So the difference is at least `size`.
             left = one.get(token, min(one.values(), default=0.0))
             right = other.get(token, min(other.values(), default=0.0))
             is_known = token in one and token in other
@@ -60,7 +60,7 @@ def difference(computed: Answer, cached: Answer) -> Difference:
 
 
 class Judge(NamedTuple):
-    """Decides about differences. controls: one difference for each control prompt."""
+    """Decide if differences are noise. controls: one difference for each control prompt."""
 
     controls: Sequence[float]
 
@@ -81,20 +81,20 @@ class Judge(NamedTuple):
         return size > self.limit
 
     def first_test(self, pairs: Sequence[float]) -> bool:
-        """Return True if more differences of prompts with a control exceed every control than chance explains."""
+        """Return True if chance cannot explain how many `pairs` exceed the limit. pairs: of prompts with a control."""
         above, every = sum(map(self.exceeds, pairs)), len(pairs) + len(self.controls)
         chance = math.prod((len(pairs) - number) / (every - number) for number in range(above))
         return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """Return how many of `needed + SPARE` fresh prompts must differ to confirm one of `compared` suspects."""
+        """Return how many (of `needed + SPARE`) fresh prompts must differ to confirm one of `compared` suspects."""
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
             needed += 1
         return needed
 
     def error_rate(self, compared: int) -> float:
-        """Return the bound of the error rate for the whole run."""
+        """Return the upper bound of the error rate of the whole run."""
         return FALSE_ALARMS / 2 + compared * _second(self.needed(compared), len(self.controls))
 
 
@@ -104,5 +104,5 @@ def is_decided(differs: int, asked: int, needed: int) -> bool:
 
 
 def _second(needed: int, controls: int) -> float:
-    """Return the probability that a comparison and `needed` of `needed + SPARE` fresh ones exceed all controls."""
+    """Return the chance that by noise a suspect and `needed` of `needed + SPARE` fresh prompts exceed all controls."""
     return math.comb(needed + SPARE, needed) / math.comb(controls + needed + 1, controls)

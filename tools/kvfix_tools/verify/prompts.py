@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 
     @property
     def length(self) -> int:
-        """In tokens; 0 if only the server knows it."""
+        """Length in tokens; 0 if only the server knows it, as for a text."""
         return 0 if isinstance(self.body, str) else len(self.body)
 
 
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """Length of the longest prompt of whole chunks, at least two."""
+        """Tokens of the longest prompt that consists of whole chunks, of which it has at least two."""
         return max(2, (self.longest - self.block - 1) // self.chunk) * self.chunk
 
     @property
@@ -66,7 +66,7 @@ class Maker:
     drawn: random.Random
 
     def kinds(self, count: int) -> list[str]:
-        """Return the kinds of `count` prompts, in the order of the requests."""
+        """Return a kind for each of about `count` prompts, in the order of the requests."""
         if not self.vocabulary:
             return ["text"] * count
         total = sum(SHARES.values())
@@ -86,7 +86,7 @@ class Maker:
                 yield self.cued(kind, [], self.length(kind, sizes))
 
     def length(self, kind: str, sizes: Sizes) -> int:
-        """Return the length of a prompt. The GPU's cache serves one token more than whole blocks, as a control."""
+        """Return the length of a prompt. With one token more than whole blocks, the GPU's cache can serve a control."""
         chunk, block = sizes.chunk, sizes.block
         if kind == "many chunks":
             least = chunk // block + 1

@@ -14,7 +14,7 @@ from kvfix_tools.verify.prompts import Prompt, Sizes
 
 SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
 VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
-#: Modes in which prompts are sent with KV from the connector.
+#: The two modes in which kvfix sends prompts whose KV comes from the connector.
 ALONE, UNDER_LOAD = "alone", "under load"
 MODES = (ALONE, UNDER_LOAD)
 #: Possible reasons why too few tokens came from the connector.
@@ -39,7 +39,7 @@ class Case:
     prompt: Prompt
     tokens: int
     computed: Reply
-    control: float | None = None  # difference between two answers without the connector, if they are clean
+    control: float | None = None  # difference between two answers without the connector, if both are clean
     warm: Reply | None = None  # the answer of the warm round
     #: {mode: difference between the computed answer and the answer with KV from the connector}
     cached: dict[str, Difference] = field(default_factory=dict)
@@ -65,14 +65,14 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run. NaN of the survey stays in the engine's memory, and spoils the later rounds."""
+    """The results of a run. Only the survey counts NaN, because NaN stays in GPU memory and spoils later rounds."""
 
     sizes: Sizes
     judge: Judge
     cases: list[Case]
     preemptions: int
     flushed_by: str
-    not_numbers: int  # number of prompts of the survey whose answer became NaN with KV from the connector
+    not_numbers: int  # prompts of the survey whose answer became NaN with KV from the connector
     confirmations: list[Confirmation] = field(default_factory=list)
     shared_with: str = ""  # an adapter that got KV of another adapter
 
@@ -88,7 +88,7 @@ class Outcome:
 
     @property
     def expected(self) -> int:
-        """How many tokens must at least come from the connector: whole chunks of prompts that share no prefix."""
+        """Minimum number of tokens from the connector: whole chunks of all prompts without a shared prefix."""
         known = [case for case in self.cases if case.hits is not None and case.prompt.kind != "shared prefix"]
         return sum((case.computed.prompt_tokens - 1) // self.sizes.chunk * self.sizes.chunk for case in known)
 
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def verdict(outcome: Outcome) -> tuple[int, str]:
-    """Return the exit code, and its reason for the last line of the output."""
+    """Return (exit code, its reason for the last line of the output)."""
     found = outcome.first_test or outcome.shared_with or outcome.not_numbers
     if found or any(each.holds for each in outcome.confirmations):
         return DIFFERENT, where(outcome)
@@ -116,7 +116,7 @@ def verdict(outcome: Outcome) -> tuple[int, str]:
 
 
 def why_not(outcome: Outcome) -> str:
-    """No wrong answer is confirmed: return why the answers prove nothing; "" if they prove something."""
+    """Return why the answers prove nothing; "" if they prove something. Call this if no wrong answer is confirmed."""
     judge = outcome.judge
     if outcome.hits is None:
         return (
@@ -154,7 +154,7 @@ def where(outcome: Outcome) -> str:
 
 
 def _chunks(case: Case, outcome: Outcome) -> int:
-    """Return the number of chunks from the connector. The last chunk may lack the token that vLLM computes."""
+    """Return the number of chunks from the connector. A last chunk counts even if vLLM computes its last token."""
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
@@ -265,7 +265,7 @@ def _example(outcome: Outcome) -> list[str]:
 def _known(vllm: str) -> list[str]:
     text = ["", "Next steps:"]
     with suppress(InvalidVersion):
-        if Version(vllm) >= Version("0.26"):  # packs K and V of a head
+        if Version(vllm) >= Version("0.26"):  # packs K and V of a head in one axis
             text += [
                 f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released."
                 " KVF020 fixes this:",

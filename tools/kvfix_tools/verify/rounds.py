@@ -11,8 +11,8 @@ from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome, by_kind
 
-STORING = 20.0  # Maximum seconds until the blocks of the last requests are free. A connector may still be storing them.
-#: Number of prompts to find the chunk size, and maximum number of repetitions. A connector may store late.
+STORING = 20.0  # Maximum seconds until the last requests' blocks are free. A connector may still be storing blocks.
+#: Number of prompts to find the chunk size. Maximum number of repetitions, because a connector may store late.
 SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3  # maximum number of kinds to confirm with fresh prompts, the worst kinds first
 FEWEST_CONTROLS = 12  # minimum number of controls to know the noise
@@ -26,7 +26,7 @@ NO_HIT = "vLLM asked the connector for each prompt, but no token came from the c
 
 
 class Inconclusive(Exception):
-    """Nothing can be proven. The text says why, and what to check."""
+    """The run can prove nothing. The text says why, and what to check."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Rounds:
     not_numbers: int = 0
 
     def run(self, requests: int, others: list[str]) -> Outcome:
-        """Run all rounds. others: adapters of the same base model."""
+        """Run all rounds. others: the base model and its adapters, without the tested model."""
         self.say("survey: finding the chunk size")
         self._survey()
         prompts = list(self.maker.prompts(self.maker.kinds(requests), self.sizes))
@@ -67,7 +67,7 @@ class Rounds:
         return outcome
 
     def _survey(self) -> None:
-        """Find the chunk size, unless it is given. Hits are whole chunks."""
+        """Find the chunk size, unless the user has given it: all hits are multiples of it."""
         sizes = self.sizes._replace(chunk=self.sizes.chunk or self.sizes.block)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
@@ -95,7 +95,7 @@ class Rounds:
             )
 
     def _shared_with(self, cases: list[Case], others: list[str]) -> str:
-        """Return an adapter that gets KV of another adapter, for a prompt that was never sent to it; or ""."""
+        """Return an adapter that has a hit for a prompt that was only sent to another adapter; "" if there is none."""
         hits = [case.prompt for case in cases if case.hits]
         for other in others if hits else []:
             self.flush()
@@ -104,7 +104,7 @@ class Rounds:
         return ""
 
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
-        """Run the cold round, with the controls: they run while the GPU's prefix cache still holds the prompts."""
+        """Run the cold round and its controls. Controls run while the GPU's prefix cache still holds the prompts."""
         cases: list[Case] = []
         for group in self._groups(prompts):
             self.say(f"cold: {len(cases)} of {len(prompts)} prompts")
@@ -135,8 +135,8 @@ class Rounds:
         return int(self.reference.metrics().preemptions - before.preemptions)
 
     def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
-        """Return (kind, mode) with answers above the limit, worst first. If a kind differs in the mode ALONE, it is not
-        repeated under load."""
+        """Return (kind of prompt, mode) with answers above the limit, worst first. A kind with such answers in the mode
+        ALONE appears with this mode only."""
         worst = {
             kind: (max(case.cached[mode].size for case in cases), mode)
             for mode in (UNDER_LOAD, ALONE)
@@ -169,7 +169,7 @@ class Rounds:
         done = self.reference.reset()
         while done is False and time.monotonic() < until:
             tiny = self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
-            self.reference.ask(tiny, 1)  # in this step the connector can end its stores
+            self.reference.ask(tiny, 1)  # the connector ends its stores in this request's steps
             time.sleep(0.1)
             done = self.reference.reset()
         if done:
@@ -190,11 +190,11 @@ class Rounds:
 
     @property
     def fillers(self) -> int:
-        """Number of prompts that use every block once, and a tenth more."""
+        """Number of prompts that together use all blocks of the GPU, and a tenth more."""
         return math.ceil(1.1 * self.capacity / (self.sizes.longest - self.sizes.block)) + 1
 
     def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
-        """Send all requests from several clients, and return the answers. aborts: also send aborted requests."""
+        """Send all requests from several clients, and return the answers. aborts: also send requests and abort them."""
         clients = self.clients
         if aborts and self.can_preempt:  # twice as many requests as fit into the GPU's blocks
             clients = max(clients, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
@@ -207,7 +207,7 @@ class Rounds:
             return [reply.result() for reply in replies]
 
     def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> Reply:
-        """Return the answer, with the number of its tokens from the connector unless other clients hide it."""
+        """Return the answer, with its number of tokens from the connector, unless other clients hide this number."""
         before = self.reference.metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
@@ -225,7 +225,7 @@ class Rounds:
         return 0 < self.capacity <= 24 * self.sizes.longest
 
     def _tokens(self, number: int) -> int:
-        """Return the number of tokens of the answer. A request that shall be preempted grows by another block."""
+        """Return the number of tokens of the answer. Some answers are a block longer, to cause preemptions."""
         return self.sizes.block + TOKENS if self.can_preempt and number % EVERY == 0 else TOKENS
 
     def _groups(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:

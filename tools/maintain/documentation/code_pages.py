@@ -1,4 +1,4 @@
-"""A page for everything that has a code: fixes, findings of kvfix-diagnose, rules of the ledger; and a list of each."""
+"""A page for each code (fixes, findings of kvfix-diagnose, rules of the ledger), and a list of each kind."""
 
 import inspect
 
@@ -29,7 +29,7 @@ ALL_RULES: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
 
 
 def pages(pairs: Pairs) -> dict[str, str]:
-    """{path below docs/: markdown}, in the order in which a section lists them."""
+    """Return {path below docs/: markdown} of all pages, in the order in which a section lists the pages."""
     return {
         **{f"fixes/{each.code.lower()}.md": of_fix(each, pairs) for each in catalogue.fixes()},
         **{f"findings/{each.code.lower()}.md": of_problem(each) for each in problems.catalogue()},

@@ -20,7 +20,7 @@ COLUMNS = 118
 
 
 class _Terminal(Console):
-    """Long lines end at its edge and go on below, as on any terminal."""
+    """A console that breaks long lines at the edge of the picture, as a terminal does."""
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
         super().print(*objects, **options)
@@ -34,7 +34,7 @@ def picture(log: bytes) -> str:
     console.print(f"[bold]$ kvfix-diagnose {NAME}[/]")
     report_text.print_all(found, found.findings, console, everything=False)
     svg = console.export_svg(title="kvfix-diagnose", unique_id="kvfix")
-    # rich makes the reader's browser fetch a font from another site. Any monospaced font is good enough.
+    # Remove rich's font, which the reader's browser would fetch from another site. Any monospaced font is good enough.
     lines = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).splitlines()
     return "".join(f"{line.rstrip()}\n" for line in lines)
 

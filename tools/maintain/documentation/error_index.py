@@ -1,7 +1,7 @@
 """The index of messages: for each text in a log, its findings and fixes.
 
-Messages are the releases' own statements that a finding looks at (statements.json), and those that a fix quotes as its
-symptom.
+Messages are logging statements of the releases that a finding looks at (statements.json), and texts that a fix quotes
+as its symptom.
 """
 
 import re
@@ -15,7 +15,7 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Problem
 from maintain.documentation.markdown import code, filtered, link, links
 
-#: Kinds of lines that every log has. Only the numbers in them matter, and kvfix-diagnose reads the numbers.
+#: Kinds of lines that every log has. They are no sign of a problem, because only their numbers matter.
 _ORDINARY = {"asked", "retrieved", "stats"}
 #: Names of the grammar's messages that are texts of exceptions.
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
@@ -26,7 +26,7 @@ _NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST 
 
 
 class Entry(NamedTuple):
-    """A message as it is logged, with an ellipsis for values; findings and fixes, in the order of their codes."""
+    """A message as logged, with an ellipsis for values, and its findings and fixes in the order of their codes."""
 
     text: str
     rules: tuple[Problem, ...]
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
     @property
     def severity(self) -> Severity | None:
-        """The severity of its worst finding; None if it has no finding."""
+        """The severity of the message's worst finding; None if the message has no finding."""
         return min((rule.severity for rule in self.rules), key=lambda severity: severity.value, default=None)
 
 

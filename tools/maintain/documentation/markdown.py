@@ -1,4 +1,4 @@
-"""Write markdown: links between generated pages, tables, sections, spans of releases."""
+"""Write markdown: links between generated pages, tables, sections, ranges of releases."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ def links(codes: Iterable[str], up: str = "../") -> str:
 
 
 def code(text: str) -> str:
-    """Return any text as code for a cell of a table."""
+    """Return a text as markdown code that is valid in a cell of a table."""
     fence = "``" if "`" in text else "`"
     return f"{fence}{text}{fence}".replace("|", "\\|").replace("\n", " ")
 
@@ -37,12 +37,12 @@ def facts(rows: dict[str, str]) -> str:
 
 
 def sections(parts: dict[str, str]) -> str:
-    """A heading and its text for each part that has a text."""
+    """Return a heading and its text for each part that has a text."""
     return "".join(f"## {name}\n\n{text}\n" for name, text in parts.items() if text)
 
 
 def prose(text: str) -> str:
-    """Return a docstring as markdown, which needs a blank line between a sentence and its list."""
+    """Return a docstring as markdown. Add the blank line that markdown needs between a sentence and its list."""
     return re.sub(r"(?m)^([^-\s].*)\n(?=- )", r"\1\n\n", text.strip())
 
 

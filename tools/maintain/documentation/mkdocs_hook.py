@@ -1,6 +1,6 @@
 """The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove what no page needs.
 
-Each fix, finding and rule has a page, and so has each text at the top of the repository. Marks in pages become tables.
+Each fix, finding and rule gets a page, and so does each file of TOP. Tables replace the marks in pages.
 """
 
 import re
@@ -77,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return markdown
 
 
-@event_priority(-100)  # after the search plugin, which reads the table of contents
+@event_priority(-100)  # run after the search plugin, which reads the table of contents
 def on_page_context(context: Any, page: Page, **_: Any) -> None:
     """Leave the table of contents out of the pages of findings, which are short."""
     if page.file.src_uri.startswith("findings/"):
@@ -91,7 +91,7 @@ def on_post_page(output: str, **_: Any) -> str:
 
 @event_priority(-100)
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write the search index as a script, which a browser also loads from file://. The theme asks for the JSON file."""
+    """Write the search index as a script, which a browser loads from file:// too. Empty the theme's JSON file."""
     index = Path(config.site_dir) / "search/search_index.json"
     index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
     index.write_text('{"config": {}, "docs": []}')

@@ -1,7 +1,7 @@
 """The page "Is my pair safe?" (theme/pair.js). It is made from the fingerprints and docs/matrix.json (`make matrix`).
 
-The lab does not play every bug in every pair, and plays fewest in old releases. For the other bugs the fingerprints say
-whether the released code has the bug. So the page does not show a bug as absent because the lab did not play it.
+The lab does not play every bug in every pair, least of all in old releases. If the lab did not play a bug, the
+fingerprints say if the released code has it. So a bug that the lab did not play does not look absent.
 """
 
 import json
@@ -19,8 +19,8 @@ from maintain.documentation.markdown import span, table
 from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
-#: Letters of a cell in the data of the page. The last three are for cells that are NOT_PLAYED. They mean that the code
-#: has the bug, that it does not, and that no release of the pair has the function.
+#: Letters of a cell in the data of the page. The last three are for a cell that is NOT_PLAYED: the code has the bug,
+#: the code does not have the bug, or no release of the pair has the function.
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
@@ -28,12 +28,12 @@ Cells = dict[tuple[str, str], str]  # {(vllm, lmcache): one of the four above}
 
 
 def as_json(pairs: Pairs) -> str:
-    """Return the data of the page. It cannot end the script element that holds it."""
+    """Return the data of the page as JSON. No "<" in it can end the script element that holds the data."""
     return json.dumps(data(pairs), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def data(pairs: Pairs) -> dict[str, Any]:
-    """Return what pair.js reads. Each string of `cells` is of one vLLM release: a letter for each LMCache."""
+    """Return the data that pair.js reads. `cells` has a string for each vLLM, with a letter for each LMCache."""
     vllm, lmcache = _releases(pairs)
     return {
         "vllm": vllm,
@@ -73,7 +73,7 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
 
 
 def of_fix(pairs: Pairs, code: str) -> str:
-    """The outcomes of one fix: vLLM by LMCache, releases with the same outcomes in one column."""
+    """Return the outcomes of one fix: a row for each vLLM, a column for LMCache releases with the same outcomes."""
     slugs = _scenarios(code)
     if not slugs:
         return "The lab does not play this bug. Tests with the released code show it instead.\n"
@@ -90,7 +90,7 @@ def of_fix(pairs: Pairs, code: str) -> str:
 
 
 def _releases(pairs: Pairs) -> tuple[list[str], list[str]]:
-    """(vllm, lmcache), the oldest first"""
+    """Return (releases of vLLM, releases of LMCache), the oldest first."""
     vllm, lmcache = (sorted({pair[at] for pair in pairs}, key=Version) for at in (0, 1))
     return vllm, lmcache
 

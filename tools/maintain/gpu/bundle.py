@@ -1,4 +1,4 @@
-"""`make gpu-bundle`: folders with all that a GPU host without a package index needs (README.md).
+"""`make gpu-bundle`: folders with everything that a GPU host without a package index needs (README.md).
 
     python -m maintain.gpu.bundle [FOLDER]
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from maintain import release
 
 ROOT = Path(__file__).parents[3]
-LIMIT = 60 << 20  # Maximum bytes of a folder. The host takes 64 MiB in one transfer.
-#: Platforms of the host. pip accepts a wheel for an older glibc only if that platform is named too.
+LIMIT = 60 << 20  # Maximum bytes of a folder. One transfer to the host has at most 64 MiB.
+#: Platforms of the host. pip accepts a wheel for an older glibc only if the command names this older platform too.
 PYTHON, PLATFORMS = "3.12", ("manylinux2014", *(f"manylinux_2_{glibc}" for glibc in range(39, 4, -1)))
 FOLDERS = {"vllm_operations": "2", "vllm_flash_attention": "3"}  # parts of vLLM that have a folder of their own
 SCRIPTS = ("__init__.py", "gpu/*.py", "gpu/run.sh")  # files below tools/maintain
-#: {files of the wheel that are in no part: why the stages do not need them}
+#: {files of vLLM's wheel to leave out: why the stages do not need them}
 LEFT_OUT = {
     "vllm/vllm_flash_attn/_vllm_fa2_C.*": "FlashAttention 2, 129 MB. The stages use Triton attention",
     "vllm/_moe_C_*": "mixture of experts. The model of the stages is dense",
@@ -33,9 +33,9 @@ LEFT_OUT = {
     "vllm/third_party/tml_fa4/*": "FlashAttention 4",
     "vllm/vllm-rs": "the server in Rust. The stages use the one in Python",
 }
-#: {files with a separate wheel, so that each wheel fits into a folder: name of the wheel}
+#: {files to put into a separate wheel, because a folder is too small for one wheel: name of the separate wheel}
 APART = {
-    "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and what every model runs
+    "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and operations that every model runs
     # On CUDA vLLM imports FlashAttention 2 or 3 with every attention (0.26.0 v1/attention/backends/fa_utils.py:23).
     "vllm/vllm_flash_attn/_vllm_fa3_C.*": "vllm_flash_attention",
 }
@@ -50,7 +50,7 @@ def download(folder: Path) -> None:
 
 
 def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
-    """Put the wheels and scripts into subfolders. Return their bytes. Raise ValueError if one exceeds LIMIT."""
+    """Put the wheels and scripts into subfolders. Return {subfolder: bytes}. Raise ValueError if one exceeds LIMIT."""
     for wheel in wheels:
         into = folder / FOLDERS.get(wheel.name.partition("-")[0], "1")
         into.mkdir(parents=True, exist_ok=True)
@@ -70,10 +70,10 @@ def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
 
 
 def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, str]) -> list[Path]:
-    """Write the parts of this wheel into the folder. Return them, the main part first.
+    """Split this wheel into parts, and write the parts into the folder. Return their paths, the main part first.
 
-    pip can install each part: its RECORD names exactly its files. One call of pip installs all parts into one folder,
-    where they are one package. Raises ValueError if a pattern matches no file: the release has changed.
+    pip can install each part, because the part's RECORD names exactly its files. One call of pip installs all parts
+    into one folder, where they are one package. Raises ValueError if a pattern matches no file, so the release differs.
     """
     name, version, tag = wheel.name.removesuffix(".whl").split("-", 2)
     with zipfile.ZipFile(wheel) as whole:
@@ -94,7 +94,7 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
             content[f"{info}/WHEEL"] = about_wheel
             content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {part}\nVersion: {version}\n".encode()
         content[f"{info}/RECORD"] = b""
-        rows = (f'"{file}",,\n' for file in content)  # names of vLLM's files have commas; pip reads no hash here
+        rows = (f'"{file}",,\n' for file in content)  # quoted: names of vLLM's files have commas. pip needs no hash
         content[f"{info}/RECORD"] = "".join(rows).encode()
         written.append(folder / f"{part}-{version}-{tag}.whl")
         with zipfile.ZipFile(written[-1], "w", zipfile.ZIP_DEFLATED) as out:

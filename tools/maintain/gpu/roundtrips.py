@@ -1,7 +1,7 @@
 """The stages that are runs of `kvfix roundtrip`. The runs of one stage share a process, so torch is imported once.
 
-LMCache as released and LMCache with the fixes are never in one process. A cell that makes the GPU fail also fails all
-later cells of its process.
+LMCache as released and LMCache with the fixes have separate processes. If a cell makes the GPU fail, all later cells of
+its process fail too.
 """
 
 import os
@@ -14,8 +14,8 @@ from kvfix_tools.roundtrip import command
 from kvfix_tools.roundtrip.run_report import RunReport, check_per_copy, counted, operations, rates
 from maintain.gpu import stages
 
-KEPT = 10  # maximum failed cells that are kept in full
-#: Minimum speed relative to a plain pinned copy, and maximum time of the whole check relative to the copies alone.
+KEPT = 10  # maximum number of failed cells to keep in full
+#: Minimum speed relative to a plain pinned copy. Maximum time of the whole check relative to the copies alone.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
 
 
@@ -33,7 +33,7 @@ def fast(report: RunReport) -> bool:
 
 
 def found(report: RunReport) -> bool:
-    """The planted fault fails every cell in which it can be planted, and is named there."""
+    """Return True if the planted fault fails every cell in which it can be planted, and each cell names the fault."""
     tried, named = report.planted
     return 0 < tried == named
 
@@ -44,13 +44,13 @@ def known(report: RunReport) -> bool:
 
 
 def differs(report: RunReport) -> bool:
-    """Return True if all tokens were loaded, and the answers of the engine are wrong."""
+    """Return True if the engine loaded all tokens, and its answers are wrong."""
     wrong = ["outputs differ" in one.reason and " 0 loaded" not in one.operations for one in report.results]
     return bool(wrong) and all(wrong)
 
 
 FAULTS = ("swap-kv", "shift-slot", "stale", "bitflip", "drop-tail", "wrong-layer", "neighbour-write")
-#: 1 GiB: 8192 tokens of a model with 8 billion parameters.
+#: Options for 1 GiB of KV: 8192 tokens of a model with 8 billion parameters.
 LARGE = "--dtype bfloat16 --heads 8 --layers 32 --head-size 128 --block 16 --chunk 256 --slots blocks --tokens 8192"
 LARGE = f"{LARGE} --skip none --gib 0"
 RUNS: dict[str, list[tuple[str, str, Callable[[RunReport], bool]]]] = {
@@ -71,7 +71,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[RunReport], bool]]]] = {
         ("KVF020", f"--backend lmcache-v2 lmcache-v3 lmcache-mp --layout packed {LARGE}", passes),
         ("KVF021", f"--backend lmcache-layerwise --layout hnd {LARGE}", passes),
     ],
-    # LMCache issue 4463: all tokens are promised and loaded, but the answers differ.
+    # LMCache issue 4463: the engine loads all promised tokens, but its answers differ.
     "engines": [
         ("in process, as released", "--backend engine-v1 --no-fixes", differs),
         ("in mode check", "--backend engine", passes),

@@ -1,10 +1,10 @@
 """Stages `serve` and `verify`: two `vllm serve` with LMCache, one as released and one with kvfix's fixes.
 
-`serve` uses LMCache's multi-process connector, which loads right KV as released. It runs `kvfix look` and `kvfix dump`
-under load. Then it compares the throughput of both servers, in alternating runs.
+`serve` uses LMCache's multi-process connector, which loads correct KV even without kvfix. It runs `kvfix look` and
+`kvfix dump` under load. Then it compares the throughput of both servers, in alternating runs.
 
-`verify` uses LMCache in process, which loads wrong KV as released (LMCache issue 4463). `kvfix verify` must find the
-wrong KV of the server as released, and nothing with the fixes.
+`verify` uses LMCache in process, which loads wrong KV without kvfix (LMCache issue 4463). `kvfix verify` must find the
+wrong KV of the server without kvfix, and nothing wrong with the fixes.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from kvfix_tools.roundtrip import real_engine
 from maintain.gpu import stages
 
 PROMPT, ANSWER = 400, 48  # tokens of a prompt and of an answer
-#: Requests of one run, requests at once, and pairs of runs. The CPU is for tests of the scripts.
+#: {device: (requests of a run, requests at once, pairs of runs)}. The CPU only serves to test these scripts.
 SIZES = {"cuda": (64, 16, 8), "cpu": (8, 4, 1)}
-#: Seconds for a server to start, and for `kvfix verify`.
+#: Maximum seconds for a server to start, and for `kvfix verify`.
 STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, {"cuda": 60, "cpu": 300}
 KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
-    """Yield the kv_transfer_config, with a new LMCache server if it is not in process."""
+    """Yield kv_transfer_config for LMCache in process, or for a new LMCache server."""
     if in_process:
         yield real_engine.in_process(64, max_local_cpu_size=2.0)
         return
@@ -112,7 +112,7 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
 
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
-    """Return the seconds for so many requests. Every second prompt has a seed of the run before."""
+    """Return the seconds for the requests. Every second prompt repeats one of the previous run, so its KV is cached."""
     prompts = [real_engine.prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
 
     def ask(tokens: list[int]) -> None:
@@ -130,7 +130,7 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
 
 
 def verify(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
-    """Run `kvfix verify`: on CUDA it must find a difference as released (exit 1), and none with the fixes (exit 0)."""
+    """Run `kvfix verify`. On CUDA it must find wrong KV without the fixes (exit 1), and nothing with them (exit 0)."""
     for mode, code in {"off": int(device == "cuda"), "fix": 0}.items():
         url, seconds = f"http://localhost:{servers[mode][0]}", str(VERIFIED[device])
         command = [*KVFIX, "verify", url, "--seconds", seconds, "--json"]

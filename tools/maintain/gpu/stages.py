@@ -1,7 +1,7 @@
-"""Run the stages on this host, the most valuable first, and write the result of each at once.
+"""Run the stages on this host, the most valuable first. Write each stage's result as soon as the stage ends.
 
-A stage is a process with a time limit, which prints a line of JSON for each of its steps (Steps). The next stage runs
-after any result. OUT/results.json has all results, OUT/table.md the rows for docs/gpu.md.
+A stage is a process with a time limit, which prints a line of JSON for each of its steps (class Steps). After a failed
+stage, the next stage still runs. OUT/results.json has all results, and OUT/table.md has the rows for docs/gpu.md.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 NOT_HERE, TIMED_OUT = 77, 124
 OUTCOMES = {0: "passed", 1: "FAILED", NOT_HERE: "not checked", TIMED_OUT: "TIMED OUT"}
-KEPT = 20_000  # maximum characters of a stage's messages
+KEPT = 20_000  # maximum number of characters to keep of a stage's messages
 
 
 class Stage(NamedTuple):
@@ -28,7 +28,7 @@ class Stage(NamedTuple):
     arguments: tuple[str, ...]
 
 
-#: {stage that is a run of `kvfix roundtrip`: its limit}
+#: {stage that runs `kvfix roundtrip`: its time limit in seconds}
 ROUNDTRIPS = {
     "torch": 90, "torch-32-gib": 90, "lmcache": 60, "lmcache-released": 60, "lmcache-speed-released": 60,
     "lmcache-speed": 60, "vllm": 60, "engines": 180,
@@ -46,7 +46,7 @@ class Steps:
         self.right: list[bool] = []
 
     def add(self, what: str, right: bool, figures: str, **details: Any) -> None:
-        """Print a step. figures: its result in a few words. details: other data to keep."""
+        """Print the result of a step. figures: the result in a few words. details: other data to keep."""
         self.right.append(right)
         print(json.dumps({"what": what, "right": right, "figures": figures, **details}), flush=True)
 
@@ -70,7 +70,7 @@ def device(arguments: list[str]) -> tuple[str, str]:
 
 
 def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
-    """Run one stage. Return its result; `exit` is TIMED_OUT if the stage was ended at `slower` times its limit."""
+    """Run one stage, and end it at `slower` times its limit. Return its result, with `exit` TIMED_OUT in this case."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -81,7 +81,7 @@ def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
             code = process.wait(timeout=stage.limit * slower)
         except subprocess.TimeoutExpired:
             code = TIMED_OUT
-        finally:  # its engines and servers are in its process group or are its children
+        finally:  # the stage's engines and servers are in its process group, or are its children
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

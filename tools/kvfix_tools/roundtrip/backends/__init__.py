@@ -14,11 +14,11 @@ from kvfix_tools.roundtrip.matrix import Axes
 class Backend(NamedTuple):
     name: str
     summary: str
-    open: Callable[[CellCheck], Transfer]  # makes the transfer of one cell, or raises Refused
-    missing: Callable[[torch.device], str | None] = lambda device: None  # why it cannot be used here, or None
+    open: Callable[[CellCheck], Transfer]  # return the transfer of one cell, or raise Refused
+    missing: Callable[[torch.device], str | None] = lambda device: None  # why the backend cannot be used here, or None
     group: str = ""  # a name for several backends
-    axes: Axes = {}  # default values of each axis; other values run only on request
-    whole: Callable[[torch.device, Result], Result] | None = None  # runs one check instead of all cells
+    axes: Axes = {}  # {axis: values that run by default}
+    whole: Callable[[torch.device, Result], Result] | None = None  # for a backend without cells: run its check
 
 
 def all_backends() -> dict[str, Backend]:

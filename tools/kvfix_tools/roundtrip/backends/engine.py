@@ -29,8 +29,8 @@ ASKED = [prompt(200, seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(BLOCK * (BLOCKS - 1) // 2 - GENERATE - BLOCK, seed) for seed in (11, 12)]
 CHANGED = [[*prompt(BLOCK, seed + 20), *one[BLOCK:]] for seed, one in enumerate(ASKED)]
 ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
-#: This key in kv_connector_extra_config has the path of the file of loads. A line of the file has the number of loaded
-#: tokens, or of blocks whose load failed.
+#: Key in kv_connector_extra_config for the path of a file about loads. A line of the file has the number of loaded
+#: tokens, or the number of blocks whose load failed.
 LOADS = "kvfix.loads"
 KINDS = ("loaded", "failed")
 #: {kind: (LMCache's connector in vLLM, the class of engine_connector.py that logs its loads)}
@@ -43,7 +43,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def check(kind: str, device: torch.device, result: Result) -> Result:
-    """Run the engine with this connector, and once without a connector, and compare."""
+    """Run the engine with this connector. Compare its answers with an engine without a connector, which runs once."""
     plain = without_connector(device.type)
     with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)
@@ -61,7 +61,7 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
 
 
 def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
-    """Return the error in an engine's answers, compared with an engine without a connector; None if there is none."""
+    """Compare an engine's answers with answers of an engine without a connector. Return the error, or None."""
     for name in ROUNDS:
         mine, other = ran[name], plain[name]
         differ = sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True))
@@ -92,7 +92,7 @@ def without_connector(device: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield kv_transfer_config for LMCache's connector of this kind, as a class that logs its loads."""
+    """Yield kv_transfer_config for LMCache's connector of this kind, in a subclass that logs the loads."""
     with contextlib.ExitStack() as stack:
         if kind == "v1":
             transfer = real_engine.in_process(CHUNK)
@@ -130,7 +130,7 @@ def cause(log: str) -> str:
 def ask(job: dict[str, Any]) -> None:
     engine = real_engine.make(
         Path(job["model"]), job["transfer"], num_gpu_blocks_override=BLOCKS, max_model_len=1024,
-        distributed_executor_backend="uni",  # as on one GPU, because vLLM for the CPU would start another process
+        distributed_executor_backend="uni",  # as on one GPU. By default, vLLM for the CPU starts another process
         **job["engine"],
     )  # fmt: skip
     answer = {}
@@ -152,7 +152,7 @@ def loads(file: Path) -> dict[str, int]:
 
 
 def tokens_to_load(request: Any) -> int:
-    """Return the number of tokens that the worker loads for a request of the connector's metadata."""
+    """Return the number of tokens that the worker loads for a request in the connector's metadata."""
     if hasattr(request, "op"):  # multi-process
         skipped = getattr(request.op, "skip_first_n_tokens", 0)
         return int(request.op.end - request.op.start - skipped) if request.direction == "RETRIEVE" else 0

@@ -1,11 +1,11 @@
-"""Backends for the installed LMCache, whose own operations move the bytes: compiled ones, or its torch fallback.
+"""Backends for the installed LMCache. LMCache's operations move the bytes: compiled operations, or its torch fallback.
 
 - `lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors. On the CPU they run with a stand-in for
   `torch.cuda`, and without the assertions that a device is CUDA. The report names the stand-ins.
 - `lmcache-engine`: the V2 connector with LMCache's cache engine and CPU storage, as its vLLM adapter calls them. kvfix
   cannot see the host memory, so it checks the loaded KV and the number of tokens that the engine returns.
 - `lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it, for whole chunks only.
-  LMCache issue 4463 does not affect this mode, so it shows the right result for the packed layout.
+  LMCache issue 4463 does not affect this mode, so this backend shows the right result for the packed layout.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ CLASSES = {
     "v3": "VLLMPagedMemGPUConnectorV3",
     "layerwise": "VLLMPagedMemLayerwiseGPUConnector",
 }
-#: Layouts for which LMCache has a format (0.5.6 kv_format/specs) and which vLLM gives to its in-process connectors.
+#: Layouts that vLLM passes to in-process connectors and for which LMCache has a format (0.5.6 kv_format/specs).
 LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "packed-pool", "mla")
-#: vLLM passes a view whose axes have one order, whatever the order in memory is. Before 0.26 the view is NHD (0.20.2
-#: flash_attn.py:138), from 0.26 on HND (0.26.0 flash_attn.py:131).
+#: vLLM passes a view with a fixed order of axes, which may differ from the order in memory. Before 0.26 the view is NHD
+#: (0.20.2 flash_attn.py:138), from 0.26 on HND (0.26.0 flash_attn.py:131).
 VIEWS = {
     **dict.fromkeys(("hnd", "hnd-block-first"), (0, 1, 3, 2, 4)),
     **dict.fromkeys(("packed", "packed-pool"), (0, 2, 1, 3)),
@@ -92,7 +92,7 @@ class Connector(Transfer):
                 mover.send(objects)
             deque(mover, maxlen=0)
             return
-        # The first loaded chunk is the one in which the engine's own tokens end (0.5.6 vllm_v1_adapter.py).
+        # The load begins with the chunk in which the engine's own tokens end (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
         wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
         self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)
@@ -110,11 +110,11 @@ class ThroughEngine(Transfer):
         self.count, self.tokens = cell.count, list[int]()
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=self.chunk, local_cpu=True, save_unfull_chunk=True,
-            max_local_cpu_size=2 * check.result.moved / (1 << 30) + 0.02,  # GiB, with room to align
+            max_local_cpu_size=2 * check.result.moved / (1 << 30) + 0.02,  # GiB, with space for alignment
             lmcache_instance_id=name,
         )  # fmt: skip
         keys = ChunkedTokenDatabase(config, metadata)
-        # A new engine collects garbage, which takes more than a second for the objects of vLLM's imports.
+        # A new cache engine runs gc.collect(), which takes over a second if it visits the objects of vLLM's imports.
         gc.freeze()
         self.engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, _: tensor, lambda thing, _: thing)
         gc.unfreeze()
@@ -216,12 +216,12 @@ def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
-    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # for a pool LMCache uses the strides
+    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # for packed-pool, LMCache reads the strides
 
 
 @functools.cache
 def connectors(device: str) -> Any:
-    """Import LMCache's module of GPU connectors; on the CPU, with the stand-ins."""
+    """Import LMCache's module of GPU connectors. On the CPU, put the stand-ins into it."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     from lmcache.v1.gpu_connector import gpu_connectors

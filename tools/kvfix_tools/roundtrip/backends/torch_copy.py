@@ -1,4 +1,4 @@
-"""The reference backend `torch`, which indexes tensors by their shape, without the arithmetic of layout.py."""
+"""The reference backend `torch`. It indexes tensors by their shape, without the arithmetic of layout.py."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -59,7 +59,7 @@ class CudaStream:
 
 class TorchCopy(Transfer):
     def __init__(self, check: CellCheck, tokens: int = 0) -> None:
-        """tokens: size of the host memory; by default the tokens of the cell."""
+        """tokens: number of tokens for which to make host memory; 0: the tokens of the cell."""
         self.block, self.chunk, device = check.geometry.block, int(check.cell.chunk), check.device
         self.host: Region = check.host(HOST, tokens)
         self.operations = f"torch {torch.__version__}: index, index_put_, copy_ on {device.type}"
@@ -96,7 +96,7 @@ class TorchCopy(Transfer):
             tensor[block, offset] = held[layer, skip:]
 
     def run(self, work: Iterable[Work]) -> None:
-        """Run the work of each chunk in turn on the streams, and wait for its end. On the CPU, run it directly."""
+        """Run the work of the chunks on the streams in turn, and wait until it is done. On the CPU, run it directly."""
         for number, each in enumerate(work):
             if self.streams:
                 self.streams[number % IN_FLIGHT].submit(each)
@@ -113,7 +113,7 @@ def layers(tensors: list[torch.Tensor], geometry: Geometry) -> list[torch.Tensor
 
 
 def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """Return a view of a layer: [blocks, block, K and V, heads, words]. torch cannot index fp8 on the CPU."""
+    """Return a view of a layer in words: [blocks, block, K and V, heads, words]. On the CPU, torch cannot index fp8."""
     name, held = geometry.layout.name, tensor.view(torch.int64)
     words, heads, two = geometry.row_words, geometry.heads, geometry.planes
     if name == "mla":

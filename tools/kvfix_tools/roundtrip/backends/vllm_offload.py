@@ -25,7 +25,7 @@ def missing(device: torch.device) -> str | None:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return "vLLM is not installed"
-    folder = Path(spec.submodule_search_locations[0])  # importing vLLM takes half a minute
+    folder = Path(spec.submodule_search_locations[0])  # do not import vLLM: this takes half a minute
     found = all((folder / "v1" / name).exists() for name in ("simple_kv_offload", "kv_offload/cpu/gpu_worker.py"))
     return None if found else f"the CPU offload of vLLM {version()} has another interface"
 
@@ -51,7 +51,7 @@ class Simple(Transfer):
             cuda_mem_ops._batch_memcpy = (_batch_memcpy, 0)
         self.block = check.geometry.block
         blocks = len(block_ids(check.source, self.block))
-        parts = [({**check.geometry.sizes(), "block": blocks}, 0)]  # the tensors of the KV cache with fewer blocks
+        parts = [({**check.geometry.sizes(), "block": blocks}, 0)]  # as the KV cache, with fewer blocks
         axes = check.geometry.layout.axes
         self.host: Region = make("host", check.geometry, axes, parts, check.device, check.cell.seed)
         self.numbers = list(range(blocks))  # numbers of the host blocks
@@ -116,7 +116,7 @@ class Offload(Transfer):
 
 
 def pages(region: Region) -> dict[str, torch.Tensor]:
-    """Return {name: tensor whose first axis is the block}. K and V are separate if the layout separates them."""
+    """Return {name: tensor whose first axis is the block}. K and V are two tensors if the layout separates them."""
     found = {}
     for number, (section, rows) in enumerate(zip(region.sections, region.tensors(), strict=True)):
         before = section.axes.index("block")
@@ -137,7 +137,7 @@ def block_ids(slots: torch.Tensor, block: int) -> list[int]:
 
 
 def _batch_memcpy(to: int, source: int, sizes: int, count: int, *_: Any) -> int:
-    """Replace cuMemcpyBatchAsync, whose arguments are arrays of addresses and sizes."""
+    """Copy as cuMemcpyBatchAsync does. `to`, `source` and `sizes` are addresses of arrays of addresses and sizes."""
     arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
     cuda_stand_in.copy_all(*arrays)
     return 0
