@@ -166,7 +166,7 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
 
 
 def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
-    """Return the engine with these parts. Raise ValueError if two processes claim one rank: they are two engines."""
+    """Return the engine with these parts. Raise ValueError if two processes claim one rank: these are two engines."""
     schedulers = [part for part in parts if part.is_scheduler]
     workers = {part.rank: part for part in parts if not part.is_scheduler}
     if len(schedulers) > 1 or len(workers) + len(schedulers) != len(parts):
@@ -195,7 +195,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of the clock: unless a request is aborted, each rank begins its load before it ends."""
+    """Return lower bounds of the clock. A request ends after each rank has begun its load, unless it is aborted."""
     bounds, ended = [], dict[str, list[int]]()
     for at, entry in enumerate(scheduler.entries):
         if isinstance(entry.event, ev.Finished) and not entry.event.aborted:

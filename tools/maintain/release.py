@@ -44,7 +44,7 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def failures(programs: Path, version: str) -> Iterator[str]:
-    """Yield each command that does not work in this environment, and `maintain` if it is installed."""
+    """Yield each command that does not work in this environment, and `maintain` if the wheel wrongly contains it."""
     log = gzip.decompress(LOG.read_bytes())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     no_maintain = ["python", "-c", "import importlib.util as u; print('maintain:', u.find_spec('maintain'))"]

@@ -33,9 +33,9 @@ _STEPS = 50  # maximum number of engine steps in which `until_loading` and `unti
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    connector: str  # under test
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # its kv_connector_extra_config
-    lose: str = ""  # function that deletes its stored KV
+    connector: str  # the class or name of the connector to test
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # the connector's kv_connector_extra_config
+    lose: str = ""  # function that deletes the connector's stored KV
 
     def options(self, **changed: Any) -> Options:
         """Return the options of the lab's engine for a scenario: two layers, 128 tokens in a step."""

@@ -9,7 +9,7 @@
 - `ledger_events`: turn lines of logs into events of the ledger (`kvfix.ledger`).
 - `diagnosis`: the state of the diagnosis: histories, releases, counts, findings.
 - `problems`: records of known problems (`knowledge/*.toml`). `signs`: the lines that show them.
-- `findings/`: functions for problems that show in numbers.
+- `findings/`: functions that find problems by the numbers in lines.
 - `log_finding`: a finding in this input. `advice`: its cause, and what to do.
 - `report_...`: the outputs.
 """

@@ -45,7 +45,7 @@ class Failures:
         #: The engine's line that quotes a worker's exception, for logs without the worker's own lines.
         self.quoted: LogLine | None = None
         self.last: dict[str, LogLine] = {}
-        #: {file whose process is shutting down and has not worked since: time of its first line about this}
+        #: {file of a process that shuts down and has not worked since: time of the first line about the shutdown}
         self.closing: dict[str, float | None] = {}
         #: Number of `lines` before the engine last worked.
         self._survived = 0
@@ -101,7 +101,7 @@ class Failures:
 
     @property
     def first(self) -> LogLine | None:
-        """The first exception, or else error: of a dead engine at any time, else after its last work; or None."""
+        """The first exception, or else the first error. If the engine lives, only one after its last work; or None."""
         after = self.lines if self.dead else self.lines[self._survived :]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:

@@ -140,7 +140,7 @@ class Scanner:
         if not inside and other.found is not None:
             name, fields = other.found
             if name == "raised":
-                source = self._source.pop(other.process, "")  # its traceback is missing
+                source = self._source.pop(other.process, "")  # the exception's traceback is missing
                 fields = {**fields, "source": source} if fields["type"] == "AssertionError" else fields
             time = texts.clock(line, self._year, stamp)
             found.append(LogLine(name, fields, time, other.process, self._file, number, other.body[:LONGEST_BODY]))

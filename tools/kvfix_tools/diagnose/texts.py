@@ -252,7 +252,7 @@ def clock(line: bytes, year: bytes, stamp: bytes = b"") -> float | None:
 
 @lru_cache(maxsize=256)
 def _second(year: bytes, stamp: bytes) -> float | None:
-    """Convert a year and `11-21 01:41:27` to seconds since 1970, as if the log's clock were UTC; None for others."""
+    """Convert a year and `11-21 01:41:27` to seconds since 1970, as if the log's clock were UTC; or None."""
     try:
         month, day, hour, minute, second = map(int, re.split(rb"[- :]", stamp))
         return float(calendar.timegm((int(year), month, day, hour, minute, second, 0, 0, 0)))

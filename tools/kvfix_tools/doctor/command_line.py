@@ -67,7 +67,7 @@ class Command(NamedTuple):
 
 
 class Connector(NamedTuple):
-    """One connector of the KV-transfer configuration. Each child of a MultiConnector is one too."""
+    """One connector of the KV-transfer configuration. A MultiConnector and each of its children are connectors."""
 
     name: str
     role: str

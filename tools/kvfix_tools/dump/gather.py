@@ -111,7 +111,7 @@ def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def where(of: Gathered) -> str:
-    """Return the connector hook that the process is in, for how long and at which line; "" if it is in none."""
+    """Return the connector hook in which the process is, for how long and at which line; "" outside of all hooks."""
     frames = main_frames(of.stacks or [])
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in _connectors(of) if each.get("inside")]

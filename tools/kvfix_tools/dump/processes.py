@@ -50,7 +50,7 @@ def tree(pid: int) -> list[Process]:
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:
-    """Return the engine's processes on this node outside of its tree. Ray's workers, for example, are a raylet's."""
+    """Return the engine's processes on this node outside of its tree: Ray's workers are children of a raylet."""
     engines = {engine for process in tree for engine in ready(process).get("engines", ())}
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):
@@ -76,7 +76,7 @@ def ready(process: Process) -> dict[str, Any]:
 
 
 def own_text(process: Process, path: Path) -> str:
-    """Read a file of this process. Raise OSError unless its user owns it and its folder, and neither is a link.
+    """Read a file of this process. Raise OSError if another user owns the file or its folder, or if either is a link.
 
     kvfix may run as root. A folder planted by another user must not make kvfix signal a process or show another file.
     """

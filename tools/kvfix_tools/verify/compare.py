@@ -1,4 +1,4 @@
-"""Decide whether answers differ by noise or because their KV is wrong. Pure.
+"""Decide whether answers differ by noise or because their KV is wrong. Nothing here does input or output.
 
 If a GPU computes a prompt twice, the last bits differ, because the order of sums depends on the batch. So the run
 measures this noise. A *control* is the difference between two answers to one prompt: the first computed, the second

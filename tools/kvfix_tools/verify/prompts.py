@@ -1,4 +1,4 @@
-"""The prompts that `kvfix verify` sends: their kinds and their tokens. Pure.
+"""The prompts that `kvfix verify` sends: their kinds and their tokens. Nothing here does input or output.
 
 A prompt starts with random tokens, so no cache has a part of it. A prompt ends with a copy of earlier tokens. The model
 then reads the KV at the earlier position, so a single wrong chunk far from the end changes the answer.

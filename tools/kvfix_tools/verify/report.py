@@ -1,4 +1,4 @@
-"""The results of a run of `kvfix verify`, and their output. Pure."""
+"""The results of a run of `kvfix verify`, and the text and JSON to print. Nothing here prints them."""
 
 import math
 import statistics

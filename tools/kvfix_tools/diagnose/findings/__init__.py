@@ -1,8 +1,8 @@
 """The functions that decide problems by the numbers in lines, one for a record of knowledge/rules.toml.
 
-`@finding def waits_for_load(log, line)` decides `[waits-for-load]`, which has the texts. Its `on` has the kinds of
-lines and of texts of exceptions for which the function is called; "" is the end of the log. A function returns None, or
-an `Answer` with a sentence about this case in numbers. `@decides` is for a function that decides several records.
+`@finding def waits_for_load(log, line)` decides the record `[waits-for-load]`. The record has the texts. Its key `on`
+names the kinds of lines and exception texts for which kvfix calls the function; "" is the end of the log. A function
+returns None, or an `Answer` with a sentence about this case. `@decides` is for a function that decides several records.
 """
 
 import enum
@@ -16,7 +16,7 @@ from kvfix_tools.diagnose.log_line import LogLine
 
 
 class Severity(enum.Enum):
-    """Effects, worst first. NOTE is not a finding: the log may only begin or end there."""
+    """Effects, worst first. NOTE is no finding: it may only mean that the log begins or ends at this line."""
 
     CRASH = 0
     WRONG = 1
@@ -34,7 +34,7 @@ class Severity(enum.Enum):
 class Answer(NamedTuple):
     """sentence: this case, with its numbers. request: None: the line's request; "": no request. evidence: more lines.
 
-    sure: False if the line may have another cause. note: True if the excerpt may only begin or end here.
+    sure: False if the line may have another cause. note: True if it may only mean that the log begins or ends here.
     """
 
     sentence: str
