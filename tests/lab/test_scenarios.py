@@ -84,7 +84,7 @@ def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
     assert len({code for counts in found.values() for code in counts}) > 60
 
 
-#: Scenarios that hooks show, but not on the releases that are played here.
+#: {scenario that hooks show, but not on the releases of PLAYED: reason}
 NOT_HERE = {
     "resume-is-not-known": "0.3.9 has it, which `make matrix` plays",
     "mp-abort-while-prefetching-in-tree": "the client of 0.4.6 keeps nothing of a lookup that was not answered",

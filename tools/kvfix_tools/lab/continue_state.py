@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests. Without fixes, aborting any one lets all others end. differs: differences from the state."""
+    """frees: requests. Without fixes, aborting any of them lets all others end. differs: differences from the state."""
 
     schedule: Schedule
     as_released: Outcome

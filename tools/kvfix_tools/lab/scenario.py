@@ -40,8 +40,8 @@ class Scenario:
     - shows: code of a finding, and a part of its message
     - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all that `needs` allows, or else all
       that the lab plays. In all other releases that `needs` allows, the schedule must have no finding.
-    - not_in_hooks: why kvfix does not report the bug in an engine, where it watches only hooks; "": kvfix reports it.
-      By default, hooks show violations of the ledger's rules, but not of the lab's rules.
+    - not_in_hooks: why kvfix, which watches only hooks in an engine, does not report the bug; "": the hooks show the
+      bug. By default, hooks show violations of the ledger's rules, but not of the lab's rules.
     - hooks_rule: the rule that the hooks show, if that is not `rule`
     - hooks_releases: LMCache releases in which the hooks show the bug; (): all
     """

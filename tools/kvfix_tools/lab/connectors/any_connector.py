@@ -223,7 +223,7 @@ class AnyConnector(Connector):
             time.sleep(0.001)  # transfers take real time
 
     def granted(self, name: str, load: Load) -> None:
-        """Fill the blocks of the load with garbage in all layers: only the connector can put the right KV there."""
+        """Fill the blocks of the load with garbage in all layers, so that the right KV can only be the connector's."""
         if self.other is None or name not in self.other.has:
             self.loads[name] = load
         self.reader.granted.append((name, load.start, load.end))

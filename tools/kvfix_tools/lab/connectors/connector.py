@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
 #: Modules in which LMCache opens sockets for lookups: up to 0.3, since 0.4, and with asynchronous loading.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-#: Plugin launchers up to 0.3, and in later releases. They register a clean-up with atexit, which would keep them alive.
+#: Plugin launchers up to 0.3, and in later releases. A launcher registers a clean-up with atexit, which keeps it alive.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 

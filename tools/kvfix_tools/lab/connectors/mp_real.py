@@ -55,7 +55,7 @@ class Client:
         return self._server.look(self, key, lambda: self.send("lookup", key, tp_size).result())
 
     def query_prefetch_status(self, request_id: str) -> Any:
-        """Wait for the answer, because it is not known how many steps the server needs to read from its disk."""
+        """Wait for the answer, because the server reads from its disk in real time, not in the lab's steps."""
         answer = self.send("wait_prefetch_status", RequestId(request_id), server_process.PATIENCE)
         self._server.found(request_id, answer.result())
         return answer

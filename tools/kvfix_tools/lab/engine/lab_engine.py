@@ -270,7 +270,7 @@ class LabEngine:
         request = self.requests[name]
         self.scheduler.running.remove(request)
         vllm_objects.preempt(self.scheduler, request, time.monotonic())
-        self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does where it preempts between steps
+        self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does when it preempts between two steps
         self.request_events.preempted()
 
     # ------------------------------------------------------------------ memory

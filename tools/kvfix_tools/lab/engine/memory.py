@@ -9,7 +9,7 @@ from typing import Any
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
-#: A rank has the contents of the first rank, but combined (XOR) with its rank number, shifted left by so many bits.
+#: The contents of a rank are those of the first rank, XORed with the rank number shifted left by this many bits.
 _MARK = 32
 
 
@@ -19,7 +19,7 @@ def next_token(content: int) -> int:
 
 
 def first_difference(one: Iterable[int], other: Iterable[int]) -> int:
-    """Return the first index at which the sequences differ, or the length of the shorter one if they do not."""
+    """Return the first index at which two sequences differ, or the length of the shorter one if none differs."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -80,7 +80,7 @@ class StateGroup(Group):
     A step reads the state from the block of the last step and writes it to the block of its own last token
     (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts, this block has the state without drafts,
     and each following block has the state after one more draft. The next step reads the block that fits the number of
-    accepted drafts. If a block ends within the accepted drafts, the state at its end is copied to this block
+    accepted drafts. If a block ends within the accepted drafts, the runner copies the state at this end to the block
     (`postprocess_mamba_fused_kernel`, :362).
     """
 

@@ -18,7 +18,7 @@ from kvfix_tools.lab.options import Options
 if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.connector import Connector
 
-#: After so many steps, a request that waits for a load that is not in flight is stuck. An answer takes fewer steps.
+#: A request is stuck after it has waited this many steps for a load that is not in flight. Answers take fewer steps.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0

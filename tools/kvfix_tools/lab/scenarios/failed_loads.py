@@ -53,7 +53,7 @@ SCENARIOS = {
         options=Options(chunk_size=16, num_blocks=40, max_num_batched_tokens=64, ranks=3, pipeline=True),
     ),
     "failed-load-left-to-another": scenario(
-        # Both requests come in one step and share the blocks of the load.
+        # Both requests arrive in the same step and share the blocks of the load.
         [do.stored_elsewhere(prompt(96)), do.admit("first", prompt(100)), do.admit("r", prompt(104), max_tokens=2)],
         [do.fail_load("first", after_chunks=1), do.step(), do.abort("first")],
         shows="LAB001",
