@@ -1,7 +1,7 @@
-"""Errors in the code of the fixes: the lab raises at a random line of a fix, and checks the outcome.
+"""Raise errors in the code of the fixes: the lab raises at a random line of a fix, and checks the outcome.
 
-By hand, for thousands of draws: `python -m tests.lab.faults DRAWS [--seed N] [--lmcache-path FOLDER]`.
-It must be installed before the first fix is loaded: it replaces the functions of `kvfix.wrapping` that fixes use.
+Run thousands of draws by hand with `python -m tests.lab.faults DRAWS [--seed N] [--lmcache-path FOLDER]`.
+Call `install` before the first fix is loaded: it replaces the functions of `kvfix.wrapping` that fixes use.
 """
 
 import ast
@@ -34,7 +34,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Where to raise, and what ran, in the code of one fix. time: execution of `line`; always: also at later ones."""
+    """Where to raise in the code of one fix, and which lines ran. time: which run of `line`; always: and later runs."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -45,7 +45,7 @@ class Plan:
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
-            return None  # what the engine itself calls has no code of its own that may fail
+            return None  # do not raise in a function that the engine itself calls, only in functions below it
         return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
 
     def at(self, frame: Any, event: str, _: Any) -> Any:
@@ -116,7 +116,7 @@ def traced(inner: bool) -> Iterator[None]:
 
 
 def raising(code: str, function: Function, inner: bool = False) -> Function:
-    """A function of this fix, which raises where the plan says so. inner: the engine calls it by itself."""
+    """Wrap a function of this fix, so that it raises where the plan says so. inner: the engine itself calls it."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def _steps(steps: Generator[Any, Any, Any], inner: bool) -> Generator[Any, Any, 
 
 
 def install() -> None:
-    """Replace the functions of `kvfix.wrapping`; the fixes that are loaded after it can be made to raise."""
+    """Replace the functions of `kvfix.wrapping`. Fixes that are loaded after this call can be made to raise."""
     assert "kvfix.fixes.api" not in sys.modules, "a fix is loaded"
     for name in ("before", "after", "around"):
         setattr(wrapping, name, _with_faults(getattr(wrapping, name)))
@@ -163,7 +163,7 @@ def install() -> None:
 
 
 def _inner(value: Any) -> Any:
-    """A function of a fix that the engine calls by itself."""
+    """Wrap a function of a fix that the engine itself calls. Return any other value unchanged."""
     is_traced = getattr(sys.gettrace(), "__self__", None) is PLAN
     is_code = inspect.isfunction(value) and value.__module__.startswith("kvfix.fixes.")
     return raising(PLAN.code, value, inner=True) if is_traced and is_code else value
@@ -180,14 +180,14 @@ def _with_faults(wrap: Function) -> Function:
     return with_faults
 
 
-#: Rules that a closed answer can violate: a load comes short, chunks are not stored or not found.
+#: Rules that a fix can violate if it fails closed: a load is too short, or chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
-#: They write nothing if they fail: the decode engine gives the load up at its timeout, after the end of the schedule.
+#: If these fixes fail, nothing is written: decode drops the load only at its timeout, after the end of the schedule.
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
 class Case(NamedTuple):
-    """play: returns an object with findings. opt_in: codes of the opt-in fixes that are applied too."""
+    """A schedule to play. play: returns an object with `findings`. opt_in: codes of opt-in fixes to apply too."""
 
     name: str
     play: Function
@@ -204,7 +204,7 @@ def of_scenario(scenario: Scenario) -> Case:
 
 
 def cases(fix: Any, seeds: int = 0) -> list[Case]:
-    """The scenarios of the fix that this release plays, and random schedules of their connectors."""
+    """Return the scenarios of the fix that this release plays, and `seeds` random schedules for each connector."""
     known = [scenario for scenario in map(find, fix.scenarios) if scenario is not None]
     found = [scenario for scenario in known if runner.expected(scenario) != "not-applicable"]
     connectors = dict.fromkeys(scenario.options.connector for scenario in found)
@@ -228,7 +228,7 @@ def counted(fix: Any, case: Case) -> Counted:
 
 
 def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
-    """Play the case with the fix, and raise at this line. Return the outcome if it is worse than without; else ""."""
+    """Play the case and raise at this line of the fix. Return the outcome if it is worse than without it, or ""."""
     with planned(fix.code, line, time, always):
         found = counted.case.findings()
         raised = PLAN.raised
@@ -246,7 +246,7 @@ def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> 
 def faults(
     draws: int, seed: int = 0, seeds: int = 0, only: tuple[str, ...] = (), say: Function = lambda _: None
 ) -> Any:
-    """For each fix with scenarios, some draws: (number of draws by fix, outcomes that are worse)."""
+    """Make draws for each fix with scenarios. Return ({fix: number of draws}, outcomes that are worse)."""
     install()
     from kvfix import catalogue
 
@@ -268,7 +268,7 @@ def faults(
 
 
 def main(draws: int, seed: int = 0, seeds: int = 4, only: str = "", lmcache_path: str | None = None) -> None:
-    """Raise at so many random lines of each fix, and print each outcome that is worse than without the fix.
+    """Raise at `draws` random lines of each fix, and print each outcome that is worse than without the fix.
 
     seeds: random schedules for each connector of a fix. only: codes of fixes, with commas.
     """

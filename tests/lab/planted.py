@@ -1,4 +1,4 @@
-"""Faults planted in one or two engines of the lab, by setup: the mechanism, and the schedules that play them."""
+"""The mechanism that plants faults in one or two engines of the lab, and the schedules of each setup."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Plant = Callable[[Any], None]
 
 
 class Setup(NamedTuple):
-    """options: of the lab. schedule: plays the faults of this setup. fixes: apply the fixes of kvfix, in this mode."""
+    """options: of the lab. schedule: plays the setup with and without faults. fixes: apply kvfix's fixes in `mode`."""
 
     options: Options
     schedule: Plant
@@ -30,9 +30,9 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """shows: each is the code of a rule, and a part of its message. One of them must be found.
+    """shows: the lab must find one of these, each the code of a rule and a part of its message.
 
-    options: of the lab, in addition to those of the setup. schedule: if it is not that of the setup.
+    options: changed options of the setup. schedule: used instead of the setup's schedule.
     """
 
     shows: tuple[str, ...]
@@ -48,10 +48,10 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 def fault(
     *shows: str, on: tuple[str, ...] = ("v1", "mp"), at: str = "", schedule: Plant | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a fault for these setups. options: by setup, with "_" for "-"; those of `every` are for all setups.
+    """Register a fault for the setups `on`. options: {setup, with "_" for "-", or "every": changed options}.
 
-    at: path of a method from the engine; `*` is each item of a list. The fault is then called in place of the method,
-    with the engine, the method and the arguments.
+    at: path of a method from the engine; `*` stands for each item of a list. The fault then replaces the method, and
+    gets the engine, the original method and the arguments.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -66,7 +66,7 @@ def fault(
 
 
 def row(name: str, at: str, call: Callable[..., Any], *shows: str, **more: Any) -> None:
-    """Register a fault of one expression. more: as for `fault`."""
+    """Register a fault that is one expression. more: arguments of `fault`."""
     call.__name__ = name
     fault(*shows, at=at, **more)(call)
 
@@ -88,7 +88,7 @@ def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
 
 
 def noted(engine: Any) -> dict[Any, Any]:
-    """Return what a planted fault has noted of this engine."""
+    """Return the notes that a planted fault keeps about this engine."""
     notes: dict[Any, Any] = vars(engine).setdefault("noted_by_fault", {})
     return notes
 
@@ -138,7 +138,7 @@ def steps(*parts: Any) -> Plant:
 
 
 def until(condition: Callable[[Any], Any]) -> Plant:
-    """Return a part of a schedule: the engine makes steps until this holds."""
+    """Return a part of a schedule: the engine makes steps until this condition holds."""
 
     def play(engine: Any) -> None:
         while not condition(engine):
@@ -148,7 +148,7 @@ def until(condition: Callable[[Any], Any]) -> Plant:
 
 
 def counted(name: str, least: int, most: float = inf) -> Plant:
-    """Return a part of a schedule: so many of these have happened."""
+    """Return a part of a schedule that checks this counter of the engine."""
 
     def check(engine: Any) -> None:
         assert least <= engine.counts[name] <= most, f"{engine.counts[name]} {name}"
@@ -156,7 +156,7 @@ def counted(name: str, least: int, most: float = inf) -> Plant:
     return check
 
 
-#: Compute, store, preempt, resume with a load, and hit vLLM's cache and LMCache's. Clean on a sound release.
+#: Compute, store, preempt, resume with a load, and hit vLLM's and LMCache's caches. Without a bug there is no finding.
 V1 = steps(
     do.store("first", prompt(300), max_tokens=3),
     [do.admit("again", prompt(300), max_tokens=20), do.admit("other", prompt(200, seed=1), max_tokens=20)],
@@ -168,7 +168,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: LMCache has two prompts, SimpleCPUOffloadConnector one of them, and another that LMCache has lost.
+#: LMCache has two prompts. SimpleCPUOffloadConnector has one of these, and a third prompt that LMCache has lost.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -190,7 +190,7 @@ def schedule_offloading(engine: Any) -> None:
             engine.step()
     if engine.requests["again"] in engine.scheduler.running:
         engine.preempt("again")
-    engine.take_blocks(100)  # those of "other" are still copied
+    engine.take_blocks(100)  # the connector still copies blocks of "other"
     engine.step(2)
     engine.free_blocks()
     engine.run()
@@ -198,7 +198,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Ask for three requests; the second one begins like the first. at_once: requests that both engines get at once."""
+    """Send three requests, two with a common prefix. at_once: names of requests that both engines get at once."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))
@@ -210,7 +210,7 @@ def _others_write(pair: Any) -> None:
     pair.on("prefill", "free_blocks")
 
 
-#: Play requests. Then others take and write prefill's free blocks in each of some steps.
+#: Play requests. Then, in 12 steps, other requests take prefill's free blocks and write to them.
 OF_RANKS = steps(
     [do.ask("a", prompt(100), 5), do.ask("b", prompt(150), 5), do.step(3), do.ask("c", prompt(60, seed=1), 5)],
     do.step(3),
@@ -219,11 +219,11 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Load from prefill, from decode's own memory, and where both have the prompt.
+#: Decode loads a prompt from prefill, a prompt from its own memory, and a prompt that both have.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
-    [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode has it
-    [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # and so has prefill
+    [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode's own memory has this prompt
+    [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # both have this prompt
 )
 
 
@@ -238,7 +238,7 @@ SETUPS = {
     "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), V1),
     "mp": Setup(_MP, MP),
     "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), MP),
-    # a chunk has one block, and so has a step
+    # a chunk and a step have the tokens of one block
     "mp-states": Setup(
         _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), MP
     ),
@@ -254,7 +254,7 @@ SETUPS = {
     "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), OF_RANKS, True),
     "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), OF_RANKS, True),
     "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), OF_MULTI),
-    # as released, its worker waits for what LMCache has loaded (KVF317)
+    # with fixes: without KVF317, its worker waits for tokens that LMCache has loaded
     "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), OF_MULTI, True),
     "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), OF_MULTI),
     "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), OF_MULTI),

@@ -1,4 +1,4 @@
-"""Faults planted in one engine of the lab: in its parts, and at least one for each feature that the fuzzer draws."""
+"""Faults planted in one engine of the lab, at least one for each feature that the fuzzer draws."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
     "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
 }
-#: Methods in which faults are planted.
+#: Paths of methods and objects in which faults are planted.
 COPIES, BUILD = "connector.offloading.ranks.0.copies", "scheduler.connector.build_connector_meta"
 IN_SCHEDULER = "connector.in_scheduler.scheduler_manager"
 TIER = "connector.offloading.manager.secondary_tiers.0"
@@ -80,7 +80,7 @@ def what_a_request_asks_for_is_not_read(engine: Any, on_new_request: Any, reques
 
 @fault("LAB001", "KVR006", "KVR011", at="scheduler.connector.update_state_after_alloc", **LAST)
 def promise_is_granted_to_another(engine: Any, grant: Any, request: Any, blocks: Any, external: int) -> None:
-    """The MultiConnector loads with another connector than the one that has promised."""
+    """Let the MultiConnector load with a connector that has promised nothing."""
     if external:
         engine.scheduler.connector._requests_to_connector[request.request_id] ^= 1
     grant(request, blocks, external)
@@ -103,7 +103,7 @@ def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
 def promise(name: str, change: Callable[..., Any], *shows: str, **more: Any) -> None:
     """Register a fault: `get_num_new_matched_tokens` changes its promise. The lab wraps the hook again.
 
-    change: called with the request, its computed tokens, the promise, and all earlier requests with their preemptions.
+    change: called with the request, its computed tokens, the promise, and (request, preemptions) of all earlier calls.
     """
 
     def plant(engine: Any) -> None:
@@ -142,7 +142,7 @@ promise(
 
 
 def in_metadata(name: str, change: Callable[[Any, Any], None], *shows: str, **more: Any) -> None:
-    """Register a fault in each request's metadata between the adapter in the scheduler and the one in the worker."""
+    """Register a fault that changes each request's metadata on the way from the scheduler to the worker."""
 
     def built(engine: Any, build: Any, output: Any) -> Any:
         metadata = build(output)
@@ -176,7 +176,7 @@ def loads_are_dropped(engine: Any, build: Any, output: Any) -> Any:
 
 
 def _stored(start_later: int, end_later: int) -> Any:
-    """Report stores with another start and end."""
+    """Return a fault that reports stores with a later start and end."""
 
     def stored(_: Any, report: Any, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         report(name, tokens, start + start_later, end + end_later)
@@ -205,7 +205,7 @@ row(
     "a_load_spec_is_kept", "", lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"),
     "KVR009 load_specs", on=V1,
 )  # fmt: skip
-# a request keeps its state as long as it has a store in flight
+# the connector keeps a request's state as long as a store of the request is in flight
 row(
     "a_job_is_never_reported", "", lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"),
     "KVR009 _req_status", on=OFFLOADING,
@@ -220,7 +220,7 @@ def a_lookup_is_kept(engine: Any, settle: Any) -> None:
 
 @fault("LAB001", "KVR011", on=SIMPLE)
 def a_store_holds_no_blocks(engine: Any) -> None:
-    """Other requests get the blocks while the connector copies them."""
+    """Let other requests get the blocks while the connector copies them."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     manager = engine.connector.in_scheduler.scheduler_manager
     manager._gpu_block_pool = SimpleNamespace(
@@ -247,7 +247,7 @@ row(
 
 @fault("KVR006", "KVR010", "LAB003", on=SIMPLE, at=BUILD)
 def a_load_is_lost(engine: Any, build: Any, output: Any) -> Any:
-    """The worker is told of no load."""
+    """Drop the loads from the metadata for the worker."""
     metadata = build(output)
     metadata.load_cpu_blocks, metadata.load_event = [], -1
     return metadata
@@ -261,12 +261,12 @@ row(
 
 
 def load_other_kv(connector: Any) -> None:
-    """Each chunk that LMCache loads has other KV."""
+    """Let each chunk that LMCache loads have wrong KV."""
     wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
 
 
 row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector), "LAB001 the step", on=BOTH)
-# LMCache, which is asked first, has the request: the other connector's hit is not used
+# vLLM asks LMCache first. LMCache has the request, so vLLM does not use the other connector's hit.
 MANAGER = "connector.offloading._manager"
 row("a_hit_is_never_released", f"{MANAGER}._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH)
 row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False, None), "KVR009", on=BOTH)
@@ -274,7 +274,7 @@ row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False
 
 @fault("LAB001 store", at=BUILD, **DRAFTS)
 def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: Any) -> Any:
-    """The connector takes the scheduled drafts for tokens of the request."""
+    """Let the connector take the scheduled drafts for tokens of the request."""
     known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
     for name, drafts in output.scheduled_spec_decode_tokens.items():
         engine.requests[name]._all_token_ids += drafts
@@ -287,7 +287,7 @@ def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: 
 
 @fault("LAB001 the step reads", at="scheduler.update_from_output", **DRAFTS)
 def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer: Any) -> Any:
-    """The scheduler does not take back the computed tokens of rejected drafts."""
+    """Let the scheduler count the tokens of rejected drafts as computed."""
     computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
     outputs = update(output, answer)
     for name, tokens in computed.items():
@@ -297,7 +297,7 @@ def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer:
 
 @fault("LAB001 the step reads", on=MP, at="scheduler.kv_cache_manager.coordinator.find_longest_cache_hit", **DRAFTS)
 def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> Any:
-    """For EAGLE, vLLM drops the last block of a hit. Here it counts the block's tokens as computed."""
+    """For EAGLE, vLLM drops the last block of a hit. Let vLLM count the tokens of this block as computed."""
     blocks, hit, more = find(*args)
     return blocks, hit + 16 if hit else 0, more
 
@@ -332,7 +332,7 @@ def dropped_token_of_a_turn_counts_as_computed(_: Any, update: Any, session: Any
 
 
 def _gives_way(engine: Any) -> bool:
-    """The request that came first gives way to the second one."""
+    """Return True if vLLM has preempted request "low". vLLM must not preempt request "high"."""
     assert engine.requests["high"].num_preemptions == 0
     return bool(engine.requests["low"].num_preemptions)
 
@@ -385,7 +385,7 @@ row(
     lambda engine, _, name, key: next(reversed(engine.connector.cache_engines[0].fetched[name].values())),
     "LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}},
 )  # fmt: skip
-#: A request whose KV is for a decoder, and a request that must not be stored.
+#: Play a request whose KV is for a decoder, and a request that must not be stored.
 FOR_DECODER = steps(
     do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
     for seed, name in enumerate(("prefill", "skip_save"), 1)

@@ -8,15 +8,15 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import fault, noted, row, steps, wrap
 from tests.lab.planted_faults import MP, V1
 
-#: Two ranks, of which the second takes longer.
+#: Two ranks. With mp, the second rank takes longer.
 RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank_delay": 3}}
 
-#: Two ranks that have every other token each.
+#: Two ranks, each with every second token.
 SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
 
 
 def _count_twice(engine: Any, schedule: Any) -> Any:
-    """The scheduler adds a block to the computed tokens of a request, for a step in flight."""
+    """Let the scheduler count one block too many as computed, for a request with a step in flight."""
     done = noted(engine)
     for request in engine.scheduler.running if engine._answers else ():
         if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
@@ -58,7 +58,7 @@ row(
 
 @fault("LAB001 is stored under their key", on=MP, **RANKS)
 def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
-    """Others write to the blocks meanwhile."""
+    """Let other requests write to the blocks before the second rank's store, which is reported early."""
     server, done = engine.connector.server, []
 
     def others_come(iterate: Any) -> None:
@@ -85,7 +85,7 @@ row(
 )  # fmt: skip
 
 
-#: Load computed tokens again, and let the load fail in the second rank.
+#: Load tokens that "first" has stored, and let the load fail in the second rank.
 FAILING_RANK = steps(
     do.store("first", prompt(300)), do.admit("again", prompt(300), max_tokens=5), do.fail_load("again", 1, 1), do.run()
 )
@@ -163,7 +163,7 @@ row(
 
 
 def _in_metadata_of_stores(block: int | None) -> Any:
-    """Name another last block of KV group 1 in each store. None: no step waits for a store."""
+    """Change the last block of KV group 1 in each store to `block`. None: let no step wait for a store."""
 
     def processed(_: Any, process: Any, output: Any, metadata: Any) -> Any:
         answer = process(output, metadata)
@@ -177,7 +177,7 @@ def _in_metadata_of_stores(block: int | None) -> Any:
     return processed
 
 
-# what the connector's last hook, fixes included, has made
+# these faults change the metadata that the connector has made with its fixes
 for name, block, text in (
     ("store_of_a_window_names_null_blocks", 0, "null blocks"),
     ("store_of_a_window_names_free_blocks", 59, "blocks freed before the step"),

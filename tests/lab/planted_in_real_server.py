@@ -1,4 +1,4 @@
-"""Faults planted where the lab plays a real `lmcache server`: in messages, and in a dead, full or silent server."""
+"""Faults planted in the lab with a real `lmcache server`: in messages, and with a dead, full or silent server."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def _reversed(_: Any, submit: Any, request: str, key: Any, caches: Any, blocks: 
     return submit(request, key, caches, [group[::-1] for group in blocks], *rest, **more)
 
 
-# vLLM has what a lookup has locked, and the server is not asked to release it
+# vLLM has the chunks that a lookup has locked, and nothing asks the server to release these locks
 row(
     "end_of_a_hit_is_not_sent", "connector.scheduler_adapter.free_lookup_locks", lambda *_, **__: None,
     "KVR009 read locks of the server", **LOADS,
@@ -42,17 +42,17 @@ def on_disk(engine: Any) -> None:
 
 
 def again(tokens: int) -> list[do.Step]:
-    """vLLM itself has nothing of the prompt."""
+    """Return steps that send the first prompt again, when vLLM has none of its blocks."""
     return [do.reset_prefix_cache(), do.serve("again", prompt(tokens), max_tokens=3), do.settle()]
 
 
-#: Until both are to be sent; what was stored before is on the server's disk.
+#: Stop before a load and a store are sent. The prompt of "first" is on the server's disk.
 begin_load_and_store = steps(
     [do.serve("first", prompt(128)), on_disk, do.reset_prefix_cache()],
     [do.admit("loads", prompt(140)), do.admit("stores", prompt(160, seed=1))],
     until(lambda engine: engine.connector.server.loading and engine.connector.server.storing["stores"]),
 )
-#: The server is killed while a load and a store are to be sent, and started again: what is on its disk is hit.
+#: Kill the server before a load and a store are sent, and start it again. Then requests hit the chunks on its disk.
 KILLED = steps(
     [begin_load_and_store, do.server_dies(), do.step(2), do.server_comes_back(), do.run()],
     [again(128), counted("server_restarts", 1, 1)],
@@ -64,12 +64,12 @@ row(
 
 
 def evicts(engine: Any) -> None:
-    """The server evicts down to four fifths."""
+    """Wait until the server has evicted objects, down to four fifths of L1."""
     process = engine.connector.server.process
     process.until(lambda: process.locks()["objects"] <= L1_OBJECTS * 4 // 5)
 
 
-#: Others are stored until the server is full and evicts the first chunks by itself; they are not on its disk.
+#: Store other prompts until the full server evicts the first chunks by itself. These chunks are not on its disk.
 FILLED = steps(
     do.serve("first", prompt(100)),
     [do.serve(f"other {seed}", prompt(320, seed=seed)) for seed in range(1, 7)],
@@ -85,7 +85,7 @@ def what_the_server_has_evicted_counts_as_hit(_: Any, check: Any, name: str) -> 
     return 96 if name == "again" and found is not None else found
 
 
-#: A lookup of cached chunks is not answered in time.
+#: The server does not answer a lookup of cached chunks in time.
 UNANSWERED = steps(
     [do.store("first", prompt(100)), do.lookups_fail(1), do.serve("again", prompt(100), max_tokens=3)],
     [do.expect_all_ended(), counted("lookups_unanswered", 1, 1)],
@@ -99,7 +99,7 @@ row(
 )  # fmt: skip
 
 
-#: Evicted chunks are read from the server's disk.
+#: The server reads evicted chunks from its disk.
 FROM_DISK = steps(
     do.serve("first", prompt(100)), do.settle(), on_disk, do.evict(100), again(100), counted("read_from_disk", 6, 6)
 )

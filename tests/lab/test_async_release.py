@@ -24,7 +24,7 @@ TOKENS = list(range(64))
 
 
 class Engine(NamedTuple):
-    """mode: "layers", "async", or "" for neither."""
+    """LMCache's engine. mode: "layers" (layerwise loads), "async" (asynchronous loads), or "" for neither."""
 
     cache_engine: Any
     config: Any
@@ -62,7 +62,7 @@ class Engine(NamedTuple):
 
 
 def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine:
-    """LMCache's engine. loading: called in each load."""
+    """Make LMCache's engine. loading: called in each load."""
     import torch
     from lmcache.v1.cache_engine import LMCacheEngine
     from lmcache.v1.config import LMCacheEngineConfig
@@ -116,9 +116,9 @@ def last(layers: Iterable[Any]) -> Any:
 
 
 def after_one_load(mode: str, skip: int | None) -> list[Any]:
-    """Return the moved tokens, and references, pins and validity of the cached chunks, equal neighbours once.
+    """Return the moved tokens, and [references, pins, validity] of the cached chunks, without equal neighbours.
 
-    skip: tokens that vLLM has. None: the lookup is aborted.
+    skip: tokens that vLLM has. None: the lookup is aborted before the load.
     """
     made = make_engine(mode)
     engine = made.cache_engine
@@ -132,11 +132,11 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
             assert time.monotonic() < until
             time.sleep(0.01)
     else:
-        for waiting in "ro":  # another request waits, with its pins on the same chunks
+        for waiting in "ro":  # request o waits, and has pinned the same chunks
             made.look_up(waiting)
     moved = 0
     if skip is None:
-        engine.cleanup_memory_objs("r")  # the client of an aborted lookup has it cleaned up
+        engine.cleanup_memory_objs("r")  # the lookup client asks for this after an abort
     else:
         moved = made.load("r", skip)
     engine.lookup_unpin("r")
@@ -148,7 +148,7 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
 @pytest.mark.parametrize(("mode", "release"), [("", "0.5.5"), ("layers", "0.5.6")])
 @answers([0], [1], also="release")
 def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
-    """The lookup server's thread pins the chunks for request o while r loads them. Return the pins of the chunks."""
+    """The lookup server's thread pins the chunks for request o while request r loads them. Return the chunks' pins."""
 
     def lookup_of_o() -> None:
         thread = threading.Thread(target=made.look_up, args=("o",))
@@ -165,7 +165,7 @@ def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
 
 @answers([1], fixes=True)
 def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
-    """One of two loads by layers ends early. The other one's release is not taken for its own. Return the pins."""
+    """One of two layerwise loads ends early. LMCache must release the pins of both, and only these. Return the pins."""
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -179,23 +179,23 @@ def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
     return sorted(set(made.pins()))
 
 
-#: (mode, release, tokens that vLLM has, or None for an aborted lookup, states of the cached chunks as released)
+#: (mode, release, tokens that vLLM has, or None for an aborted lookup, states of the cached chunks without fixes)
 AFTER_ONE_LOAD = [
     ("async", "0.3.15", 0, [[1, 1, True]]),  # pinned for ever
     ("async", "0.5.1", 0, [[1, 0, True]]),  # right
     ("async", "0.5.6", 0, [[0, 0, False]]),  # freed, and still listed
-    ("", "0.5.1", 0, [[1, 1, True]]),  # right: the other's pin is there
-    ("", "0.5.5", 0, [[1, 0, True]]),  # the other's pin is released
+    ("", "0.5.1", 0, [[1, 1, True]]),  # right: the pin of request o is left
+    ("", "0.5.5", 0, [[1, 0, True]]),  # the pin of request o is released
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # The chunks that vLLM has were fetched too, and no request loads them: 0.4.1 releases these twice, 0.5.6 all
+    # LMCache also fetched chunks that vLLM has. No request loads these: 0.4.1 releases them twice, 0.5.6 releases all
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]
 
 
 def right(mode: str) -> list[Any]:
-    """References, pins and validity of a chunk. Another request waits for it, unless the load is asynchronous."""
+    """Return the right references, pins and validity of a chunk. Except in mode "async", request o has pinned it."""
     return [1, int(mode != "async"), True]
 
 
@@ -210,7 +210,7 @@ def test_chunks_after_one_load(
 
 
 class Worker:
-    """The adapter in the worker's role over LMCache's engine."""
+    """LMCache's adapter in the worker role, with LMCache's engine."""
 
     def __init__(self) -> None:
         from kvfix_tools.lab.connectors.v1 import adapter_in_worker
@@ -237,7 +237,7 @@ class Worker:
         return meta
 
     def step(self, requests: dict[str, str], load: bool, hit: int = 64) -> None:
-        """One step that loads or saves these requests, each with its tag. If not all is hit, the rest is saved."""
+        """Make a step that loads or saves these requests. requests: {name: tag}. Tokens beyond the hit are saved."""
         import torch
 
         metadata = self.module.LMCacheConnectorMetadata()
@@ -256,7 +256,7 @@ class Worker:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([0, 0, 0, 64, [], True], [64, 64, 0, 0, ["b", "a"], True], also="release", fixes=["KVF017"])
 def test_each_tenant_has_keys_of_its_own() -> list[Any]:
-    """Two tenants store one prompt. Return the hits of tenants, and the tag of each tenant's load."""
+    """Two tenants store the same prompt. Return the hits of four requests, and the tags with which tenants load."""
     worker = Worker()
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]
@@ -276,7 +276,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
 @answers([0] * 4, [1] * 4)
 def test_a_load_leaves_the_pins_of_others() -> list[int]:
-    """The adapter does not say which request it loads, so KVF018 has to know. Another one waits for the same chunks."""
+    """The adapter does not say which request it loads, so KVF018 must know it. Another request waits for the chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     worker.found("r")
@@ -285,11 +285,11 @@ def test_a_load_leaves_the_pins_of_others() -> list[int]:
     return worker.engine.pins()
 
 
-#: (fixes, chunks left of those that are hit, tokens of the hit, the report of the load and the chunks after it)
+#: (fixes, how many of the hit chunks are left, tokens of the hit, [failed blocks of the load, cached chunks after it])
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One chunk is left of two. The step computes the others on tokens that were not loaded: none of them is stored.
+    # One chunk is left of two. The step computes later chunks on top of missing tokens, so it must store none of these.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 
@@ -300,7 +300,7 @@ SHORT = [
 )
 @answers(also="fixes release answer")
 def test_a_load_that_comes_short(left: int, hit: int) -> tuple[Any, int]:
-    """Return the report of a load whose last chunks are missing, or "dies", and the cached chunks after it."""
+    """The last chunks of a load are missing. Return its failed blocks, or "dies", and the number of cached chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     cached = worker.engine.cache_engine.storage_manager.local_cpu_backend.hot_cache

@@ -1,4 +1,4 @@
-"""`kvfix lab continue`: a saved state is made again, and it is stuck, or moves, as the engine is."""
+"""`kvfix lab continue` rebuilds a saved state. The rebuilt engine is stuck if the saved engine was stuck."""
 
 import json
 import tempfile
@@ -14,7 +14,7 @@ NEWEST = RELEASES / "0.5.6"
 
 
 def saved(engine: str, steps: int = 0) -> dict[str, Any]:
-    """Return the file of `kvfix look --save` for this engine after so many more steps, and the lab's result for it."""
+    """Save the state of this engine after `steps` more steps, as `kvfix look --save` does. Return the lab's results."""
     from kvfix_tools.lab import continue_state, runner
     from kvfix_tools.lab.fuzz import fuzz
 

@@ -16,7 +16,7 @@ from tests.conftest import RELEASES, Once, answers
 from tests.lab.planted import steps, until
 
 NEWEST = RELEASES / "0.5.6"
-#: What was not drawn yet when the schedule was found.
+#: Options that the fuzzer did not draw yet when it found the schedule.
 LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights", "ranks", "roles", "offloading")
 
 
@@ -24,8 +24,8 @@ LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights
 def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
     """A load fails with asynchronous scheduling, and the request starts again in the same blocks after an empty step.
 
-    `make healthy` found it: the first chunk was never stored (KVR007). KVF007 remembers the failed load for as many
-    steps as are in flight, also where one of them computes nothing.
+    `make healthy` found that the first chunk was never stored (KVR007). KVF007 remembers the failed load for as many
+    steps as are in flight, even if one of these steps computes nothing.
     """
     events = [event for _, event in late.play(draw(824, "v1", lacks=LACKS)).log if event.request == "r71"]
     failed = next(place for place, event in enumerate(events) if isinstance(event, LoadFailed))
@@ -33,7 +33,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 
 def beyond_the_blocks() -> list[str]:
-    """A request that vLLM has rolled back goes on where its last drafts ended: beyond its blocks."""
+    """After vLLM has rolled a request back, the step still starts at the end of its last drafts: beyond its blocks."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     return [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -46,7 +46,7 @@ def test_a_step_beyond_the_blocks_of_its_request(once: Once) -> None:
 
 
 def computed_beside_a_failed_load() -> list[int]:
-    """Return the computed tokens of `other` at each of its steps. The load of `r`, which shares its blocks, fails."""
+    """Return the computed tokens of `other` at each step. The load of `r`, which shares blocks with `other`, fails."""
     begin = (("admit", "other", 0, 90, 20), *[("step",)] * 4, ("stored_elsewhere", 0, 128), ("admit", "r", 0, 140, 1))
     schedule = Schedule(Options(connector="mp-in-tree"), (*begin, ("fail_load", 1, 1)))
     log = [event for _, event in late.play(schedule).log]
@@ -55,7 +55,7 @@ def computed_beside_a_failed_load() -> list[int]:
 
 
 def test_a_failed_load_of_another_request_computes_nothing_anew(once: Once) -> None:
-    """KVF103 and KVF110 wrap one function: the failed blocks are reported without those that the load did not write."""
+    """KVF103 and KVF110 wrap one function. It must not report blocks as failed that the load was not to write."""
     computed = once(computed_beside_a_failed_load, RELEASES / "0.4.6", fixes=True)
     assert computed == sorted(computed)
     assert len(computed) >= 20
@@ -64,10 +64,10 @@ def test_a_failed_load_of_another_request_computes_nothing_anew(once: Once) -> N
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([8, 4, 8], [8, 4, 8], also="release")
 def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
-    """A request is preempted in its decode phase. vLLM has all of its prompt, and LMCache by then half of it.
+    """A request is preempted in its decode phase. vLLM has its whole prompt, but LMCache has evicted half of it.
 
-    Its worker stores tokens that its metadata exclude from the store (0.5.6 vllm_v1_adapter.py:1152).
-    Return the cached chunks: before, when some were evicted, and when it has ended.
+    LMCache's worker stores tokens that the metadata exclude from the store (0.5.6 vllm_v1_adapter.py:1152).
+    Return the number of cached chunks before the eviction, after it, and at the end of the request.
     """
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
     engine = late.LabEngine(options)
@@ -82,7 +82,7 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
 
 
 def aborted_while_it_waits(fixes: bool) -> list[str]:
-    """Return the findings, with kvfix's own reports, if decode's request is aborted and prefill never hears of it."""
+    """Decode's request is aborted, and the notice to prefill is lost. Return the findings and kvfix's reports."""
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector="nixl-push", num_blocks=40, max_num_batched_tokens=64, extra=timeout)
     steps = [("fail", "notice", 1), ("ask_at_once", "r", 0, 64, 5, 1), ("step",), ("abort", 0), ("step",)]
@@ -91,14 +91,14 @@ def aborted_while_it_waits(fixes: bool) -> list[str]:
 
 
 def test_what_is_kept_until_its_end_is_not_left(once: Once) -> None:
-    """Decode's blocks are prefill's to write into until the registration ends (KVF322); as released, for ever."""
+    """Decode keeps blocks for prefill's writes until the registration ends (KVF322). Without fixes, it keeps them."""
     assert once(aborted_while_it_waits, NEWEST, True) == []
     assert "KVR009" in once(aborted_while_it_waits, NEWEST, False)
 
 
 @answers([True, True])
 def test_a_lookup_that_times_out_holds_up_both() -> list[bool]:
-    """The clock of both engines runs: leases end, and the next lookup begins after this one."""
+    """While one engine waits for a lookup, the clock of both engines advances. So leases end in this time."""
     from kvfix_tools.lab.engine.lab_engine import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 
@@ -125,7 +125,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Chunks in each rank's cache: before a step that loads 128 of 300 tokens, after it, and in the end."""
+    """Return the chunks in each rank's cache before and after a step that loads 128 of 300 tokens, and at the end."""
     engine, chunks = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options)), []
     for part in (
         do.store("first", prompt(128)),
@@ -155,5 +155,5 @@ def test_what_a_step_that_loads_computes_is_saved_later(way: str, outcomes: dict
 
 
 def test_without_kvf030_the_caches_are_wrong(outcomes: dict[str, Any]) -> None:
-    """Only all fixes together keep the caches of two ranks right."""
+    """Without KVF030, the other fixes do not keep the caches of two ranks right."""
     assert "LAB001" in outcomes["without"]

@@ -18,25 +18,25 @@ from tests import late
 from tests.conftest import RELEASES, ROOT, Fresh, Once
 from tests.healthy import own_blocks
 
-#: The one bug of LMCache 0.5.6 that a plain schedule shows: facts say so, and so does a scenario.
+#: The only bug of LMCache 0.5.6 that a plain schedule shows. It has a scenario too.
 KNOWN = re.compile(r"KVR009 state-left-behind \S+: _requests_priority still holds it")
 
-#: Counts of a real server.
+#: Counters that need a real server.
 SERVER = {"server_restarts", "evicted_by_server", "read_from_disk"}
 
 
 def without(*features: str) -> set[str]:
-    """Counts of transfers with these."""
+    """Return the counters of transfers with these features."""
     return {f"{what}_with_{feature}" for feature in features for what in ("loads", "stores")}
 
 
-#: What has several KV groups, and which kind.
+#: Features of models with several KV groups.
 GROUPS = ("one_window", "two_windows", "larger_blocks", "states", "states_and_drafts", "one_object", "separate_objects")
-#: Two engines with other ranks than each other.
+#: Counters of two engines whose numbers of ranks differ.
 PAIRS = without("more_ranks", "fewer_ranks", "copied_heads")
-#: What cannot happen: a kv_consumer stores nothing (of mp lmcache_mp_connector.py 0.5.6:608); v1 has one KV group and
-#: no server, and its own transfers end within their step, in all ranks; a load of mp is all or nothing and alone, no
-#: id of its comes again, and requests ask nothing of it; the OffloadingConnector has one role here and no server.
+#: Counters that stay 0. A kv_consumer stores nothing (mp: lmcache_mp_connector.py 0.5.6:608). v1 has one KV group and
+#: no server, and its transfers end in their step in all ranks. With mp there is no OtherConnector, no partial load, no
+#: id twice and no request with parameters. The lab plays OffloadingConnector in one role and without a server.
 NEVER = {
     "v1": {
         "loads_of_groups", "stores_of_groups", "null_objects_left_out", "ranks_apart", "stores_of_kv_consumer",
@@ -54,16 +54,16 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Played alone. A failed copy ends OffloadingConnector's worker as released.
+#: Connectors whose runs are checked for NEVER. Without fixes, a failed copy ends OffloadingConnector's worker.
 CONNECTORS = ["v1", "mp", "offloading"]
-#: A lock-out with a session and the OffloadingConnector, in one of some hundred seeds.
+#: Counters that can stay 0: a session with OffloadingConnector locks requests out in one of some hundred seeds.
 RARE = {"locked_out_by_session", "aborted_loading"}
 #: vLLM's copy of LMCache's multi-process connector.
 COPY = "distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
 
 
 def ran(connector: str, seeds: range, fixes: bool = False, plain: bool = False, **more: Any) -> Any:
-    """Fuzz these seeds."""
+    """Fuzz these seeds. more: arguments of `fuzz`."""
     return late.fuzz(late.Run(connector, fixes, plain), seeds, inf, **{"shrinking": 0, **more})
 
 
@@ -88,7 +88,7 @@ def _counts(done: Any) -> list[Any]:
 
 
 def _resumed() -> dict[str, Any]:
-    """A run that stops after some seeds and continues, and another run with the same notes."""
+    """Return results of a run that stops after some seeds and continues, and of another run with the same notes."""
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.json")
         stopped, whole = ran("v1", range(70), most=1, notes=notes), ran("v1", range(70), notes=notes)
@@ -106,7 +106,7 @@ def test_plain_schedules_are_clean_and_have_tested_something(connector: str, out
 
 
 def test_two_processes_find_what_one_does(outcomes: dict[str, Any]) -> None:
-    """A seed is a schedule."""
+    """The seed alone determines the schedule, so the number of processes changes nothing."""
     one, two = outcomes["jobs"]
     assert one == two
     assert one[2], "there is something to find"
@@ -158,17 +158,17 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
     ("nixl-pull", "check", range(64), "peer_ranks", OF_RANKS),
     ("nixl-push", "check", range(119), "peer_ranks", OF_RANKS),
     *((connector, "check", range(70), "windows", OF_GROUPS) for connector in WITH_RANKS),
-    # with threads of a tier, a lookup finds a file or not
+    # if threads of a tier ran freely, a lookup would sometimes find a file
     ("offloading", "fix", (102,) * 4, "", ()),
-    # LAB026 by mistake; a request that is sent again after its abort (KVF363)
+    # once reported LAB026 by mistake; and a request that is sent again after its abort (KVF363)
     ("mooncake", "check", (664, 1255, 1302), "", ()),
 ]
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Play these schedules with the fixes, or as released if they are plain ones of SimpleCPUOffloadConnector.
+    """Play these schedules with the fixes, but plain schedules of SimpleCPUOffloadConnector without fixes.
 
-    only: an option that a schedule must have; "": play all schedules, twice. Return violations and counts of each time.
+    only: play only schedules with this option; "": play all schedules twice. Return [violations, counts] of each time.
     """
 
     def played() -> list[Any]:
@@ -246,7 +246,7 @@ for arguments in {cases!r}:
 
 
 def test_vllms_copy_and_later_releases_have_other_arguments() -> None:
-    """The lines that a refusal names (options.KNOWN)."""
+    """The lines of code that a refusal names (options.KNOWN) are as it says."""
     (copied,) = ROOT.glob(f".venv/lib/python*/site-packages/vllm/{COPY}")
     adapters = [
         RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")

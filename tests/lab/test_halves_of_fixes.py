@@ -1,8 +1,7 @@
-"""Fixes that lack targets: the lab finds that a target is missing.
+"""If a fix lacks one of its targets, the lab finds it.
 
-Fixes with functions in two processes: each half alone has no outcome that the release does not have. A load that times
-out, where the release waits for ever, is allowed. One process may have the fix, and the other process another release
-or no kvfix.
+If a fix wraps functions in two processes, each half alone makes no outcome that the release does not have, because the
+other process may have no kvfix. It is allowed that a load times out where the release waits for ever.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ IN_WORKER = {
 }  # fmt: skip
 #: Fixes that also report failed stores, which no scenario plays.
 STORES = {"KVF330": ["offloading"], "KVF370": ["simple-offload"]}
-#: Of the fixes for two engines: the functions that act in the prefill engine.
+#: {fix for two engines: its functions that act in the prefill engine}
 IN_PREFILL = {"KVF319": {"request_finished"}, "KVF322": {"_do_start_push_kv"}}
 
 
@@ -42,7 +41,7 @@ def _is_in_worker(target: Target) -> bool:
 
 
 def halves(fix: Fix) -> list[tuple[Target, ...]]:
-    """The targets of each half; none if all functions run in one process."""
+    """Return the targets of each half, or [] if all functions run in one process."""
     if fix.code in IN_PREFILL:
         first = tuple(each for each in fix.targets if each.function.rpartition(".")[2] in IN_PREFILL[fix.code])
     else:
@@ -61,7 +60,7 @@ stored_again = steps(
 
 
 def failed_store(connector: str) -> Case:
-    """A store fails, and another request has the same prompt."""
+    """Return a case in which a store fails, and another request has the same prompt."""
 
     def play() -> Any:
         engine = late.LabEngine(Options(connector=connector, max_num_batched_tokens=512))
@@ -73,14 +72,14 @@ def failed_store(connector: str) -> Case:
 
 
 def play_all() -> dict[str, list[str]]:
-    """Return {fix: findings with one half of the fix, and not as released}."""
+    """Return {fix: findings with only one half of the fix that do not occur without the fix}."""
     found: dict[str, list[str]] = {}
     for fix in map(catalogue.find, FIXES):
         found[fix.code] = []
         for case in cases(fix) + [failed_store(connector) for connector in STORES.get(fix.code, ())]:
             released = {*CLOSED, *(each.code for each in case.findings(False))}
             for targets in halves(fix):
-                # a helper alone does not show the bug: each function counts
+                # a fix with only helpers would not apply: count each function as one that shows the bug
                 with mock.patch.dict(vars(fix), targets=tuple(replace(each, helper=False) for each in targets)):
                     new = [str(each) for each in case.findings() if each.code not in released]
                 found[fix.code] += [f"{case.name} with {targets[0].function}: {each}" for each in new]
@@ -104,15 +103,15 @@ def found(options: Options, *parts: Any) -> list[str]:
 
 
 def other_fails(_: Any) -> None:
-    """The load of a request with the same id fails in another engine of this process."""
+    """Let the load of a request with the same id fail in another engine of this process."""
     other = [do.stored_elsewhere(prompt(64)), do.fail_load("sharing"), do.serve("sharing", prompt(112))]
     steps(other, counted("loads_failed", 1))(late.LabEngine(OPTIONS))
 
 
 def shared(*parts: Any) -> list[str]:
-    """A load fails. `sharing` has 64 tokens of its prompt in vLLM, none in LMCache, and computes the rest in this step.
+    """Play a failed load. vLLM has 64 tokens of `sharing`, LMCache has none, and the same step computes the rest.
 
-    The worker does not store it, and vLLM rolls it back to token 64. parts: of the schedule, after the failure.
+    The worker does not store the rest, and vLLM rolls `sharing` back to token 64. parts: what is played after that.
     """
     findings = found(
         OPTIONS,
@@ -125,7 +124,7 @@ def shared(*parts: Any) -> list[str]:
 
 
 def fails_again() -> list[str]:
-    """The load of `r` fails, and would fail again when it is scheduled next."""
+    """Play a load of `r` that fails. A second load of `r` would fail too."""
     return found(
         Options(max_num_batched_tokens=512, async_scheduling=True),
         [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=4)],
@@ -134,7 +133,7 @@ def fails_again() -> list[str]:
 
 
 def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
-    """Return the findings of a play with this fix without this function. "": with the whole fix."""
+    """Play with this fix, but without this function of it ("": the whole fix). Return the findings."""
     fix: Any = catalogue.find(code)
     left = [each for each in fix.targets if not function or not each.function.endswith(function)]
     with mock.patch.dict(vars(fix), targets=tuple(left)):
@@ -144,18 +143,18 @@ def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
 FAILED = "a load has failed"
 HOLE = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
 SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
-#: (fix, a target that it lacks; "": none, what is played, beginnings of findings). The last one leaves notes.
+#: (fix, the target that it lacks or "", what is played, beginnings of findings). The last case leaves notes behind.
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF007", "", shared, ()),
     ("KVF007", "_update_requests_with_invalid_blocks", shared, (HOLE,)),
     ("KVF007", "get_block_ids_with_load_errors", of_scenario(find("failed-load-stored-under-way")).findings, (SAVED,)),
     ("KVF205", "", fails_again, (FAILED,)),
-    # the load is tried again, fails again, and then vLLM computes: it must not be tried for ever
+    # the second load fails too. Then vLLM computes the tokens: it must not load for ever
     ("KVF205", "get_num_new_matched_tokens", fails_again, ("LAB008 wrong-text r: token", FAILED, FAILED)),
     ("KVF221", "_update_request_as_session", of_scenario(find("preempted-session-lost")).findings, ("LAB008",)),
     ("KVF007", "build_connector_meta", shared, (HOLE,)),
 ]
-#: Targets without which there are other findings too.
+#: Without these targets there are more findings than those listed.
 WITH_OTHERS = ("get_block_ids_with_load_errors", "get_num_new_matched_tokens")
 
 

@@ -1,7 +1,6 @@
-"""No fix changes what a healthy schedule does: the same questions, answers, loads and stores, event by event.
+"""No fix changes a healthy schedule: lookups, promises, loads and stores are the same, event by event.
 
-A schedule is healthy if nothing is violated when it is played as released. No fix acts in it, unless something goes
-wrong or is undone there.
+A schedule is healthy if it violates no rule without fixes. Then a fix acts only if an operation fails or is undone.
 """
 
 from typing import Any
@@ -16,9 +15,9 @@ from tests import late
 from tests.conftest import RELEASES, Once
 from tests.healthy import changing, events, violated
 
-#: Counts of a schedule in which something goes wrong, or is undone.
+#: Counters of operations that fail or are undone.
 DISTURBED = ("preemptions", "aborts", "aborted", "loads_failed", "leases_ended")
-#: What they correct shows only later: a worker that is idle, a load that fails, a request that ends, a copy.
+#: These fixes act before their bug can show: if the worker is idle, a load fails, a request ends, or a copy is made.
 AHEAD = {"KVF109", "KVF110", "KVF113", "KVF216"}
 
 

@@ -1,4 +1,4 @@
-"""A mixed roll-out: the default fixes in one of two engines. They violate no rule that the release keeps."""
+"""In a mixed roll-out only one of two engines has the default fixes. It violates no rule that the release keeps."""
 
 from math import inf
 from typing import Any
@@ -12,7 +12,7 @@ from tests import late
 from tests.conftest import RELEASES, Once, answers
 
 SEEDS = {"nixl-pull": 12, "nixl-push": 17, "mooncake": 48}
-#: connector, the engine that has the fixes, seeds
+#: (connector, the engine that has the fixes, number of seeds)
 PLAYED = [
     *((name, side, seeds) for name, seeds in SEEDS.items() for side in ("prefill", "decode")),
     *((name, "one", 24) for name in ("v1", "mp")),
@@ -38,7 +38,7 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 )
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
-    """With KVF017 in one of two engines with one cache, neither finds the other's stores. Return the loaded tokens."""
+    """If one of two engines with one cache has KVF017, neither finds the other's stores. Return the loaded tokens."""
     from kvfix_tools.lab.pair import one_side
     from kvfix_tools.lab.pair.pair import Neighbours
 
@@ -60,7 +60,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 )
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
-    """No wrapper runs outside of an engine. Return the engines in which wrappers ran as fixed, and as released."""
+    """No wrapper runs outside of an engine. Return the engines where the wrappers ran with a fix, and without one."""
     from kvfix_tools.lab.pair import one_side
 
     ran: tuple[set[str], set[str]] = set(), set()
@@ -93,15 +93,15 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 @pytest.mark.parametrize(
     ("connector", "seed", "code", "answer"),
     [
-        # It is opt-in since both engines need it: otherwise the two engines count tokens differently.
+        # KVF353 is opt-in because both engines need it. Otherwise the two engines count tokens differently.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # Requests end earlier: other loads share a message, and decode shows KVF369's bug, as the release may.
+        # Requests end earlier, so different loads share a message. Decode shows KVF369's bug, as a release can do.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
-    """Return whether the seed has violations, whether the release lacks one of these, and whether it lacks all."""
+    """Return [the seed has violations, the release does not show one of them, the release shows none of them]."""
     from kvfix_tools.lab.pair import one_side
 
     run = late.Run(connector, True, fixes_in="prefill")

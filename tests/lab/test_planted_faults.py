@@ -1,4 +1,4 @@
-"""Every rule finds its planted fault, and nothing without one. docs/lab-features.md names a fault for each feature."""
+"""Every rule finds its planted fault, and finds nothing without a fault. docs/lab-features.md has faults by feature."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ from tests.lab.planted_in_ranks import LARGER_BLOCKS, ONE_OBJECT, RANKS, SHARES,
 
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
-#: LMCache's other ways to load in process.
+#: Settings for LMCache's asynchronous and layerwise loads in process.
 FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
 
 ONE = {"loaded_tokens": 64, "preemptions": 1, "stored_tokens": 224}
@@ -31,10 +31,10 @@ WITH_DRAFTS = {**ONE, **dict.fromkeys(("drafts_proposed", "drafts_accepted", "dr
 #: The second prompt may hit the first one's blocks.
 PAIR = {"loaded_tokens": 310 - 96}
 LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apart": 1}
-#: The third prompt is in decode's own memory, and prefill sends it too. The connector that is asked first loads it.
+#: The third prompt is in decode's memory and in prefill. BESIDE: decode loads it from prefill. OWN: from its memory.
 BESIDE = {"loads_of_kv_producer": 1, "loads_of_kv_consumer": 1, "loaded_beside": 2}
 OWN = {**BESIDE, "loads_of_kv_consumer": 2, "loaded_beside": 1}
-#: (setup, changed options, least counts)
+#: (setup, changed options, minimum counts)
 SOUND: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     *(("v1", each, ONE) for each in ({}, {"lmcache": FETCH}, {"lmcache": LAYERS}, {"kv_role": "kv_producer"})),
     *(("offloading", each, ONE) for each in ({}, {"tier": "fs"}, {"windows": (32,), "num_blocks": 60})),
@@ -70,7 +70,7 @@ PLANTED = {each: fault for each, fault in FAULTS.items() if each[0] != "mp-real"
 
 
 def random_schedules(seeds: int) -> dict[str, Any]:
-    """Plain schedules with asynchronous loading: no aborts, no failed loads, no evictions."""
+    """Play plain schedules with asynchronous loading: no aborts, no failed loads, no evictions."""
     found, counts = {}, Counter[str]()
     for seed in range(seeds):
         drawn = draw(seed, "v1", plain=True)

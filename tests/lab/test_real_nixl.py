@@ -1,4 +1,4 @@
-"""Real NIXL over UCX between two engines works like its model in each step, and a planted fault is found with it."""
+"""Real NIXL over UCX between two engines works like its model in each step. With NIXL, planted faults are found too."""
 
 from collections.abc import Callable
 from math import inf
@@ -14,7 +14,7 @@ from tests.conftest import RELEASES, Fresh, Once
 from tests.lab.planted import played, wrap
 from tests.lab.planted_in_pairs import read_the_next_block
 
-#: Some seeds wait long for leases of both directions: not these.
+#: Seeds that do not wait long for leases.
 SEEDS = {
     "nixl-pull": (4, 12),
     "nixl-push": (1, 8),
@@ -26,7 +26,7 @@ REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or
 
 
 def outcomes(real: bool) -> dict[str, Any]:
-    """Return an agent's answers to calls, or its exceptions."""
+    """Return the answers or exceptions of an agent for each call. real: of NIXL's agent, not of its model."""
     import numpy
 
     from kvfix_tools.lab.connectors.nixl_network import Network
@@ -105,7 +105,7 @@ def outcomes(real: bool) -> dict[str, Any]:
     attempt("the peer", lambda: here.remove_remote_agent(there.name))
     attempt("known no more", lambda: here.check_remote_metadata(there.name))
     done["unaware"] = network.counts["nixl_unaware"]
-    # half of one that fails may have come
+    # a part of a failed transfer may have arrived
     done["of one that failed"] = int(memories[0][0, 0]) in (GARBAGE, 5000, 5000 + 3 * 64)
     return done
 
@@ -164,7 +164,7 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
 
 
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
-    """fault: NIXL's transfers go wrong, those of its model do not."""
+    """Compare NIXL with its model. fault: let NIXL's transfers, but not the model's, go wrong."""
     from kvfix_tools.lab.connectors import nixl_real
     from kvfix_tools.lab.fuzz import fuzz_run
 

@@ -72,7 +72,7 @@ HERE = {run.connector: run for run in RUNS if run.versions["vllm"] == installed_
 
 
 def shown(connector: str, seed: int, rule: str) -> list[str]:
-    """The fixes without which alone the seed violates this rule."""
+    """Return the fixes each of which, if left out alone, makes the seed violate this rule."""
     (drawn,) = late.Run(connector, False).schedules([seed])
     return fixes_of(rule, "", released_findings.without_each(drawn))
 

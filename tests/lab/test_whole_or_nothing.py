@@ -1,7 +1,7 @@
 """A fix is applied whole or not at all.
 
-Each function of a fix is replaced in turn, as a site patch or a later release would do. Then no other function of the
-fix is wrapped, and its scenarios have the outcomes of the release.
+The test replaces each function of a fix in turn, as a site patch or a later release would do. Then kvfix wraps no other
+function of the fix, and the fix's scenarios have the same outcomes as without fixes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from kvfix_tools.lab.scenario import find
 
 @contextmanager
 def replaced(fix: Fix, target: Target) -> Iterator[None]:
-    """The function is one of another file that does the same, and that no behaviour probe can judge."""
+    """Replace the target by an equal function with another file name. Its behaviour probe gives no answer."""
     found = installed_source.live_function(import_module(target.module), target.function)
     owner, name, original = found
     is_static = isinstance(original, staticmethod)
@@ -40,7 +40,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Fixes with the functions of one copy of the code; first without scenarios, since the lab replaces a class."""
+    """Yield fixes that wrap several functions of one copy. First those without scenarios: the lab replaces a class."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]
@@ -48,12 +48,12 @@ def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
                 yield fix, copy, tuple(wrong)
 
 
-#: The connector of the lab that has this copy of the code.
+#: {copy of the code: the lab's connector that has this copy}
 CONNECTORS = {"LMCache": "mp", "vLLM": "mp-in-tree"}
 
 
 def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
-    """Slug and outcome of each scenario that plays this copy of the code."""
+    """Return (slug, outcome) of each scenario of the fix that plays this copy of the code."""
     return [
         (scenario.slug, runner.play(scenario, fixes, only=[fix.code]).outcome)
         for scenario in map(find, fix.scenarios)
@@ -64,11 +64,14 @@ def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
 
 
 def play_all() -> dict[str, Any]:
-    """{fix and function: [what is wrapped all the same, scenarios unlike released]}, and what a whole fix wraps."""
+    """Return {fix and replaced function: [functions still wrapped, scenarios whose outcome the fix still changes]}.
+
+    For each copy of the code, also return the functions that the fix wraps if no function is replaced.
+    """
     found: dict[str, Any] = {}
     every = list(of_several_functions())
     for fix, copy, wrong in every:
-        # another copy of the code stays whole, with the functions that all copies share
+        # If the fix has another copy, that copy is still wrapped, and so are the functions that all copies share.
         is_only_copy = sum(each[0] is fix for each in every) == 1
         for target in wrong:
             import_module(target.module)

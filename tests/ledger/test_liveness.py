@@ -38,14 +38,14 @@ SESSION = Waiting("s", OUTSIDE, holds=4)
     [
         *(("valid", owed) for owed in ({"running": 1}, {"in_flight": 2}, {"lookups": 1}, {"free": 7}, {"waiting": ()})),
         *(("unknown", {missing: None}) for missing in ("running", "in_flight", "lookups", "free")),
-        # it runs: what else is unknown does not matter
+        # a request runs: the unknown values do not matter
         ("valid", {"running": 1, "in_flight": None, "free": None}),
         ("unknown", {"waiting": (replace(FIRST, needs=None),)}),
         # a session waits for its client
         ("valid", {"waiting": (Waiting("r", OUTSIDE),)}),
         ("valid", {"waiting": (*STUCK.waiting, SESSION)}),
         ("violated", {"waiting": (*STUCK.waiting, replace(SESSION, holds=3))}),
-        # a request that waits for a load does not keep the next from its place
+        # a request that waits for a load does not keep the next request from its blocks
         ("valid", {"waiting": (Waiting("r", LOAD), Waiting("s", needs=2))}),
     ],
 )

@@ -1,4 +1,4 @@
-"""The comparison of a rank's record with the scheduler's: only what is certain is a finding."""
+"""The comparison of a rank's record with the scheduler's record reports only certain differences."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from kvfix_tools.engine_recordings import compare
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Capital letter: a load; small letter: a store of the same name. In only one record: `-`; `2`: B is aborted."""
+    """Return events: capital letter: a load; small letter: a store; `2`: B is aborted; `-`: an event of one record."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":
@@ -19,7 +19,7 @@ def sequence(text: str) -> list[ev.Event]:
     return made
 
 
-#: what, the scheduler's record, the rank's, pairs, differences (letter, RankDiffers.told), unknown loads
+#: (case, scheduler's record, rank's record, pairs, [(letter that differs, RankDiffers.told)], number of unknown loads)
 CASES = [
     ("the same", "AaBb", "AaBb", "AaBb", [], 0),
     ("other events between", "-Aa--B-b", "A-aBb-", "AaBb", [], 0),

@@ -1,4 +1,4 @@
-"""Each rule: histories that violate it, histories that do not, and histories that it cannot check."""
+"""Each rule has cases: histories that violate the rule, histories that do not, and histories that it cannot judge."""
 
 import re
 
@@ -14,23 +14,23 @@ FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
 ADMITTED = [FRESH, ev.Granted("r", 512), ev.LoadDue("r", 0, 512), ev.Scheduled("r", 512, 488, first=True)]
 LOST = [*ADMITTED, ev.Loaded("r", 512, 512), ev.LoadFailed("r", 512)]
 FULL_HIT = [FRESH._replace(total=512, promised=511), ev.Granted("r", 511)]
-#: Models that recompute the last tokens of a hit, and models whose layers do not all have the same hit.
+#: REPLAYED: the model recomputes the last tokens of a hit. DIVERGENT: its layers do not all have the same hit.
 REPLAYED = FRESH._replace(replay=128)
 REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)
-#: Blocks that are kept for a peer.
+#: Events of blocks that are kept for a peer.
 LEASED, READ, PUSHED = ev.Leased("r", 30.0), LeaseRead("r", "d"), LeaseRead("r", "d", pushed=True)
 WRITES = WriteBegun("r", "d")
 COMPARED = ev.Compared("r", 3, 1, 64, 128, "model.layers.0.self_attn.attn", "K", 70, 1.4, 0.008)
 EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
-#: A lookup has timed out once, and twice without a pause.
+#: LATE: a lookup has timed out once. TWICE: it has timed out twice without a pause.
 LATE = [FRESH, ev.TimedOut("r", 3.0, 10.0)]
 TWICE = [*LATE, ev.TimedOut("r", 3.0, 13.1)]
 #: 336 of 512 tokens are computed.
 AFTER = [FRESH._replace(computed=336, promised=176), ev.Granted("r", 176)]
 UNASKED = ev.Scheduled("r", 0, 16)
 
-#: code -> [(what, events before, the event to check, "violated", "unknown" or None)]
+#: {rule: [(case, earlier events, the event to check, verdict: "violated", "unknown" or None)]}
 CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     "KVR001": [
         ("more than remains", [], ASKED._replace(promised=664), "violated"),

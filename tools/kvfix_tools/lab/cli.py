@@ -151,7 +151,7 @@ def fuzz_connector(
 
         with runner.quiet():
             from kvfix_tools.lab.fuzz import fuzz_run
-        gc.freeze()  # each collection of all imported objects takes half a second
+        gc.freeze()  # otherwise each garbage collection checks all imported objects, in half a second
         with _refusing("fuzz"):
             run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
             done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)
@@ -238,7 +238,7 @@ def continue_state(
 
 @contextmanager
 def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
-    """End the command with exit 2 and the reason, after an OSError or ValueError."""
+    """After an OSError or ValueError, print the reason and exit with 2."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -249,7 +249,7 @@ def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
 
 
 def _find_all(slugs: list[str]) -> list[Scenario]:
-    """Raises ValueError for an unknown slug, or without any slug."""
+    """Return the scenarios with these slugs. Raises ValueError for an unknown slug, and if there is no slug."""
     known = {scenario.slug: scenario for scenario in scenarios()}
     unknown = [slug for slug in slugs if slug not in known]
     if unknown or not slugs:

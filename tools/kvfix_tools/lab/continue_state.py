@@ -1,7 +1,7 @@
 """`kvfix lab continue FILE`: rebuild the state of an engine from `kvfix look --save` or the watchdog, and continue it.
 
-A state has no prompts, and not the number of tokens to generate. Waiting requests with blocks get them by a load,
-running requests compute their tokens, then the other requests arrive.
+A state has neither prompts nor the number of tokens to generate. First, loads fill the blocks of waiting requests, and
+running requests compute their tokens. Then the other requests arrive.
 """
 
 import json
@@ -24,11 +24,11 @@ from kvfix_tools.lab.replay_recording import KINDS
 
 #: Tokens that each request still generates.
 GENERATED = 16
-#: Maximum steps to reach one condition, and until all requests have ended.
+#: MOST_STEPS: maximum steps to reach one condition. END: maximum steps until all requests have ended.
 MOST_STEPS, END = 400, 4000
-#: Steps after which the lab reports that no request can move.
+#: Steps in a row without progress after which the lab reports that no request can move.
 STILL = 3
-#: Maximum requests that are aborted, one at a time.
+#: Maximum number of requests to abort, each in a run of its own.
 TRIED = 20
 _SIZES = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
 
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests. As released, the abort of any one lets all others end. differs: differences from the state."""
+    """frees: requests. Without fixes, aborting any of them lets all others end. differs: differences from the state."""
 
     schedule: Schedule
     as_released: Outcome
@@ -61,7 +61,7 @@ class Continued(NamedTuple):
 
 
 def continued(path: Path) -> Continued:
-    """Raises OSError, and ValueError if the file has no state that the lab can rebuild."""
+    """Rebuild the state in this file and continue it. Raises OSError, and ValueError if the lab cannot rebuild it."""
     engine = _read(path)
     options = _options(engine)
     with runner.applied(fixes=False):
@@ -120,7 +120,7 @@ def _options(engine: Engine) -> Options:
         block_size=state["block_size"],
         num_blocks=state["pool"]["blocks"] + 1,
         chunk_size=connector["chunk_size"],
-        delay=3 + len(_loaded(engine.requests)),  # steps: the last load begins before the first one ends
+        delay=3 + len(_loaded(engine.requests)),  # steps: all loads begin before the first load ends
         reserve_full_isl=bool(settings.get("reserve_full_isl")),
         async_scheduling=bool(settings.get("async_scheduling")) and "async_scheduling" not in lacks,
         policy=state["policy"] or "fcfs",
@@ -130,7 +130,7 @@ def _options(engine: Engine) -> Options:
 
 
 def _loaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the waiting requests that have blocks, from a load in flight or an ended one."""
+    """Return the waiting requests that have blocks, because a load for them is in flight or has ended."""
     return [row for row in rows if row["queue"] not in ("running", "ended", "") and row["blocks"]]
 
 
@@ -158,7 +158,7 @@ class _Builder:
     def build(self) -> None:
         running = [row for row in self._rows if row["queue"] == "running"]
         loaded = sorted(_loaded(self._rows), key=lambda row: -row["arrived"])
-        # one step computes all tokens of the running requests: generated tokens are part of the prompt here
+        # one step computes all tokens of the running requests: the lab's prompt includes their generated tokens
         self._do("budget", max(1, sum(row["computed"] for row in running)))
         for row in loaded:
             hit = max(row["hit"] or 0, -(-row["computed"] // self._chunk) * self._chunk)

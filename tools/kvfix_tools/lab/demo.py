@@ -1,9 +1,9 @@
-"""`make demo`: the report of LMCache issue 2158 on the real scheduler, as released and with kvfix.apply().
+"""`make demo`: play LMCache issue 2158 on the real scheduler, without kvfix and with kvfix.apply().
 
     python -m kvfix_tools.lab.demo [--lmcache-path DIR] [--json]
 
-Exit 0 if the released engine dies with the message of the report, and the fixed engine finishes the request without
-loading tokens that vLLM has.
+Exit 0 if the engine without kvfix dies with the message in the issue, and the engine with kvfix finishes the request
+without loading tokens that vLLM has computed.
 """
 
 import json as jsonlib
@@ -40,7 +40,7 @@ def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False)
 
 
 def _play(scenario: Scenario, fixes: bool) -> Result:
-    """Return the result with the events of the long request only, and with those of no request."""
+    """Return the result. Its log has only events of the long request, and events that belong to no request."""
     done = runner.play(scenario, fixes)
     return done._replace(log=[(step, event) for step, event in done.log if event.request in (LONG, "")])
 
@@ -81,7 +81,7 @@ def show(released: Result, fixed: Result) -> None:
 
 
 def _cells(result: Result) -> dict[int, list[str]]:
-    """Return {step: lines}. Leaks are printed below the table."""
+    """Return {step: lines of its cell}, without leaks, which are printed below the table."""
     cells: dict[int, list[str]] = {}
     for step, event in result.log:
         if not isinstance(event, ev.Left):

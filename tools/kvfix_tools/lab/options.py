@@ -79,12 +79,12 @@ SERVER_CHUNK = 16
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes are in tokens, except `num_blocks`. lmcache: LMCache's settings by their own names."""
+    """The options of one engine. Sizes are in tokens. lmcache: {name of a setting of LMCache: its value}."""
 
     #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM. For
     #: any other connector: its name in vLLM, or my_package.connector:MyConnector (any_connector.py).
     connector: str = "v1"
-    #: For any other connector: its `kv_connector_extra_config`, and the function that drops its stored KV.
+    #: For any other connector. config: its `kv_connector_extra_config`. lose: the function that drops its stored KV.
     config: dict[str, Any] = field(default_factory=dict)
     lose: str = ""
     #: Number of layers of each KV group. Only a connector that the lab does not know can have more than one.
@@ -95,17 +95,17 @@ class Options:
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
-    #: Steps of a lookup, load or store of the multi-process server. OffloadingConnector needs twice as many to copy.
+    #: Steps of a lookup, load or store of the multi-process server. A copy of OffloadingConnector takes twice as many.
     delay: int = 1
-    #: Workers: the ranks of tensor parallelism. 1 in a MultiConnector.
+    #: Number of workers: ranks of tensor parallelism by default. A MultiConnector has 1.
     ranks: int = 1
-    #: The workers are ranks of pipeline parallelism: a step is scheduled while the workers have other steps.
+    #: The workers are ranks of pipeline parallelism: vLLM schedules a step while workers still compute earlier steps.
     pipeline: bool = False
     #: The workers are ranks of decode context parallelism (DCP): each rank has the KV of a part of the tokens. A block
     #: has `block_size` tokens in all ranks together. mp only: LMCache's in-process connector does not support DCP
     #: (vllm_v1_adapter.py 0.5.6:396, 815, 1159).
     context: bool = False
-    #: Additional steps of a transfer in the second rank. Not v1.
+    #: Number of steps by which a transfer takes longer in the second rank. Not with v1.
     rank_delay: int = 0
     #: Use a real `lmcache server` (mp_real.py), for one rank with one KV group. mp only, without MultiConnector.
     real_server: bool = False
@@ -132,12 +132,12 @@ class Options:
     async_scheduling: bool = False
     #: Use vLLM's model runner V2, the default for most models on a GPU: a resumed request is scheduled as a new one.
     model_runner_v2: bool = False
-    #: As with a drafter, vLLM reads the reports of a worker before `wait_for_save`.
+    #: vLLM reads the report of a worker before `wait_for_save`, as it does with a drafter.
     save_last: bool = False
     #: The drafter of speculative decoding: ngram, eagle, or mtp with a module for each draft; "": none. Without
     #: asynchronous scheduling, ngram does not always propose all drafts.
     drafter: str = ""
-    #: Drafts in a step.
+    #: Number of drafts per step.
     drafts: int = 0
     #: Percentage of right drafts.
     acceptance: int = 0
@@ -146,12 +146,12 @@ class Options:
     lmcache: dict[str, Any] = field(default_factory=dict)
     #: Play two engines with one cache (pair.py). v1 and mp.
     neighbours: bool = False
-    #: Blocks of the decode engine (pair.py), if it has another number than the prefill engine.
+    #: Blocks of the decode engine (pair.py). 0: as many as the prefill engine has.
     decode_blocks: int = 0
-    #: peer_ranks: of the other engine of a pair; 0: as many. kv_heads: of the model. More ranks than heads share heads.
+    #: peer_ranks: ranks of the pair's other engine; 0: the same number. kv_heads: the model's; ranks may share a head.
     peer_ranks: int = 0
     kv_heads: int = 1
-    #: multi: engines of a pair with LMCache's in-process connector too (pair_multi.py). lmcache_first: asked first.
+    #: multi: engines of a pair that also have LMCache's in-process connector. lmcache_first: vLLM asks LMCache first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False
     #: Use real NIXL (nixl_real.py) instead of the lab's model. BY_NIXL only.

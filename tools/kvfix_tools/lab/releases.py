@@ -1,4 +1,4 @@
-"""The releases of vLLM and LMCache that the lab plays, the options that it draws with them, and their arguments."""
+"""The releases that the lab plays, the options drawn with each, and the constructor arguments that each accepts."""
 
 import ast
 import functools
@@ -45,10 +45,10 @@ _DRAWN = {
     "offloading": _SINCE_0_5_6,
     "ranks": {**_SINCE_0_32, "lmcache": ">=0.4.5"},
 }
-#: Releases whose server drops silent workers (`worker_registration_grace_seconds`), and releases whose transfer context
-#: on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores, which is `pass` up to 0.5.5).
+#: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: their transfer
+#: context on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores is `pass` up to 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
-#: Releases that call the hooks of any other connector in the lab's order, with the lab's tensors.
+#: Releases with which the lab plays a connector outside `KNOWN`: they call hooks in the lab's order, with its tensors.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
 
 
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def code() -> str:
-    """Return a digest of the fixes and the lab: an outcome depends on these, vLLM and LMCache."""
+    """Return a digest of the fixes and the lab. An outcome depends on both, and on vLLM and LMCache."""
     folders = Path(kvfix.__path__[0]), Path(__file__).parent
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json")]
     digest = hashlib.sha256()
@@ -121,5 +121,5 @@ def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 
 @functools.cache
 def _parameters(made: Callable[..., Any]) -> frozenset[str]:
-    """Return the parameters of a class. Cached: this takes as long as making a request."""
+    """Return the parameters of a class. Cached: reading a signature takes as long as constructing a vLLM `Request`."""
     return frozenset(inspect.signature(made).parameters)

@@ -1,7 +1,7 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-A record has no prompts, and no steps without an event. So the lab's requests have other prompts, and the lab makes
-steps until the next event of the record can happen.
+A record has neither prompts nor steps without an event. So the lab makes its own prompts, and it makes steps until the
+next event of the record can happen.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.steps import prompt
 
-#: {class of a connector: connector of the lab}. Two connectors share a class name, which is all that a record has.
+#: {class name of a connector: connector of the lab}. A record has only the class name, which two connectors can share.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
-#: Generated tokens of a request without an end in the record, and maximum steps for one event.
+#: ENDLESS: generated tokens of a request whose end is not in the record. MOST_STEPS: maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
 class Replayed(NamedTuple):
-    """findings: of kvfix in the lab. on_record: violations in the record. short: differences between lab and record."""
+    """findings: kvfix's reports in the lab. on_record: violations in the record. short: where lab and record differ."""
 
     findings: list[Finding]
     on_record: list[Finding]
@@ -40,7 +40,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return options for this record, with enough blocks. Raises ValueError without sizes or for other connectors."""
+    """Return options with enough blocks. Raises ValueError for a record without sizes or with another connector."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:
@@ -127,7 +127,7 @@ class _Player:
             self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
-        """Preempt the request with as many tokens as its next Asked event has."""
+        """Preempt the request when it has the computed and total tokens of its next Asked event."""
         request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
         if request is None or request not in self.engine.scheduler.running:
@@ -151,7 +151,7 @@ class _Player:
         self._step_until(request.is_finished)
 
     def _compute(self, request: Any, tokens: int) -> None:
-        """Compute exactly so many of the request's tokens: the stores depend on it."""
+        """Compute exactly `tokens` tokens of the request: its stores depend on this number."""
         self._step_until(
             lambda: request not in self.engine.scheduler.running or request.num_computed_tokens >= tokens,
             lambda: tokens - request.num_computed_tokens + len(self.engine.scheduler.running) - 1,
@@ -168,7 +168,7 @@ class _Player:
         self.short.append(f"nothing came of it in {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
-        """Return a new seed or, if vLLM had a prefix, the seed of a request with at least as many computed tokens."""
+        """Return a new seed. If vLLM had cached a prefix, return the seed of a request that had computed the prefix."""
         if event.computed:
             for name, reached in reversed(self._reached.items()):
                 if reached >= event.computed and name in self._seeds:

@@ -1,4 +1,4 @@
-"""Play scenarios in this process, as released or with the fixes. This module imports neither vLLM nor LMCache."""
+"""Play scenarios in this process, with or without the fixes. This module imports neither vLLM nor LMCache."""
 
 import functools
 import logging
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 #: Opt-in fixes that the lab applies in all engines, because the fuzzer draws schedules that show their bugs.
 NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")
-#: Steps after a schedule: kvfix checks ended requests for leaks some steps later.
+#: Steps that the lab makes after a schedule, because kvfix checks an ended request for leaks some steps later.
 AFTER = 40
-#: First words of the message of a finding that kvfix, and not the lab, has reported.
+#: Start of a finding's message if kvfix, not the lab, has reported the finding.
 REPORTED = "kvfix reports: "
 
 
@@ -65,12 +65,12 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Otherwise vLLM uses model runner V2 if it finds Triton, and a seed plays differently there (model.Group).
+    # Otherwise vLLM uses model runner V2 if it finds Triton. A seed plays differently with V2 (model.Group).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in needs:
         if installed_source.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")
-    # The fixes are applied for every scenario, but the installed packages do not change: find them once.
+    # kvfix reads the versions for every scenario. The installed packages do not change, so find each version once.
     vars(installed_source)["version"] = functools.cache(
         getattr(installed_source.version, "__wrapped__", installed_source.version)
     )
@@ -131,7 +131,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def reported() -> Iterator[list[Finding]]:
-    """Yield a list of kvfix's reports in this context. It stays empty in modes that check no rules."""
+    """Yield a list that gets kvfix's reports in this context. It stays empty in modes that check no rules."""
     found: list[Finding] = []
     violations: Any = sys.modules.get("kvfix.connector_events.violations")
     if violations is None:
@@ -148,7 +148,7 @@ def reported() -> Iterator[list[Finding]]:
 
 
 def let_leaks_be_reported(engine: "LabEngine") -> None:
-    """Make the steps after which kvfix checks the last requests for leaks, if it watches."""
+    """If kvfix watches the engine, make steps until kvfix has checked the last requests for leaks."""
     if session.config is not None and session.config.watches:
         engine.step(AFTER)
 

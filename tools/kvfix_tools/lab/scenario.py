@@ -1,8 +1,8 @@
 """A scenario: the shortest schedule that shows one bug, and the catalogue of all scenarios.
 
-A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}. It has a tuple of two scenarios if vLLM's
-copy of the connector has the bug too. A fix names its scenarios (kvfix.fixes). Listing scenarios imports neither vLLM
-nor LMCache. The record of the fix has the cause: comments in a scenario explain only its steps and numbers.
+A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}. The value is a tuple of two scenarios if
+vLLM's copy of the connector has the bug too. A fix names its scenarios (kvfix.fixes). Listing scenarios imports neither
+vLLM nor LMCache. The docstring of the fix has the cause. Comments in a scenario explain only its steps and numbers.
 """
 
 import functools
@@ -40,8 +40,8 @@ class Scenario:
     - shows: code of a finding, and a part of its message
     - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all that `needs` allows, or else all
       that the lab plays. In all other releases that `needs` allows, the schedule must have no finding.
-    - not_in_hooks: why an engine, where kvfix watches only hooks, does not show the bug; "": the hooks show it. By
-      default hooks show the rules of the ledger, but not those of the lab.
+    - not_in_hooks: why kvfix, which watches only hooks in an engine, does not report the bug; "": the hooks show the
+      bug. By default, hooks show violations of the ledger's rules, but not of the lab's rules.
     - hooks_rule: the rule that the hooks show, if that is not `rule`
     - hooks_releases: LMCache releases in which the hooks show the bug; (): all
     """
@@ -54,9 +54,9 @@ class Scenario:
     not_in_hooks: str = ""
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
-    #: Its key in SCENARIOS.
+    #: The key of the scenario in SCENARIOS.
     name: str = ""
-    #: One sentence: what the schedule shows. "": the title of the fix, which has only this scenario.
+    #: One sentence: what the schedule shows. "": the fix has only this scenario, and its title says this.
     doc: str = ""
 
     def __post_init__(self) -> None:
@@ -87,12 +87,12 @@ class Scenario:
         return self.doc or next((fix.title for fix in catalogue.fixes() if self.slug in fix.scenarios), "")
 
     def play(self, engine: "LabEngine") -> None:
-        """Raises EngineDied if an exception leaves the scheduler."""
+        """Play the schedule on this engine. Raises EngineDied if an exception leaves the scheduler."""
         for step in (*self.schedule, do.run(), do.expect_all_ended()):
             step.play(engine)
 
     def played(self, then: "Callable[[LabEngine], None]" = lambda _: None) -> Any:
-        """Play the schedule on a new engine, call `then`, and return the engine. If it died, a finding says so."""
+        """Play the schedule on a new engine, call `then`, and return the engine. A finding says if the engine died."""
         from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
         pair = self.options.connector in PAIRS

@@ -1,7 +1,7 @@
-"""The steps of a scenario's schedule, as data, and the prompts in them.
+"""The steps of a scenario's schedule, as data, and their prompts.
 
-`do` is this module. `do.admit("r", ...)` stands for the method `admit` of `LabEngine` or of its connector, whose
-docstring says what it does.
+Scenarios import this module as `do`. `do.admit("r", ...)` is a step that later calls the method `admit` of `LabEngine`
+or of its connector. The docstring of the method says what the step does.
 """
 
 import copy
@@ -30,7 +30,7 @@ def __getattr__(method: str) -> Callable[..., Step]:
 
 
 def flat(parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the steps in their order. A part is a step, a function of the engine, or several parts."""
+    """Yield the steps in their order. A part is a step, a function that gets the engine, or a sequence of parts."""
     for part in parts:
         if isinstance(part, Step) or callable(part):
             yield part
@@ -39,12 +39,12 @@ def flat(parts: Iterable[Any]) -> Iterator[Any]:
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
-    """Return a prompt of so many tokens. Its first token differs from prompts with another seed."""
+    """Return a prompt of `tokens` tokens. Prompts with different seeds differ in the first token."""
     return [(seed * 101 + position * 7 + position // 97) % 509 + 1 for position in range(tokens)]
 
 
 def continued(tokens: list[int], more: int) -> list[int]:
-    """Return the prompt and so many of the tokens that the lab's model generates after it."""
+    """Return this prompt and the next `more` tokens that the lab's model generates."""
     prefix, whole = Prefix(), list(tokens)
     for _ in range(more):
         whole.append(next_token(prefix.of(whole)[-1]))

@@ -40,7 +40,7 @@ PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """The reader for metadata that kvfix does not know: it takes the granted tokens for the loads."""
+    """The reader for metadata that kvfix does not know: it reports the tokens that vLLM has granted as loads."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -112,7 +112,7 @@ class AnyWorker(Worker):
         return self._failed
 
     def _other_layers(self) -> dict[int, int]:
-        """Compute the layers after the first. Return {block: first layer whose KV in it differs from layer 0}."""
+        """Compute the layers after the first one. Return {block: first layer whose KV differs from that of layer 0}."""
         wrong: dict[int, int] = {}
         for layer in list(self.memory.layers())[1:]:
             self._waits(layer)
@@ -181,7 +181,7 @@ class AnyConnector(Connector):
         self.sending: set[str] = set()
         self._to_lose = False
         self._wrong: list[tuple[str, str]] = []
-        #: Steps in a row that had nothing to compute.
+        #: Number of steps in a row that computed nothing.
         self._idle = 0
         self._contract = Contract(self)
         if options.beside:
@@ -202,12 +202,12 @@ class AnyConnector(Connector):
         return worker
 
     def lose_stored(self) -> None:
-        """A step: the connector loses the tokens of the next grant before it loads them."""
+        """A step: the connector loses the stored tokens that vLLM grants next, before it loads them."""
         self.events.may_fail.add("")
         self._to_lose = True
 
     def handed_out(self) -> None:
-        """Called when the metadata of a step are made, before a worker gets them."""
+        """Lose stored tokens if `lose_stored` said so. Called before a worker gets the metadata of a step."""
         if self._to_lose and self.reader.granted:
             self._to_lose = False
             module, _, name = self._options.lose.rpartition(":")
@@ -223,7 +223,7 @@ class AnyConnector(Connector):
             time.sleep(0.001)  # transfers take real time
 
     def granted(self, name: str, load: Load) -> None:
-        """Fill the blocks of the load with garbage in all layers: only the connector can put the right KV there."""
+        """Fill the blocks of the load with garbage in all layers, so that the right KV can only be the connector's."""
         if self.other is None or name not in self.other.has:
             self.loads[name] = load
         self.reader.granted.append((name, load.start, load.end))

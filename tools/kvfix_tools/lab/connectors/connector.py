@@ -1,4 +1,4 @@
-"""The base class of the lab's connectors: both roles in one process."""
+"""The base class of the lab's connectors, which have the scheduler role and the worker roles in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
 #: Modules in which LMCache opens sockets for lookups: up to 0.3, since 0.4, and with asynchronous loading.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-#: Plugin launchers up to 0.3, and in later releases. They register a clean-up with atexit, which would keep them alive.
+#: Plugin launchers up to 0.3, and in later releases. A launcher registers a clean-up with atexit, which keeps it alive.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 
@@ -34,7 +34,7 @@ class Connector:
 
     scheduler: Scheduler
     in_scheduler: Any
-    #: By rank. A MultiConnector has one worker.
+    #: The worker of each rank. A MultiConnector has one worker.
     workers: Sequence[Worker]
     #: The reader of kvfix.connector_events.readers for the scheduler role.
     reader: Any
@@ -56,7 +56,7 @@ class Connector:
         return connector if children is None else children[self._place]
 
     def _called(self, in_worker: Any) -> Any:
-        """Return the connector that vLLM calls in the worker role. in_worker: LMCache's connector of the lab."""
+        """Return the connector that vLLM calls in the worker role. in_worker: LMCache's connector in this role."""
         connector = self.scheduler.connector
         if connector is self.in_scheduler:
             return in_worker
@@ -97,7 +97,7 @@ class Connector:
         return metadata if children is None else children[self._place]
 
     def kept(self) -> dict[str, set[str]]:
-        """Return {place: requests that the connector keeps there}. Ended requests must not be among them."""
+        """Return {attribute: requests whose state it has}. Ended requests must not be among these requests."""
         of_others = {} if self.offloading is None else self.offloading.kept()
         return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
 
@@ -164,11 +164,11 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """A connector that a MultiConnector asks first. It has what the schedule says. The lab's engine makes its loads."""
+    """A connector that a MultiConnector asks first. The schedule sets its KV. The lab's engine makes its loads."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        #: Requests of which it has all full blocks before the last token.
+        #: Requests whose KV the connector has: all full blocks before the last token.
         self.has: set[str] = set()
         #: {request: (first token, end)} of granted loads that have not ended
         self.loads: dict[str, tuple[int, int]] = {}

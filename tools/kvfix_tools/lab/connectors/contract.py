@@ -1,4 +1,4 @@
-"""Checks of an unknown connector: its hook calls, and the requests that it keeps."""
+"""Check a connector that the lab does not know: its hook calls, and the requests whose ids it keeps."""
 
 import pickle
 from collections import deque
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.any_connector import AnyConnector
 
 
-#: Maximum depth of the search.
+#: Maximum depth of the search in `kept_requests`.
 _DEPTH = 4
 _MANY = (dict, set, frozenset, list, tuple, deque)
 #: Attributes that vLLM owns.
@@ -49,7 +49,7 @@ class Contract:
         self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Ask twice: "might be called multiple times for a given request and should be side-effect free" (:15)."""
+        """Ask twice: this "might be called multiple times for a given request and should be side-effect free" (:15)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)
@@ -130,7 +130,7 @@ def _of_output(output: Any) -> dict[str, Any]:
 
 
 def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
-    """Return {place: ids found in it}. Search the connector and the objects of its package that it refers to."""
+    """Return {attribute: ids found in it}. Search the connector and the objects of its package that it refers to."""
     found: dict[str, set[str]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(type(connector).__name__, connector, 0)]
@@ -164,7 +164,7 @@ def _attributes(each: Any) -> list[tuple[str, Any]]:
 def _is_its_own(value: Any, packages: set[str]) -> bool:
     module = type(value).__module__
     if isinstance(value, KVConnectorBase_V1):
-        return not isinstance(value, OtherConnector)  # a class of the lab
+        return not isinstance(value, OtherConnector)  # OtherConnector is the lab's own
     return hasattr(value, "__dict__") and any(module == each or module.startswith(f"{each}.") for each in packages)
 
 

@@ -1,4 +1,4 @@
-"""One engine with vLLM's MooncakeConnector, in both roles (pair.py has two engines).
+"""One engine with vLLM's MooncakeConnector, in the scheduler and worker roles (pair.py has two engines).
 
 Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer
 engine, the sockets, HTTP and threads (mooncake_network.py), the attention backend, and the clock.
@@ -18,7 +18,7 @@ from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
 
-#: vLLM's default timeout in seconds. No prefill of the lab takes as long.
+#: vLLM's default timeout in seconds. No prefill in the lab takes that long.
 _LONG = 480
 
 
@@ -49,7 +49,7 @@ class MooncakeWorker(PairWorker):
         called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
 
     def get_finished(self, ended: set[str]) -> Any:
-        # sent requests left the dictionary before this call: those that leave it during the call have expired
+        # Sent requests leave the dictionary before this call. A request that leaves it during the call has expired.
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         sent, received = super().get_finished(ended)
         for name in sorted(sent):  # the order of a set differs between runs
@@ -76,11 +76,11 @@ class MooncakeSide(PairSide):
         self._host = self.network.host(self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose blocks were kept. A message of the peer that arrives after the lease waits for the timeout.
+        #: Requests whose blocks were kept for the peer. If the peer asks after the lease, it waits for its timeout.
         self._were_kept: set[str] = set()
         #: Transfers that the peer waits for.
         self._awaited: dict[str, Any] = {}
-        #: {transfer: steps in which the peer waited although no request here will send it}
+        #: {transfer: number of steps in which the peer waited, although no request of this engine will send it}
         self._vain: dict[str, int] = {}
         #: {transfer: time when its request was first seen to have ended}
         self._ended: dict[str, float] = {}
@@ -95,7 +95,7 @@ class MooncakeSide(PairSide):
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self._transfer(name)}
 
     def for_decode(self, name: str, answer: Params | None) -> Params:
-        """Return the parameters for decode. Prefill returns none: the router knows its own request."""
+        """Return the parameters for decode. Prefill returns no parameters, so the router makes them itself."""
         return {
             "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
             "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_network.PORT}",
@@ -122,11 +122,11 @@ class MooncakeSide(PairSide):
         self._host.end()
 
     def look(self) -> None:
-        """Report transfers that the peer waits for and that no request here will send."""
+        """Report transfers that the peer waits for although no request of this engine will send them."""
         for request in self.events.model.requests.values():
             if request.is_finished():
                 self._ended.setdefault(_transfer_of(request), clock.now())
-        # the worker does not know of all requests yet, or decode may ask so late that it has dropped the request
+        # the worker does not know all requests yet, or it may have dropped a request before decode asks for its KV
         unknown = self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send
         if unknown or self.network.timeout < _LONG:
             return
@@ -154,7 +154,7 @@ class MooncakeSide(PairSide):
         return {each.p_req_id for each in self._sends.values() if each.local_block_ids}
 
     def kept_of_peer(self) -> set[str]:
-        """Return transfers that the peer has asked for and that no request here has."""
+        """Return transfers that the peer has asked for, but that belong to no request of this engine."""
         return {each.transfer_id for each in self._sends.values() if not each.p_req_id}
 
     def busy(self) -> bool:

@@ -51,7 +51,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Host:
-    """The host of one engine, from its start to its end. session: the address of its transfer engine."""
+    """The host of one engine, from the engine's start to its end. session: address of the engine's transfer engine."""
 
     def __init__(self, network: "Network", name: str) -> None:
         self.network = network
@@ -75,7 +75,7 @@ class Host:
         del self.network.hosts[self.session]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Replace `asyncio.run_coroutine_threadsafe`: begin at once, because the thread of the loop is idle."""
+        """Replace `asyncio.run_coroutine_threadsafe`: begin at once, because no other thread runs the loop."""
         done: Future[Any] = Future()
 
         def ended(task: asyncio.Task[Any]) -> None:
@@ -95,7 +95,7 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write in flight. requests: (producer's, consumer's request) of each load. ended: gets the transfer's answer."""
+    """A write in flight. requests: (producer's, consumer's request) of each load. ended: called with the answer."""
 
     of: Host
     to: str
@@ -159,7 +159,7 @@ class Network(PairNetwork):
             self._end(write)
 
     def send(self, host: Host, deliver: Callable[[], None]) -> None:
-        """Send a message to this host. The message is lost if the host has ended when it arrives."""
+        """Send a message to this host. If the host has ended before the message arrives, the message is lost."""
         self._messages.append((self.now + self.handshake_steps, host, deliver))
 
     def write(
@@ -203,7 +203,7 @@ class Asyncio:
         return loop.host.run(work)
 
     async def wait(self, tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        """Return the tasks in their own order. A set has the order of their addresses, which differs between runs."""
+        """Return lists of tasks in their given order. The order of asyncio's sets differs between runs."""
         done, pending = await asyncio.wait(tasks, **options)
         return [each for each in tasks if each in done], [each for each in tasks if each in pending]
 
@@ -302,7 +302,7 @@ def _answer(content: Any) -> Any:
 
 
 def replace(host: Host) -> None:
-    """Replace the modules for the next engine, which is made on this host."""
+    """Replace modules in Mooncake's connector, for the next engine, which runs on this host."""
     module: Any = import_module(_MODULE)
     network = host.network
     module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
@@ -315,7 +315,7 @@ def replace(host: Host) -> None:
     vars(module.zmq).update({name: getattr(zmq, name) for name in _OF_ZMQ})
     module.make_zmq_socket = lambda context, address, *_, **__: nullcontext(Dealer(context.host, address))
     module.httpx = httpx_module(network)
-    # answer: the result of the write that has just ended
+    # engine.answer: the result of the write that has just ended
     engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
     engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
     engine.batch_transfer_sync_write = lambda *_: engine.answer

@@ -32,7 +32,7 @@ def released() -> Any:
 
 
 class MessageQueue:
-    """The server behind the message queue of releases before 0.5.6: requests by type. Before 0.4.6 also transfers."""
+    """The message queue of releases before 0.5.6, in front of the lab's server. Before 0.4.6 it also has transfers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -61,11 +61,11 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True: failed loads are reported by request, as vLLM needs with several KV groups. Not all releases can.
+        #: True: report failed loads by request, as vLLM needs with several KV groups. Some releases cannot do this.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
-        """Register the KV memory, which the lab's server has already."""
+        """Register no KV memory, because the lab's server has the memory already."""
         self.adapter.register_kv_caches({})
         if hasattr(self.adapter, "_block_ids_per_group"):
             several = options.several_groups
@@ -114,7 +114,7 @@ class MP(Connector):
         released()
         self._replace(adapter)
         adapter.vllm_layout_hints = dict  # the real function needs the model
-        if not torch.cuda.is_available():  # for vLLM's copy: a step has ended when its call returns
+        if not torch.cuda.is_available():  # vLLM's copy uses events, but a step has ended when its call returns
             event = SimpleNamespace(record=nothing, ipc_handle=lambda: b"")
             fakes = {"Event": lambda **_: event, "current_stream": nothing, "stream": lambda *_: nullcontext()}
             vars(torch.cuda).update(fakes)
@@ -159,7 +159,7 @@ class MP(Connector):
             event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups time out. The connector then answers no hit."""
+        """A step: the next `how_many` lookups time out. For them the connector reports no hit."""
         self.server.unanswered = how_many
 
     def server_stops(self) -> None:

@@ -11,7 +11,7 @@ from kvfix_tools.lab.options import Options
 
 
 class Chunks:
-    """The objects in `cache`. Arguments `groups`: the blocks of a transfer in each KV group."""
+    """The objects in `cache`. In all methods, `groups` are the blocks of a transfer in each KV group."""
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         self.cache = cache
@@ -24,14 +24,14 @@ class Chunks:
         self.keep()
 
     def keep(self, windows: Sequence[int] = ()) -> None:
-        """Set the number of tokens that are kept of each window, as a worker registers them."""
+        """Set how many tokens of each window the server stores. A worker registers these numbers."""
         self.objects = stored_objects(self._options, windows)
         #: True if a chunk has several objects.
         self._several = len(self.objects) > 1 or len(self._slots) > 1
         self._all_null = _all_null(self._options, self.objects) if self._options.several_groups else None
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
-        """Return the keys of the whole chunks up to `end`, each of all tokens up to its end, and right contents."""
+        """Return the keys of the whole chunks up to `end`, and right contents. A key depends on all earlier tokens."""
         contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
         ends = range(self.size, end + 1, self.size)
         return [(salt, contents[last - 1]) for last in ends], contents
@@ -99,7 +99,7 @@ class Chunks:
             self.cache.unpin(request_id)
 
     def covered(self, groups: list[list[int]], chunks: int) -> bool:
-        """Return True if each KV group has the blocks of so many chunks. Otherwise the server skips the transfer."""
+        """Return True if each KV group has blocks for `chunks` chunks. Otherwise the server skips the transfer."""
         return not self._all_null or all(
             len(blocks) * slots.block_size >= chunks * self.size
             for blocks, slots in zip(groups, self._slots[0], strict=True)
@@ -120,7 +120,7 @@ class Chunks:
         return found, null
 
     def load(self, groups: list[list[int]], keys: list[Any], skip_tokens: int, rank: int) -> bool:
-        """Load these chunks into the rank's slots, except the first tokens. Return False if an object is missing."""
+        """Load these chunks from token `skip_tokens` on into the rank's slots. Return False if an object is missing."""
         needed = [(stored, number) for stored in self.objects for number in stored.needed(len(keys))]
         found = [self.cache.get(self.key(stored, keys[number], rank)) for stored, number in needed]
         if None in found or not self.covered(groups, len(keys)):
@@ -136,7 +136,7 @@ class Chunks:
         return True
 
     def _slots_of(self, groups: list[list[int]], group: KVGroup, kept: int, number: int) -> list[int]:
-        """Return the slots of so many tokens at the end of a chunk."""
+        """Return the slots of the last `kept` tokens of a chunk."""
         blocks, size = groups[group.number], group.block_size
         end = (number + 1) * self.size
         return [blocks[position // size] * size + position % size for position in range(end - kept, end)]

@@ -55,7 +55,7 @@ class Client:
         return self._server.look(self, key, lambda: self.send("lookup", key, tp_size).result())
 
     def query_prefetch_status(self, request_id: str) -> Any:
-        """Wait for the answer, because it is not known how many steps the server needs to read from its disk."""
+        """Wait for the answer, because the server reads from its disk in real time, not in the lab's steps."""
         answer = self.send("wait_prefetch_status", RequestId(request_id), server_process.PATIENCE)
         self._server.found(request_id, answer.result())
         return answer
@@ -99,10 +99,10 @@ class RealServer(Server):
         self._before = self.process.locks()
         #: {request: (client, key) of its last lookup}
         self._lookups: dict[str, tuple[Client, Any]] = {}
-        #: First: requests whose hit was not asked for yet. Second: of other requests, the chunks locked at its end.
+        #: _looking: requests whose hit was not asked for yet. _locked: {other request: chunks of its hit still locked}.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: First: requests whose lookup is answered too late. Second: those whose lookup the adapter may drop for it.
+        #: unanswered_lookups: the server answers them too late. _leases: requests whose lookup the adapter may drop.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
         #: {the lab's key of a chunk: the server's key}
@@ -154,7 +154,7 @@ class RealServer(Server):
             client.end_session(name)
 
     def _whose(self) -> set[str]:
-        """Return requests that may have locks."""
+        """Return the requests for which the server may hold locks."""
         return self._looking.union(name for name, chunks in self._locked.items() if chunks)
 
     def found(self, request_id: str, chunks: int) -> None:
@@ -221,7 +221,7 @@ class RealServer(Server):
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # a request that is looked up again after a dropped lookup leaves locks that neither role knows of
+        # if a request is looked up again after a dropped lookup, locks can stay that neither role knows of
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}

@@ -1,4 +1,4 @@
-"""Replaces `lmcache server`, its client and the transfer context. Actions end after `delay` steps, or at once."""
+"""Replaces `lmcache server`, its client and the transfer context. An action ends after `delay` steps; 0: at once."""
 
 import bisect
 from collections import Counter, deque
@@ -52,7 +52,7 @@ def _client_without_socket() -> Any:
 
 
 class Due(NamedTuple):
-    """An action, and its step. load: (rank, request) of a load. late: the action if the worker has dropped the load."""
+    """An action due in a step. load: (rank, request) of a load. late: the action if the worker has dropped the load."""
 
     step: int
     action: Callable[[], Any]
@@ -61,7 +61,7 @@ class Due(NamedTuple):
 
 
 class Server:
-    """The functions of the client and the transfer context that LMCache's adapters call, under their own names.
+    """Has the functions that LMCache's adapters call, with the names that LMCache's client and transfer context use.
 
     The server serves all ranks. LMCache's key of a transfer has the rank (`worker_id`), the key of a lookup has None.
     Loads and stores become `events`.
@@ -75,7 +75,7 @@ class Server:
         server = self
 
         class Future(MessagingFuture):  # type: ignore[misc]
-            """A future whose `wait` lets time pass: it does the actions in flight in their order."""
+            """A future whose `wait` lets time pass: it runs the actions in flight in order."""
 
             def wait(self, timeout: float | None = None) -> bool:
                 while not self.query() and server._later and not server.down:
@@ -96,7 +96,7 @@ class Server:
         #: True: the server does nothing, and answers no heartbeat.
         self.down = False
         self.heartbeats: list[Heartbeat] = []
-        #: A client has lost its connection since the last step.
+        #: True if a client has lost its connection since the last step.
         self.was_disconnected = False
         self.chunks = Chunks(memories, cache, options)
         self.chunk_size = options.chunk_size
@@ -104,13 +104,13 @@ class Server:
         self.unanswered = 0
         #: True if the server knows the worker's KV memory.
         self.registered = True
-        #: {rank: requests whose next load fails}
+        #: By rank: {request whose next load fails: chunks before the failure}
         self.failing: list[dict[str, int]] = [{} for _ in memories]
-        #: {request: loads in flight in all ranks}
+        #: {request: number of its loads in flight, in all ranks together}
         self.loading: Counter[str] = Counter()
-        #: {request: stores in flight in all ranks}
+        #: {request: number of its stores in flight, in all ranks together}
         self.storing: Counter[str] = Counter()
-        #: {request: chunks found}, until the answer is read. None: the prefetch is in flight.
+        #: {request: chunks found}, until the client reads the answer. None: the prefetch is in flight.
         self._hits: dict[str, int | None] = {}
 
     def tick(self) -> None:
@@ -142,7 +142,7 @@ class Server:
 
     @contextmanager
     def disconnected(self, client: Any) -> Iterator[None]:
-        """In this context the client has lost its connection, as if its thread had found this out."""
+        """In this context the client has lost its connection, and has noticed it."""
         queue = getattr(client, "_message_queue_client", None)
         if queue is not None:
             self.was_disconnected = True
@@ -287,7 +287,7 @@ class Server:
             del self.loading[request_id]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """Do all actions in flight, if the release's context on CUDA waits for them. A stopped server goes on then."""
+        """If this release waits for stores on CUDA (FLUSHES), do all actions in flight, also of a stopped server."""
         if not releases.missing(releases.FLUSHES):
             self.down = False
             while self._later:

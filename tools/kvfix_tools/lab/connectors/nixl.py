@@ -1,7 +1,7 @@
-"""One engine with vLLM's NixlConnector in pull or push mode, in both roles (pair.py has two engines).
+"""One engine with vLLM's NixlConnector in pull or push mode, in the scheduler and worker roles.
 
-The lab replaces the agent (nixl_network.py, or NIXL's own agent with nixl_real.py), the sockets and threads of the
-handshake, the attention backend, and the clock of the leases. The slots are in memory of the agent.
+pair.py has two engines. The lab replaces the agent (nixl_network.py or nixl_real.py), the sockets and threads of the
+handshake, the attention backend, and the clock of the leases. The slots are in the agent's memory.
 """
 
 import threading
@@ -90,7 +90,7 @@ class NixlWorker(PairWorker):
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         adapter = called.connector_worker
         super().__init__(side, adapter.tp_rank, slots, called, adapter)
-        #: The reports of all ranks.
+        #: Joins the reports of all ranks.
         self.together: Together
         #: Requests whose lease has expired in this step.
         self._expired: set[str] = set()
@@ -99,7 +99,7 @@ class NixlWorker(PairWorker):
 
     def _note_expired(self, sent: set[str]) -> None:
         before = set(sent)
-        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # may be kvfix's by then
+        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # by then, a fix may have wrapped it
         self._expired = sent - before
 
     def get_finished(self, ended: set[str]) -> Any:
@@ -120,7 +120,7 @@ class NixlWorker(PairWorker):
         return sent, received
 
     def has_loaded(self, name: str, of: str) -> None:
-        """Record a load of the blocks that prefill keeps of its request `of`."""
+        """Record that request `name` has loaded the blocks that prefill keeps for its own request `of`."""
         self.side.network.add(LeaseRead(of, name))
 
 
@@ -184,7 +184,7 @@ class NixlSide(PairSide):
 
 
 class PushWorker(NixlWorker):
-    """A worker in push mode, in which prefill writes into the blocks of decode. It records both sides of a write."""
+    """A worker in push mode, in which prefill writes into decode's blocks. It records the begin and end of a write."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -225,7 +225,7 @@ class PushWorker(NixlWorker):
 
 
 class PushSide(NixlSide):
-    """In push mode. Decode sends its block ids to prefill in a notice (a registration)."""
+    """A side in push mode. Decode sends its block ids to prefill in a notice (a registration)."""
 
     worker_class = PushWorker
 

@@ -1,4 +1,4 @@
-"""Agents, sockets of handshakes and threads between two engines with NixlConnector. All run in the lab's steps."""
+"""Replace agents, sockets of handshakes and threads of two engines with NixlConnector. All run in the lab's steps."""
 
 import itertools
 import threading
@@ -36,7 +36,7 @@ def _each(places: Any) -> Any:
 
 
 class Transfer:
-    """A transfer. pairs: (source address, target address, bytes). copy: from its begin."""
+    """A transfer. pairs: (source address, target address, bytes). copy: set when the transfer begins."""
 
     def __init__(self, peer: str, reads: bool, pairs: list[tuple[int, int, int]], notice: bytes) -> None:
         self.peer, self.reads, self.pairs, self.notice = peer, reads, pairs, notice
@@ -51,7 +51,7 @@ class Agent:
         self._network = network
         self.name = name
         self.closed = False
-        #: Additional steps of transfers from and to this agent.
+        #: Number of additional steps that transfers from and to this agent take.
         self.late = 0
         #: Notices that have arrived but are not read yet: (sender, notice)
         self.notices: list[tuple[str, bytes]] = []
@@ -124,7 +124,7 @@ class Agent:
     def prepare(
         self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
     ) -> None:
-        """Raises AgentError for unknown or missing places, and for lists with different numbers of places or bytes."""
+        """Prepare a transfer. Raises AgentError for unknown or no descriptors, and if their numbers or bytes differ."""
         mine, theirs = self._lists[local][1], self._lists[remote][1]
         if len(here) == len(there) > 0:
             pairs = zip(here, there, strict=True)
@@ -144,7 +144,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Raises AgentError if the peer has ended. A part of the transfer may have arrived (seen with nixl 1.5.1)."""
+        """Begin. Raises AgentError if the peer has ended: then a part may have arrived (seen with nixl 1.5.1)."""
         if not self._reaches(transfer.peer):
             spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)
@@ -216,7 +216,7 @@ class Network(PairNetwork):
         self.agents: dict[str, Agent] = {}
         #: {host:port: function of the thread that answers handshakes}
         self.listeners: dict[str, Callable[[], None]] = {}
-        #: The message for the listener's thread, and the thread's answer.
+        #: _asked: the message for the listener's thread. _said: the thread's answer.
         self._asked, self._said = b"", list[bytes]()
         self._writers: list[_Writer] = []
         self._handshakes: list[tuple[int, Context, Future[Any], Callable[[], Any]]] = []
@@ -317,7 +317,7 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 class _Waits(Exception):
-    """Ends a round of a thread's loop: the thread waits."""
+    """Raised to end a round of a thread's loop where the thread would wait."""
 
 
 class Signal(threading.Event):
@@ -328,7 +328,7 @@ class Signal(threading.Event):
 
 
 class _Writer:
-    """Replaces the writer thread of push mode: a round when it is woken, and in each step while it polls."""
+    """Replaces the writer thread of push mode: run a round when it is woken, and in each step while it polls."""
 
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network

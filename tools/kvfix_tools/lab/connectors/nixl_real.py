@@ -1,9 +1,8 @@
 """Real NIXL over UCX instead of its model (nixl_network.py): NIXL's agents move the bytes and deliver the notices.
 
-The lab decides when a transfer ends: a schedule plays the same way each time, and the same way as with the model. NIXL
-gets a transfer in the step in which the model ends it, and the lab waits for NIXL. In an engine NIXL may read the
-source
-earlier: the latest time is the worst case. NIXL decides which calls it refuses, and the result if a peer has ended.
+The lab decides when a transfer ends, so a schedule plays the same way each time and the same way as with the model. In
+the step in which the model ends a transfer, the lab gives the transfer to NIXL and waits. This is the worst case: in an
+engine, NIXL may read the source earlier. NIXL decides which calls it refuses, and what happens if a peer has ended.
 """
 
 import os
@@ -16,21 +15,21 @@ import numpy
 
 from kvfix_tools.lab.connectors.nixl_network import GONE, Agent, AgentError, Network, Transfer
 
-# Without this NIXL logs each refused call, which is also an exception. NIXL reads it when vLLM loads NIXL.
+# Otherwise NIXL logs each refused call, although it also raises. NIXL reads this variable when vLLM loads NIXL.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 #: Seconds that the lab waits for a transfer or a notice, which take milliseconds.
 _PATIENCE = 20.0
 
 
 class RealAgent(Agent):
-    """The lab's agent keeps the state and decides when a result is visible. A `nixl_agent` does the transfers."""
+    """An agent that keeps the state and decides when a result is visible. A real `nixl_agent` makes the transfers."""
 
     _network: "RealNetwork"
 
     def __init__(self, network: "RealNetwork", name: str) -> None:
         super().__init__(network, name)
         api = import_module("nixl._api")
-        # Without NIXL's polling threads: the lab polls in `progress`.
+        # NIXL has no polling thread here: the lab polls in `progress`.
         self._real: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._real_lists: dict[int, Any] = {}
         self._real_transfers: dict[int, Any] = {}
@@ -38,7 +37,7 @@ class RealAgent(Agent):
         self._brought: list[tuple[str, bytes]] = []
 
     def close(self) -> None:
-        """Close NIXL's agent too. If vLLM releases handles later, only the lab's state changes."""
+        """Close NIXL's agent too. If vLLM releases handles after this call, only the lab's state changes."""
         super().close()
         self._real_transfers.clear()
         self._real_lists.clear()
@@ -100,13 +99,13 @@ class RealAgent(Agent):
             self._has_to_be_there(transfer.peer)
 
     def _has_to_be_there(self, peer: str) -> None:
-        """Raises AgentError for a peer whose process has ended, which NIXL may not know yet."""
+        """Raises AgentError if the process of the peer has ended, because NIXL may not know that yet."""
         if not self._reaches(peer):
             self._network.counts["nixl_unaware"] += 1
             raise AgentError(GONE)
 
     def check_xfer_state(self, handle: int) -> str:
-        """Return the lab's state until NIXL gets the transfer, and then NIXL's state."""
+        """Return the lab's state of the transfer until NIXL gets the transfer. After that, return NIXL's state."""
         if self._transfers[handle].state in ("", "PROC", "ERR", GONE):
             return super().check_xfer_state(handle)
         return str(self._real.check_xfer_state(self._real_transfers[handle]))

@@ -1,4 +1,4 @@
-"""Replacements for the GPU driver's copies, streams and events between GPU and CPU memory, and for threads.
+"""Replace the GPU driver's copies between GPU and CPU memory, its streams and events, and the connectors' threads.
 
 A seed must always play the same way, so threads must not change the order of events. A copy (byte_memory.py) ends some
 steps after it was submitted, or when vLLM waits for its event.
@@ -34,7 +34,7 @@ class Copies:
         self._fails, self._done = False, nothing
 
     def take(self, handler: Any) -> None:
-        """Make this handler copy through this object. OffloadingConnector's worker has a handler for each direction."""
+        """Make the handler copy through this object. OffloadingConnector's worker has a handler for each direction."""
         handler._swap_blocks_batch = self._swap
         handler._event_pool = SimpleNamespace(pop=lambda: Event(self), append=nothing, clear=nothing)
 
@@ -75,7 +75,7 @@ class Copies:
 
 
 class Event:
-    """Replaces a GPU's event: it is done when the last copy before `record` is done. A stream has its rank's copies."""
+    """Replaces a GPU event: done when the last copy before `record` is done. `stream.copies` is its rank's `Copies`."""
 
     _copy: byte_memory.Copy | None = None
 
@@ -101,7 +101,7 @@ class Event:
 
 
 class AtOnce:
-    """Replaces the queue to a thread: run the loop of the thread for each item."""
+    """Replaces the queue to a thread. `put` runs the thread's loop for the item."""
 
     #: The loop of the thread. It gets an item, and then None, which ends the thread.
     run: Any
@@ -146,7 +146,7 @@ def stand_in() -> None:
     from vllm.v1.simple_kv_offload import copy_backend, cuda_mem_ops, worker
 
     def thread(target: Any, args: tuple[Any, ...], **_: Any) -> Any:
-        """Replaces the copy thread: after its start, the queue runs its loop."""
+        """Replaces the copy thread. After `start`, the queue runs the thread's loop at each `put`."""
         return SimpleNamespace(start=lambda: setattr(args[0], "run", functools.partial(target, *args)))
 
     vars(worker).update(torch=cuda_stand_in.Torch(), PIN_MEMORY=False)
@@ -163,15 +163,15 @@ def stand_in() -> None:
 
 
 class Tiers:
-    """The tiers of the connector's `manager`, at most one. They report their results `delay` steps after the request.
+    """The secondary tiers of the connector's `manager`: at most one. They report a result `delay` steps after its job.
 
-    The threads of a tier work while a request is submitted: otherwise a lookup in the same step may find a file or not.
+    `submit_*` waits for the tier's threads. Otherwise it depends on timing whether a lookup in this step finds a file.
     """
 
     def __init__(self, manager: Any, delay: int) -> None:
         self._manager, self._delay, self._now = manager, delay, 0
         tiers = list(getattr(manager, "secondary_tiers", ()))
-        #: The functions that return the finished jobs of a tier.
+        #: The function of each tier that returns its finished jobs.
         self._finished: list[Callable[[], Iterable[Any]]] = []
         #: (step, result) of the jobs that are not reported.
         self._held: list[tuple[int, Any]] = []
@@ -202,7 +202,7 @@ class Tiers:
         return due
 
     def _report_all(self) -> None:
-        """Report all results at once, as at a reset."""
+        """Report all results at once, as a tier does at a reset."""
         self._held = [(self._now, done) for _, done in self._held]
         self._hold(0)
 
@@ -225,7 +225,7 @@ class Tiers:
 
 
 def _then(submit: Callable[[Any], None], drain: Callable[[], None]) -> Callable[[Any], None]:
-    """Return `submit`, which then waits for the threads of its tier."""
+    """Return a function that calls `submit` and then waits for the threads of the tier."""
 
     def submitted(job: Any) -> None:
         submit(job)

@@ -24,26 +24,26 @@ from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
-#: The request of another client, whose chunks replace the oldest ones.
+#: The request id of another client, whose chunks replace the oldest chunks.
 _OTHERS = "others"
 
 
 class Copying:
     """One worker of an offloading connector, which copies between the slots and the CPU memory of this rank."""
 
-    #: The side that has this worker.
+    #: The object of both roles to which this worker belongs.
     owner: Any
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
         self.rank = rank
         self.copies = Copies(rank, slots, options)
-        #: The keys and elements are the requests whose next load or store fails.
+        #: failing: its keys are requests whose next load fails. failing_stores: requests whose next store fails.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
 
 
 class BothRoles:
-    """An offloading connector in both roles, with the lab's memory."""
+    """An offloading connector in the scheduler and worker roles, with the lab's memory."""
 
     events: RequestEvents
     #: True if this is the only connector: then its loads and stores are events.
@@ -70,10 +70,10 @@ class BothRoles:
             rank.copies.tick()
 
     def take_due(self, metadata: Any) -> None:
-        """Begin a step with these metadata of the only connector."""
+        """Read the loads from the metadata of a step. Called only if this is the only connector."""
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Give GPU blocks to others: the connector must first end its copies from them, or keep the blocks."""
+        """Give GPU blocks to other requests. The connector must first end copies from the blocks, or keep them."""
 
     def never_given_back(self) -> None: ...
 
@@ -112,7 +112,7 @@ class Rank(Copying):
             fails = name in self.failing_stores
             self.failing_stores.discard(name)
             self._failed.update([job] if fails else [])
-            self.chunks[to.block_ids.tolist()] = NOTHING  # a chunk can be copied in part: the rest is empty
+            self.chunks[to.block_ids.tolist()] = NOTHING  # if only a part of the chunk is copied, the rest is empty
             with self.copies.of_job(fails):
                 return submit_store(job, source, to)
 
@@ -143,7 +143,7 @@ class Offloading(BothRoles):
         build = self.scheduler.build_connector_meta
 
         def build_connector_meta(output: Any) -> Any:
-            """Add blocks of `take_blocks` to the step. In an engine they would be in a scheduler output."""
+            """Add the blocks of `take_blocks` to the step. In a real engine, the scheduler output has such blocks."""
             self.scheduler._current_batch_allocated_block_ids |= self._taken
             self._taken.clear()
             return build(output)
@@ -182,7 +182,7 @@ class Offloading(BothRoles):
         for rank in self.ranks:
             found = [rank.contents(chunk, part, size) for part in range(self._per_chunk)]
             for part, contents in enumerate(found):
-                # only the blocks that vLLM keeps of a window are stored
+                # the connector stores only those blocks of a window that vLLM keeps
                 if contents != right[part * size : (part + 1) * size] and (any(contents) or not group.window):
                     where = f" in KV group {group.number}" if group.window else ""
                     message = f"the OffloadingConnector stores other KV as tokens {start} to {end}{where}"
@@ -197,7 +197,7 @@ class Offloading(BothRoles):
         self._taken.update(blocks)
 
     def evict(self, chunks: int, forced: bool) -> int:
-        """Store so many chunks of another client, which evict older ones. forced: delete files of a tier."""
+        """Store `chunks` chunks of another client, which evict older chunks. forced: delete files of a tier instead."""
         if forced:
             return self.tiers.delete_files(chunks)
         memory, context = self.memory, ReqContext(req_id=_OTHERS)
@@ -225,7 +225,7 @@ class Offloading(BothRoles):
 
 
 def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) -> None:
-    """Record stores of chunks of a request, adjacent chunks as one store. ends: sorted ends of the chunks."""
+    """Record the stored chunks of a request. Adjacent chunks are one store. ends: sorted ends of the chunks."""
     tokens = events.model.requests[name].all_token_ids
     for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
         run = [end for _, end in numbered]

@@ -25,7 +25,7 @@ from kvfix_tools.lab.pair.pair_engine import PairSide
 
 
 class Counted:
-    """Counts loads of the other connector, which are not events of LMCache, and reports their failures."""
+    """Counts loads of the connector between the engines, which are no events of LMCache, and reports their failures."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events, self.model = events, events.model
@@ -41,7 +41,7 @@ class Counted:
 
 
 def _in_turn(child: Any) -> Any:
-    """Return this worker of a pair, after it lets the MultiConnector read its reports."""
+    """Return this worker of a pair, changed so that the MultiConnector also gets its reports."""
     called = child.called
     child.called = SimpleNamespace(get_transfer_results=called.get_transfer_results)
 
@@ -73,7 +73,7 @@ class MultiWorker(InMulti, V1Worker): ...
 
 
 class MultiSide(V1, PairSide):
-    """Both roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
+    """The scheduler and worker roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
 
     worker = MultiWorker
     #: The side of an engine without LMCache.

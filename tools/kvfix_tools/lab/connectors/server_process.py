@@ -1,4 +1,4 @@
-"""A real `lmcache server` in a separate process, for the lab: small, on a CPU, with an L2 on disk."""
+"""Run a small, real `lmcache server` in a separate process for the lab, on a CPU and with an L2 on disk."""
 
 import contextlib
 import ctypes
@@ -21,12 +21,12 @@ from kvfix import installed_source
 from kvfix_tools.lab.options import SERVER_CHUNK
 from kvfix_tools.roundtrip import real_engine
 
-#: Maximum objects in its L1. Each object takes at least one page of memory.
+#: Maximum number of objects in the server's L1. Each object takes at least one page of memory.
 L1_OBJECTS = 96
 PAGE = 4096
 #: Maximum seconds for an answer.
 PATIENCE = 30.0
-#: Seconds of idleness after which a lock counts as leaked.
+#: A lock counts as leaked if the server has been idle for so many seconds.
 LINGERING = 5.0
 #: The option of prctl(2) for the signal that a process gets when its parent dies.
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -129,19 +129,19 @@ class ServerProcess:
             return None
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Poll until the condition holds, less and less often. Stop after PATIENCE."""
+        """Poll, less and less often, until the condition holds or PATIENCE seconds have passed."""
         end, pause = time.monotonic() + PATIENCE, 0.001
         while not done() and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
     def locks(self) -> dict[str, int]:
-        """Wait until the server is idle. Return the numbers of objects in L1, of locked ones, and of unread lookups."""
+        """Wait until the server is idle. Return the numbers of objects in L1, locked objects, and unread lookups."""
         state: dict[str, Any] = {}
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """Return True if the locks do not change: the server counts a store to L2 after it begins."""
+            """Return True if the server is idle and has no lock. If locks stay, wait: it counts a store to L2 late."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             storage = state["storage_manager"]
@@ -162,7 +162,7 @@ class ServerProcess:
         }
 
     def transfers_end(self) -> None:
-        """Wait until the server has completed all answered transfers."""
+        """Wait until the server has completed all transfers that it has answered."""
         runs = self.request("GET", _ENDS_TRANSFERS)["total_runs"]
         self.until(lambda: self.request("GET", _ENDS_TRANSFERS)["total_runs"] > runs + 1)
 

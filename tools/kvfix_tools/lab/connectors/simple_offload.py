@@ -50,7 +50,7 @@ class Rank(Copying):
             self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
 
     def loading(self) -> set[str]:
-        """Return requests whose load will be reported. Reports are in order: an ended load waits for earlier ones."""
+        """Return requests whose load is not reported yet. A load that has ended is reported after all earlier loads."""
         return {name for event, _ in self._handler._load_events for name in self.owner.requests_of(event, False)}
 
     def contents(self, block: int, size: int) -> list[int]:
@@ -77,7 +77,7 @@ class Offloading(BothRoles):
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
     def store_begins(self, rank: int, event: int, source: list[int]) -> None:
-        """Record a store at its begin, as the hooks do: at its end the request may have lost its blocks."""
+        """Record a store when it begins, as the hooks do. When it ends, the request may have lost its blocks."""
         blocks, size = set(source), self._groups[0].block_size
         for name in self.requests_of(event, True) if self.alone and not rank else ():
             of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
@@ -104,7 +104,7 @@ class Offloading(BothRoles):
                 self._compare(get_block_hash(key), group, block, names)
 
     def _compare(self, key: bytes, group: KVGroup, block: int, names: list[str]) -> None:
-        """Compare a stored block with the right content of any request that has the block."""
+        """Compare a stored block with its right content, which is known from any request that has the block."""
         found = [rank.contents(block, group.block_size) for rank in self.ranks]
         owner = "", 0
         for name, end in self._owners(key, group, names):
@@ -115,7 +115,7 @@ class Offloading(BothRoles):
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
 
     def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yield requests with a block under this key, and the block's end. Stores do not name ended requests."""
+        """Yield (request, end) for each request with a block under this key. `names` has no ended requests."""
         requests = self.events.model.requests
         for name in chain(names, reversed(requests)):
             keys = resolve_block_hashes(requests[name].block_hashes, self._hash_tokens, group.block_size)
@@ -124,7 +124,7 @@ class Offloading(BothRoles):
                 yield name, (place + 1) * group.block_size
 
     def evict(self, chunks: int, forced: bool = False) -> int:
-        """Store so many blocks of another client, which evict older ones, and drop them."""
+        """Store `chunks` blocks of another client, which evict older blocks, and drop the new blocks."""
         pool = self._manager.cpu_block_pool
         before = len(pool.cached_block_hash_to_block)
         taken = pool.get_new_blocks(min(chunks, pool.get_num_free_blocks()))
@@ -135,7 +135,7 @@ class Offloading(BothRoles):
 
     @property
     def busy(self) -> bool:
-        """Return True if a copy is in flight or not reported. As released, a copy that fails is never reported."""
+        """Return True if a copy is in flight or not reported. Without fixes, a failed copy is never reported."""
         under_way = any(rank.copies.pending for rank in self.ranks)
         return under_way or (self._manager.has_pending_stores() and not any(rank.thread.died for rank in self.ranks))
 

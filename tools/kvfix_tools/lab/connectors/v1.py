@@ -1,4 +1,4 @@
-"""LMCache's in-process connector: the real adapter. The lab replaces the socket for lookups and the cache engine."""
+"""LMCache's in-process connector with its real adapter. The lab replaces the lookup socket and the cache engine."""
 
 import json
 import sys
@@ -28,8 +28,8 @@ _SHARED = ["kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_
 class LookupSocket:
     """Replaces the socket between lookup client and worker: the worker answers at once.
 
-    fails: how many of the next lookups time out. The socket is used by the client's own code (up to 0.3.15) and by
-    LMCache's transport (since 0.4.1).
+    fails: how many of the next lookups time out. Up to 0.3.15 the lookup client uses the socket, since 0.4.1 LMCache's
+    transport does.
     """
 
     events: RequestEvents
@@ -74,7 +74,7 @@ class CacheEngine:
         self.metadata: Any = None
         #: {request: chunks after which its load fails}
         self.failing: dict[str, int] = {}
-        #: Requests whose store in this step was found by its slots.
+        #: Requests whose store in this step was identified by its slots.
         self._named: set[str] = set()
 
     def is_healthy(self) -> bool:
@@ -139,7 +139,7 @@ class CacheEngine:
             yield start, end, (key, *tags)
 
     def _name(self, call: dict[str, Any]) -> str:
-        """Return the request of a store. Early releases do not pass it: find it by its slots."""
+        """Return the request of a store. Early releases do not pass its id: find the request by its slots."""
         if call.get("req_id"):
             return str(call["req_id"])
         slots = call["slot_mapping"]
@@ -152,7 +152,7 @@ class CacheEngine:
 
 
 def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """Return the parts of a request's configuration that are in a key (CacheEngineKey, lmcache/utils.py)."""
+    """Return the parts of a request's configuration that belong to its keys (CacheEngineKey, lmcache/utils.py)."""
     return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
 
 
@@ -170,7 +170,7 @@ class V1Worker(Worker):
 
 
 def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), **shared: Any) -> Any:
-    """Return a worker's adapter without `__init__` (servers, GPU). layers: loaded one by one. shared: attributes."""
+    """Return a worker's adapter without calling `__init__`, which needs a GPU. layers: names. shared: attributes."""
     module = sys.modules[kind.__module__]
     if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings to the GPU without a check
         torch.Tensor.cuda = lambda tensor, *_, **__: tensor
@@ -245,11 +245,11 @@ class V1(Connector):
                 each.cache[(key,)] = of_rank(each.rank, contents[start:end])
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups time out in the last rank, by the lab's clock, and find nothing."""
+        """A step: in the last rank, the next `how_many` lookups time out by the lab's clock and find nothing."""
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:
-        """A request with `lmcache.skip_save` is still sent to its decoder (0.5.6 vllm_v1_adapter.py:1109, 300)."""
+        """LMCache sends a request with `lmcache.skip_save` to its decoder too (0.5.6 vllm_v1_adapter.py:1109, 300)."""
         if self._role == "kv_consumer":
             return "this instance is a kv_consumer"
         asked = request.kv_transfer_params or {}

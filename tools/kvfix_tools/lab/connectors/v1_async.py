@@ -1,7 +1,7 @@
 """LMCache's asynchronous loading in the lab: the real lookup client and server, with queues instead of sockets.
 
-With `enable_async_loading` a lookup is answered later. Until then the connector answers "not known yet", and the worker
-fetches the chunks before the load. Both ends run only when the lab calls them: a schedule always plays the same way.
+With `enable_async_loading` the worker answers a lookup after it has fetched the chunks. Until then the connector's
+promise is "not known yet". Client and server run only when the lab calls them, so a schedule always plays the same way.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from kvfix_tools.lab.connectors.v1 import V1, CacheEngine, tags_of
 
 
 class MessageQueue:
-    """One direction between client and server. The loop of `reader` reads it and ends with the last message."""
+    """The queue of one direction between client and server. The loop of `reader` ends when it has read all messages."""
 
     def __init__(self, reader: Any) -> None:
         self.waiting: deque[bytes] = deque()
@@ -43,8 +43,8 @@ class MessageQueue:
 class PrefetchingEngine(CacheEngine):
     """A worker's cache with asynchronous loading: a lookup with a hit fetches its chunks for one load.
 
-    A later eviction does not change fetched chunks, which have references in LMCache. delay: steps until a lookup is
-    answered. fetched: LMCache's ended events of type LOADING.
+    An eviction does not change fetched chunks: LMCache has references to them. delay: steps from lookup to answer.
+    fetched: {lookup: chunks}, which LMCache has in ended events of type LOADING.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -116,7 +116,7 @@ class PrefetchingEngine(CacheEngine):
 
 
 class AsyncV1(V1):
-    """V1 with `enable_async_loading`: a client, and a server for each rank. now: their seconds, also during sleeps."""
+    """V1 with `enable_async_loading`: a client, and a server for each rank. now: their clock, in seconds."""
 
     engine = PrefetchingEngine
     cache_engines: list[PrefetchingEngine]  # type: ignore[assignment]
@@ -137,7 +137,7 @@ class AsyncV1(V1):
         module.time = SimpleNamespace(time=lambda: self.now, sleep=self.wait)
 
     def wait(self, seconds: float) -> None:
-        """A step: let so much time pass for lookups, which time out after `lookup_timeout_ms`."""
+        """A step: let `seconds` seconds pass for lookups, which time out after `lookup_timeout_ms`."""
         self.now += seconds
 
     def tick(self) -> None:
@@ -152,12 +152,12 @@ class AsyncV1(V1):
         self.to_scheduler.deliver(self.client.process_responses_from_workers)
 
     def slow_lookups(self, steps: int) -> None:
-        """A step: answer later lookups so many steps later. With several ranks the first one still answers at once."""
+        """A step: delay the answers to later lookups by `steps` steps. With several ranks, rank 0 answers at once."""
         for engine in self.cache_engines[1:] or self.cache_engines:
             engine.delay = steps
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups are never answered by the last rank."""
+        """A step: the last rank never answers the next `how_many` lookups."""
         self.cache_engines[-1].lost = how_many
 
     def looking(self) -> set[str]:
@@ -165,7 +165,7 @@ class AsyncV1(V1):
         return first.union(*others) if others else first
 
     def kept(self) -> dict[str, set[str]]:
-        """Leave out aborted lookups that have an answer or wait for one: the next lookup removes these lookups."""
+        """Leave out aborted lookups, whether answered or not, because LMCache removes them at the next lookup."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered

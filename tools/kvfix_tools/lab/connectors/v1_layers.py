@@ -1,8 +1,8 @@
-"""LMCache's layerwise loads and stores in the lab (`use_layerwise`), with its own `retrieve_layer` and `store_layer`.
+"""LMCache's layerwise loads and stores in the lab (`use_layerwise`), with the real `retrieve_layer` and `store_layer`.
 
-The lab replaces the engine's storage and the GPU connector. It stores a chunk when its last layer is saved. A slot
-without all layers holds garbage. A step of the lab loads all layers, computes, and saves all layers. A real engine does
-these three things for each layer.
+The lab replaces the engine's storage and the GPU connector. It stores a chunk when the chunk's last layer is saved. A
+slot that lacks a layer holds garbage. A step of the lab loads all layers, computes, and saves all layers. A real engine
+loads, computes and saves layer by layer.
 """
 
 import importlib
@@ -24,7 +24,7 @@ _MODULE = "lmcache.v1.cache_engine"
 
 
 class _Chunk:
-    """Replaces a memory object: the contents of a chunk in one layer. v1.py has the pins."""
+    """Replaces a memory object: the contents of a chunk in one layer. The pins are in v1.py."""
 
     is_pinned = False
 
@@ -38,7 +38,7 @@ class _Chunk:
 
 
 class _Storage:
-    """Replaces the storage manager for one load or store. left: number of chunks that it still has."""
+    """Replaces the storage manager for one load or store. left: number of chunks after which no chunk is found."""
 
     def __init__(self, cache: Cache, left: int = sys.maxsize) -> None:
         self._cache = cache
@@ -103,7 +103,7 @@ class LayerwiseEngine(CacheEngine):
         module: Any = importlib.import_module(_MODULE)
         module.assert_layerwise_gpu_connector = lambda connector: None
         self._real = module.LMCacheEngine
-        #: The metadata of the requests that this step has still to load.
+        #: The metadata of requests that this step still has to load.
         self._to_load: list[Any] = []
 
     def begin(self, metadata: Any) -> None:
@@ -124,7 +124,7 @@ class LayerwiseEngine(CacheEngine):
 
     def retrieve_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
         """Load by layers. The first value is the number of loaded tokens, or None."""
-        # the adapter does not pass the id, but loads the requests of a step in order
+        # the adapter does not pass the request id, but loads the requests of a step in order
         name = str(self._to_load.pop(0).req_id)
         real = self._as_real(_Storage(self.cache, self.failing.pop(name, sys.maxsize)))
         skipped = len(tokens) - int(mask.sum())

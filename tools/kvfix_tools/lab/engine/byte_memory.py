@@ -1,7 +1,7 @@
-"""The memory of a rank as bytes, for connectors that copy between addresses, and their copies.
+"""The memory of a rank as bytes, and copies in flight, for connectors that copy between addresses.
 
-A copy takes some steps of the lab. Parts of its source that change meanwhile arrive as garbage: vLLM must wait for the
-copy before other requests write there.
+A copy takes some steps of the lab. A part of the source that changes before the last step arrives as garbage: vLLM must
+wait for the copy before other requests write to the source.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ import torch
 from kvfix_tools.lab.engine.memory import GARBAGE, Block, Slots
 from kvfix_tools.lab.options import Options
 
-#: Floats of a slot of one head: K and V of 32 floats (kv_layout.kv_cache). The first two have the content.
+#: Floats in the slot of one head: 32 for K and 32 for V (kv_layout.kv_cache). The first two floats hold the content.
 FLOATS = 64
-#: Bytes of a slot of one head, and of its content.
+#: SLOT: bytes in the slot of one head. WORD: bytes of its content.
 SLOT, WORD = 4 * FLOATS, 8
 
 
@@ -42,7 +42,7 @@ class HeadsBlock(SharedBlock):
     Each slot has its content once for each head, combined with the head's number. A slot whose heads have different
     contents reads as garbage.
 
-    slots: [heads, slots]. heads: the numbers of the heads in the model.
+    slots: array [heads, slots]. heads: the numbers of these heads in the model.
     """
 
     def __init__(self, slots: Any, heads: range) -> None:
@@ -88,7 +88,7 @@ def _garbage(size: int) -> bytes:
 
 
 class Copy:
-    """A copy in flight. pieces: (source address, target address, bytes). due: step of its end. done: called then."""
+    """A copy in flight. pieces: (source, target, bytes), by address. due: step of its end. done: called at its end."""
 
     def __init__(
         self, pieces: Iterable[tuple[int, int, int]], due: int, done: Callable[[], None] = lambda: None

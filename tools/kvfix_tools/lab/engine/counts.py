@@ -1,4 +1,4 @@
-"""The counters of a run, also of transfers with each active feature: what did not happen was not tested."""
+"""The counters of a run, with counters of transfers for each feature. A count of 0 shows what was not tested."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -35,15 +35,15 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
     "context": lambda options: options.context,
 }
 #: The counters. Some need an explanation:
-#: - full_steps, busy_steps: steps without a free block, and with a transfer or a lookup of the server in flight
+#: - full_steps, busy_steps: steps without a free block, and steps with a transfer or a lookup in flight
 #: - ranks_apart, ranks_differ: transfers that only one rank has reported, and lookups that differ between the ranks
-#: - steps_ahead, steps_in_flight: steps scheduled before the last answer, and steps with more than two steps in flight
+#: - steps_ahead, steps_in_flight: steps scheduled while one earlier step has no answer yet, and while several have none
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
-#: - last_blocks_dropped: hits of vLLM's prefix cache without their last block, for EAGLE
+#: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block, for EAGLE
 #: - not_to_store: requests that must not be stored
 #: - passed_over: promises of LMCache in a MultiConnector that chose another connector
-#: - came_first_by_priority: requests admitted before an earlier one
-#: - aborted_storing: never with the in-process connector, whose stores end within their step
+#: - came_first_by_priority: requests admitted before a request that arrived earlier
+#: - aborted_storing: always 0 with the in-process connector, whose stores end within their step
 COUNTED = (
     "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",

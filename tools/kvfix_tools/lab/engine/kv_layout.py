@@ -36,11 +36,11 @@ class KVGroup(NamedTuple):
         return self.block_size if self.state else self.window
 
     def reads_from(self, computed: int) -> int:
-        """Return a step's first read token (SlidingWindowManager.get_num_skipped_tokens). Earlier blocks are null."""
+        """Return the first token that a step reads (SlidingWindowManager.get_num_skipped_tokens)."""
         return max(0, computed - self.window + 1) if self.window else 0
 
     def right(self, contents: list[int]) -> list[int]:
-        """Return the right contents of these tokens' slots. They differ between the KV groups."""
+        """Return the right contents of these tokens' slots in this KV group. Each KV group has different contents."""
         if self.state:
             contents = contents[-1:] * len(contents)
         return [content ^ self.number for content in contents] if self.number else contents
@@ -50,7 +50,7 @@ class StoredObject(NamedTuple):
     """The part of a chunk that the server stores under one key."""
 
     number: int
-    #: (KV group, number of tokens at the end of the chunk that it keeps). Earlier tokens are never read.
+    #: (KV group, how many tokens at the end of the chunk the object has). No step reads the earlier tokens.
     parts: tuple[tuple[KVGroup, int], ...]
     #: Number of chunks at the end of a hit that must have the object; 0: all chunks.
     chunks: int = 0
@@ -64,7 +64,7 @@ class StoredObject(NamedTuple):
 
 
 def kv_groups(options: Options) -> list[KVGroup]:
-    """Return the group of full attention, those with a sliding window, and the one with states."""
+    """Return the KV group of full attention, the KV groups with a sliding window, and the KV group with states."""
     size, larger = options.block_size, options.block_size * options.window_blocks
     windows = [KVGroup(number, larger, window) for number, window in enumerate(options.windows, start=1)]
     return [KVGroup(0, size), *windows, *[KVGroup(1, size, state=True)] * options.states]
@@ -95,7 +95,7 @@ def page_bytes(options: Options) -> int:
 
 
 def kv_cache(options: Options, config: VllmConfig) -> kv_cache_interface.KVCacheConfig:
-    """Return the KV groups. Only AnyConnector uses tensors: otherwise the lab's memory has the contents."""
+    """Return vLLM's KV cache configuration. Only AnyConnector uses its tensors: else the lab's memory has the KV."""
     shape: dict[str, Any] = {"num_kv_heads": options.heads_of_rank, "head_size": 32, "dtype": torch.float32}
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)

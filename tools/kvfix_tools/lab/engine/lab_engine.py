@@ -1,6 +1,6 @@
-"""The lab's engine: real scheduler and connector, with memory that knows the right content of each slot.
+"""The lab's engine: the real scheduler and connector, and memory for which the right content of each slot is known.
 
-Each step of a schedule is a method: actions of clients and other engines, faults, expectations.
+Each step of a schedule is a method. A step is an action of a client or another engine, a fault, or an expectation.
 """
 
 import sys
@@ -27,7 +27,7 @@ from kvfix_tools.lab.engine.request_events import Liveness, RequestEvents
 from kvfix_tools.lab.engine.workers import Executor
 from kvfix_tools.lab.options import KNOWN, OF_VLLM, Options
 
-#: A run ends after so many steps without an event. Lookups and loads of the lab take fewer steps.
+#: A run ends after this number of steps without an event. Lookups and loads of the lab take fewer steps.
 IDLE = 64
 #: Seconds of the lab's time that a step takes.
 STEP = 0.1
@@ -57,17 +57,17 @@ def side_class(options: Options) -> Any:
 
 
 class LabEngine:
-    """log: events. requests: all that arrived. counts: see counts.py. An exception of the scheduler ends the engine."""
+    """log: events. requests: all that arrived. counts: see counts.py. If the scheduler raises, the engine has ended."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
-        """caches: of another engine, by rank; None: new caches."""
+        """caches: the caches of another engine, by rank, to share; None: make new caches."""
         self.options = options
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
         kind = partial(SlotsOfShard, options.ranks) if options.context else Slots
         room = options.num_blocks, options.block_size, self.groups[-1].block_size
         memories = [kind(*room, rank) for rank in range(options.ranks)]
-        #: By rank. The server of a multi-process connector has one cache for all ranks.
+        #: The cache of each rank. The server of a multi-process connector uses only the first one, for all ranks.
         self.caches = caches or [Cache() for _ in memories]
         self.slots, self.cache = memories[0], self.caches[0]
         for name in ("lmcache.integration.vllm.utils", ADAPTER):
@@ -96,7 +96,7 @@ class LabEngine:
         return side_class(options)(options, memories, self.caches)
 
     def answered(self, outputs: Any) -> None:
-        """Called with the scheduler's outputs of a step, which an engine sends to its clients."""
+        """Do nothing. Overridden to get the outputs of each step, which a real engine sends to its clients."""
 
     @property
     def steps(self) -> int:
@@ -138,7 +138,7 @@ class LabEngine:
         connector.exchange()
         for worker, of_rank in zip(self.workers, self.executor.handed_out(metadata), strict=True):
             self._guard("start_load_kv", "", worker.start_step, of_rank, forward)
-        if connector.other is not None:  # its loads
+        if connector.other is not None:  # the lab makes its loads
             for name, span in connector.other.loads.items():
                 self.model.fill(name, *span)
             self.counts["loaded_beside"] += len(connector.other.loads)
@@ -157,7 +157,7 @@ class LabEngine:
         self.counts["steps_in_flight"] += in_flight > 2
         goes_on = forward or (self.options.pipeline and self.scheduler.has_requests())
         if goes_on and in_flight < self.options.steps_in_flight:
-            return  # EngineCore schedules again before an answer (step_with_batch_queue, core.py 0.32.0:754)
+            return  # EngineCore schedules the next step before this answer (step_with_batch_queue, core.py 0.32.0:754)
         self._take_answer()
         while self._answers and not self.scheduler.has_requests():
             self._take_answer()
@@ -270,7 +270,7 @@ class LabEngine:
         request = self.requests[name]
         self.scheduler.running.remove(request)
         vllm_objects.preempt(self.scheduler, request, time.monotonic())
-        self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does where it preempts between steps
+        self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does when it preempts between two steps
         self.request_events.preempted()
 
     # ------------------------------------------------------------------ memory
@@ -284,7 +284,7 @@ class LabEngine:
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
-        """Take so many free blocks and write to them. `free_blocks` gives them back."""
+        """Take `how_many` free blocks and write to them. `free_blocks` gives them back."""
         pool = self.scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(min(how_many, self.free()))
         numbers = [block.block_id for block in taken]
@@ -310,7 +310,7 @@ class LabEngine:
             self.model.change_weights()
 
     def _reset(self, *running_and_connector: bool) -> bool:
-        """Return the answer of vLLM, which raises if a waiting request has blocks (scheduler.py 0.32.0:2870)."""
+        """Return vLLM's answer; False if it raises because a waiting request has blocks (scheduler.py 0.32.0:2870)."""
         done = False
         with suppress(RuntimeError):
             done = self.scheduler.reset_prefix_cache(*running_and_connector)
@@ -322,7 +322,7 @@ class LabEngine:
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """Evict the oldest chunks. forced: also pinned ones, as when a pin times out. rank: whose cache, in process."""
+        """Evict the oldest chunks. forced: also pinned ones, as when a pin times out. rank: whose cache (v1 only)."""
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:
@@ -345,7 +345,7 @@ class LabEngine:
     # ------------------------------------------------------------------ time
 
     def step(self, times: int = 1) -> None:
-        """Make so many iterations of EngineCore."""
+        """Make `times` iterations of EngineCore."""
         for _ in range(times):
             self.iterate()
 
@@ -365,7 +365,7 @@ class LabEngine:
     # ------------------------------------------------------------------ expectations
 
     def settle(self) -> None:
-        """After the end of all requests: make two more steps, then expect that no state of them is kept."""
+        """After all requests have ended: make two more steps, then expect that the connector keeps no state of them."""
         self.step(2)
         for _ in range(IDLE):  # a transfer in flight holds its blocks
             if not self.scheduler.requests and not self.connector.busy():
@@ -375,7 +375,7 @@ class LabEngine:
         self.connector.never_given_back()
 
     def expect_all_ended(self) -> bool:
-        """After many steps with free blocks: expect that every request has ended and that no state of it is kept."""
+        """After many steps with free blocks: expect that all requests have ended and the connector keeps no state."""
         # a paused scheduler reports no unfinished requests
         if not all(request.is_finished() for request in self.requests.values()):
             self.request_events.never_end()

@@ -1,4 +1,4 @@
-"""Memory with checkable contents: like KV, a slot depends on all tokens up to its own token. It holds their hash."""
+"""Memory with checkable contents. KV depends on all tokens up to its own, so a slot holds the hash of these tokens."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
-#: A rank has the contents of the first rank, combined with its number in the bits from this one on.
+#: The contents of a rank are those of the first rank, XORed with the rank number shifted left by this many bits.
 _MARK = 32
 
 
@@ -19,7 +19,7 @@ def next_token(content: int) -> int:
 
 
 def first_difference(one: Iterable[int], other: Iterable[int]) -> int:
-    """Return the first place at which two sequences differ: at the latest the end of the shorter one."""
+    """Return the first index at which two sequences differ, or the length of the shorter one if none differs."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -53,7 +53,7 @@ class Prefix:
 
 
 class Slots:
-    """vLLM's paged KV memory: blocks of slots. room: slots of the largest block. rank: each rank has other contents."""
+    """vLLM's paged KV memory: blocks of slots. room: slots of the largest block. rank: contents differ by rank."""
 
     def __init__(self, num_blocks: int, block_size: int, room: int = 0, rank: int = 0) -> None:
         self.block_size = block_size
@@ -78,7 +78,7 @@ class Slots:
         return slots
 
     def own(self, contents: list[int], start: int = 0) -> list[int]:
-        """Return the contents that this rank has. The contents belong to the tokens from `start` on."""
+        """Return what this rank has of these contents, which belong to the tokens from `start` on."""
         return contents
 
     def spoil(self, block: int) -> None:
@@ -93,7 +93,7 @@ class Slots:
         return held[start - first * size : end - first * size]
 
     def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
-        """Write `contents` to the slots of tokens start, start + 1, ... of a request, up to the last of its blocks."""
+        """Write `contents` to the slots of a request from token `start` on, at most to the end of its last block."""
         size = self.block_size
         position, end = 0, min(len(contents), len(blocks) * size - start)
         while position < end:
@@ -139,7 +139,7 @@ class Block:
 
 
 class SlotsOfShard(Slots):
-    """A rank's memory with context parallelism: every n-th token of a block, in its slot. Other slots stay empty."""
+    """A rank's memory with context parallelism over n ranks: every n-th slot of a block is used, the rest is empty."""
 
     def __init__(self, ranks: int, num_blocks: int, block_size: int, room: int, rank: int) -> None:
         super().__init__(num_blocks, block_size, room, rank)
@@ -167,7 +167,7 @@ class SlotsOfShard(Slots):
 
 
 def of_rank(rank: int, contents: list[int]) -> list[int]:
-    """Return the contents that a cache has of these tokens from this rank."""
+    """Return what a cache has after this rank has stored these tokens. contents: the first rank's contents."""
     return [content ^ rank << _MARK for content in contents] if rank else contents
 
 

@@ -1,4 +1,4 @@
-"""The lab's model: it reads and writes slots in the same blocks as a model runner, and compares contents."""
+"""The lab's model: it reads and writes slots of the blocks that a model runner would use, and compares contents."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ class StateGroup(Group):
     A step reads the state from the block of the last step and writes it to the block of its own last token
     (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts, this block has the state without drafts,
     and each following block has the state after one more draft. The next step reads the block that fits the number of
-    accepted drafts. If a block ends within the accepted drafts, the state at its end is copied to this block
+    accepted drafts. If a block ends within the accepted drafts, the runner copies the state at this end to the block
     (`postprocess_mamba_fused_kernel`, :362).
     """
 
@@ -125,15 +125,15 @@ class StateGroup(Group):
 class Drafter:
     """Speculative decoding as vLLM's model runner does it, without a draft model.
 
-    A step computes the last sampled token and the drafts after it. It accepts the first drafts that equal the tokens
-    that the model samples, and samples one more token after these. The KV of rejected drafts stays in its slots until
-    a later step writes there.
+    A step computes the last sampled token and the drafts after it. The step accepts drafts up to the first one that
+    differs from the token that the model samples, and samples one more token. The KV of rejected drafts stays in its
+    slots until a later step writes to these slots.
 
-    With asynchronous scheduling the scheduler assumes that all drafts of the last step were accepted, and does not have
-    their tokens. The runner has the number of accepted drafts, and the tokens (v1/spec_decode/utils.py 0.32.0:816).
+    With asynchronous scheduling the scheduler assumes that all drafts of the last step were accepted. Only the runner
+    knows the number of accepted drafts, and the tokens of all drafts (v1/spec_decode/utils.py 0.32.0:816).
     """
 
-    #: Drafts proposed, accepted and rejected.
+    #: Counters of proposed, accepted and rejected drafts.
     counts: Counter[str]
 
     def __init__(self, options: Options) -> None:
@@ -179,7 +179,7 @@ class Drafter:
         return accepted, contents
 
     def propose(self, name: str, at: int, right: Callable[[str, int], list[int]]) -> None:
-        """Propose drafts after token `at` of this request, which was just sampled."""
+        """Propose drafts that follow token `at` of this request. The step has just sampled this token."""
         options = self._options
         if not options.drafter:
             return
@@ -192,7 +192,7 @@ class Drafter:
             self._proposed[name].append((next_token(content) + wrong) % VOCABULARY)
 
     def take(self) -> DraftTokenIds:
-        """Return the drafts of the last step, as vLLM's runner does without asynchronous scheduling."""
+        """Return the proposed drafts. Without asynchronous scheduling, vLLM's runner gives them to the scheduler."""
         return DraftTokenIds(list(self._proposed), [list(drafts) for drafts in self._proposed.values()])
 
 
@@ -205,15 +205,15 @@ class Model:
         self._scheduler = scheduler
         #: The first one is the group of full attention.
         self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups]
-        #: By rank. All ranks have the same block tables.
+        #: The memory of each rank. All ranks have the same block tables.
         self.memories = memories
         self.drafter = Drafter(options)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
-        #: Number of weight changes, and the tokens that each request had at the last one.
+        #: Number of weight changes, and {request: number of its tokens at the last change}.
         self._weights = 0
         self._given: dict[str, int] = {}
-        #: Number of prompt tokens of each session. Its input is a part of the prompt.
+        #: Number of prompt tokens of each session. vLLM adds each input of a session to the prompt.
         self._sessions: dict[str, int] = {}
         #: Blocks that other requests write to in the next step.
         self.written_by_others: list[int] = []
@@ -237,7 +237,7 @@ class Model:
         return hash(seed if embeds is None else (*seed, embeds.numpy().tobytes()))
 
     def change_weights(self) -> None:
-        """Change the right contents of all requests. Tokens that they have generated stay."""
+        """Change the right contents of all requests, but keep the tokens that they have generated."""
         self._weights += 1
         for name, request in self.requests.items():
             if not request.is_finished():
@@ -253,7 +253,7 @@ class Model:
                 self.prefixes[name].keep(request.all_token_ids)
 
     def right(self, name: str, end: int = 0) -> list[int]:
-        """Return the right contents of the request's tokens, at least up to `end`, which vLLM may not know yet."""
+        """Return the right contents of the request's tokens, at least up to `end`. vLLM may not have all tokens yet."""
         tokens, prefix = self.requests[name].all_token_ids, self.prefixes[name]
         if end > len(tokens):
             tokens = list(tokens)
@@ -265,12 +265,12 @@ class Model:
         return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def fill(self, name: str, start: int, end: int) -> None:
-        """Write the right contents of these tokens, as a load of the other connector."""
+        """Write the right contents of these tokens, as if the other connector had loaded them."""
         for slots in self.memories:
             slots.write(self.blocks(name), start, self.right(name)[start:end])
 
     def start(self, name: str, tokens: int) -> int:
-        """Return where the request's tokens in this step begin. The scheduler has already counted the tokens."""
+        """Return the first token that this step computes. The scheduler already counts `tokens` as computed."""
         computed: int = self.requests[name].num_computed_tokens - tokens
         return self.drafter.starts.get(name, computed)
 

@@ -1,4 +1,4 @@
-"""The events, findings and counters of a run: every call, every request in every step, every copy in memory."""
+"""Record the events, findings and counters of a run: of hook calls, of requests in each step, and of copies."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +18,21 @@ from kvfix_tools.lab.options import Options
 if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.connector import Connector
 
-#: Maximum steps that a request waits for a load that is not in flight: longer than an answer takes.
+#: A request is stuck after it has waited this many steps for a load that is not in flight. Answers take fewer steps.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
 
 
 class Liveness:
-    """Makes a state for `liveness.can_move` from the scheduler, after a step without any tokens."""
+    """Makes a state for `liveness.can_move` from the scheduler, after a step that scheduled no token."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: vLLM's last count of needed blocks; True: for the whole request (kv_cache_manager.py 0.32.0:499, 540).
+        #: (blocks needed at vLLM's last count, True if for the whole request: kv_cache_manager.py 0.32.0:499, 540).
         self._counted = (0, False)
         #: The request that the scheduler found no blocks for, and how many blocks it needs.
         self._refused: tuple[Any, int] = (None, 0)
@@ -90,14 +90,14 @@ class Liveness:
 
 
 class RequestEvents:
-    """log: (step, event). findings: of the rules of the ledger and the lab."""
+    """log: (step, event). findings: violations of the rules of the ledger and of the lab."""
 
     def __init__(self, scheduler: Scheduler, connector: "Connector", model: Model, options: Options) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self.model = model
         self._ranks = options.ranks
-        #: {request: [(end, tokens) of each rank that has loaded]}
+        #: {request: {rank that has loaded: (end of the load, its tokens)}}
         self._arrived: dict[str, dict[int, tuple[int, int]]] = {}
         self._found: dict[str, int] = {}
         self.steps = 0
@@ -120,7 +120,7 @@ class RequestEvents:
         self._open: dict[str, Any] = {}
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
-        #: The last verdict that no request can move, and its number of steps in a row.
+        #: The verdict that no request can move, and for how many steps in a row it has been the same.
         self._still: tuple[Answer | None, int] = (None, 0)
         #: Requests whose promise is not known yet.
         self.undecided: set[str] = set()
@@ -142,7 +142,7 @@ class RequestEvents:
         return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
-        """Record the hooks' answers. The wrappers on the instance call the class's functions, including fixes."""
+        """Wrap the hooks of this instance, to record their answers. The wrappers call the hooks with their fixes."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
@@ -165,7 +165,7 @@ class RequestEvents:
         connector.update_state_after_alloc = granted
 
     def _block_is_dropped(self, request: Any, computed: int) -> bool:
-        """Return True if vLLM has one more block of the request, which it computes again for EAGLE."""
+        """Return True if vLLM has cached one more block of the request, but drops and recomputes it for EAGLE."""
         if not self._dropped or computed + self._dropped >= request.num_tokens or computed % self._dropped:
             return False
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -233,10 +233,10 @@ class RequestEvents:
                 self.add(ev.Stuck(name, STUCK))
 
     def stands_still(self, answer: Answer | None) -> None:
-        """Report that no request can move. answer: after a step that scheduled nothing; None: after any other step.
+        """Report that no request can move. answer: the verdict after a step that scheduled nothing; else None.
 
         The verdict must hold in three steps in a row. The answer of a lookup may arrive just after the scheduler looked
-        for it. Or the answer is dropped as the late answer of another lookup (KVF036).
+        for the answer. Or LMCache drops the answer as the late answer of another lookup (KVF036).
         """
         before, steps = self._still
         if answer is None or answer.verdict != "violated":
@@ -264,7 +264,7 @@ class RequestEvents:
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """Record a load of `tokens` tokens up to `end` in a rank. The last rank ends it, with what all have."""
+        """Record that a rank has loaded `tokens` tokens up to `end`. With the last rank, record what all ranks have."""
         arrived = self._arrived.setdefault(name, {})
         arrived[rank] = end, tokens
         if len(arrived) < self._ranks:
@@ -286,7 +286,7 @@ class RequestEvents:
         """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if their load
         failed.
 
-        If stores skip cached chunks, a store of an ended request is not recorded: no event has the tokens of its last
+        If stores skip cached chunks, do not record a store of an ended request: no event has the tokens of the last
         step.
         """
         request = self.model.requests[name]

@@ -21,8 +21,8 @@ _BYTES = 8
 class TensorMemory:
     """The tensors of one rank. kv_caches: {layer: [blocks, heads, slots, elements]}, as a connector gets them.
 
-    A step computes the layers in order, but the lab's model computes only the first one, after `begin`. `go_on` repeats
-    its reads and writes in each other layer.
+    A step computes the layers in order, but the lab's model computes only the first layer, after `begin`. `go_on`
+    repeats the model's reads and writes in each later layer.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
@@ -59,7 +59,7 @@ class TensorMemory:
         self._look(0)
 
     def go_on(self, layer: int) -> set[int]:
-        """Compute this layer. Return the blocks in which the step reads other KV than in the first layer."""
+        """Compute this layer. Return the blocks whose KV in this layer differs from the KV read in the first layer."""
         self._look(layer)
         wrong = set()
         for block, start, contents, written in self.done:

@@ -1,7 +1,7 @@
 """Make the real vLLM scheduler with a real connector, without model, GPU or sockets.
 
-Differences between vLLM releases since 0.11.2 are found in the release itself, not by its number. Importing this module
-imports vLLM, which takes 15 seconds or more.
+This module supports vLLM releases since 0.11.2. It inspects vLLM's objects to see how they differ, not vLLM's version.
+Importing this module imports vLLM, which takes 15 seconds or more.
 """
 
 import copy
@@ -38,12 +38,12 @@ _MODEL: dict[str, Any] = {
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 1 << 20, "torch_dtype": "float32",
 }  # fmt: skip
-#: vLLM 0.11 has sampled tokens as arrays.
+#: True if sampled tokens are arrays, as in vLLM 0.11.
 _ARRAYS = "ndarray" in str(ModelRunnerOutput.__annotations__["sampled_token_ids"])
 
 
 def sampled(tokens: list[list[int]]) -> list[Any]:
-    """Return sampled tokens per request as ModelRunnerOutput of this release has them."""
+    """Return sampled tokens per request in the type that ModelRunnerOutput of this release expects."""
     return [numpy.array(each, dtype=numpy.int64) for each in tokens] if _ARRAYS else tokens
 
 
@@ -70,7 +70,7 @@ def _model(kv_heads: int) -> configs.ModelConfig:
 
 
 def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
-    """Return the configuration of speculative decoding. It is made for ngram, which has no draft model, and changed."""
+    """Return the configuration of speculative decoding: made for ngram, which has no draft model, then changed."""
     if not options.drafter:
         return None
     config = configs.SpeculativeConfig(
@@ -122,7 +122,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # early releases need it, and set it only when they read their own configuration
+        # early releases need this value, and set it only when they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
     module, _, name = options.connector.rpartition(":")
     if options.connector in KNOWN:
@@ -228,9 +228,9 @@ def request(
     embeddings: tuple[int, float] | None = None,
     **more: Any,
 ) -> Request:
-    """Return a request as EngineCore makes it. sampling: of SamplingParams. more: other arguments of vLLM's Request.
+    """Return a request as EngineCore makes it. sampling: arguments of SamplingParams. more: of vLLM's Request.
 
-    lora: name of its adapter. embeddings: (number, value of all elements) instead of a prompt.
+    lora: name of the LoRA adapter. embeddings: (their number, the value of all elements), used instead of a prompt.
     """
     _none_hash()
     parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))

@@ -19,13 +19,13 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 
 from kvfix_tools.lab.engine.memory import Slots
 
-#: A faster way to copy tensors: torch's own takes as long as a step.
+#: A fast way to pickle tensors. Torch's own way takes as long as a step of the lab.
 _TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}
 
 
 @dataclass(eq=False)
 class Worker:
-    """One rank. in_worker: LMCache's connector. adapter: the object behind it.
+    """One rank. in_worker: LMCache's connector. adapter: the object to which the connector delegates.
 
     called: the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child.
     """
@@ -54,7 +54,7 @@ class Worker:
         self.called.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def bind(self, metadata: Any) -> None:
-        if hasattr(self.called, "handle_preemptions"):  # 0.11 has none
+        if hasattr(self.called, "handle_preemptions"):  # vLLM 0.11 does not have it
             self.called.handle_preemptions(metadata)
         self.called.bind_connector_metadata(metadata)
 

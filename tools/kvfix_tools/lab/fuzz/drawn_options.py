@@ -1,4 +1,4 @@
-"""Options of a schedule for one engine, drawn from a seed (schedule.py), and the generators of a seed."""
+"""Draw the options of a schedule for one engine from a seed (schedule.py), with the random generators of the seed."""
 
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvfix_tools.lab.options import OF_VLLM, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import FEATURES
 
-#: Not drawn in a plain schedule, and with a real server.
+#: _NOT_WITH_SERVER: options that are not drawn with a real server. _FAULTS: not drawn in a plain schedule.
 _NOT_WITH_SERVER = ("ranks", "windows", "states", "offloading", "roles", "stops")
 _FAULTS = (*_NOT_WITH_SERVER, "sessions", "policy", "use_layerwise")
 
@@ -27,7 +27,7 @@ class Dice(NamedTuple):
         return random.Random(f"{name} {self.seed}")
 
     def lucky(self, name: str, chance: float) -> random.Random | None:
-        """Return the generator of this option in this part of the seeds; None: the option is not drawn."""
+        """Return the generator of this option for a share `chance` of the seeds. None: the option is not drawn."""
         rng = self.own(name)
         return rng if name not in self.lacks and rng.random() < chance else None
 
@@ -38,13 +38,13 @@ def drawn_arguments(rng: random.Random, kind: str, arguments: dict[str, tuple[Se
 
 
 def drawn_kinds(rng: random.Random, weights: dict[str, int], first: str) -> Iterator[tuple[int, str]]:
-    """Yield the number and the kind of each step of a schedule. weights: of each kind."""
+    """Yield the number and the kind of each step of a schedule. weights: {kind: weight}. first: kind of step 0."""
     for number in range(rng.randrange(30, 160)):
         yield number, rng.choices(list(weights), list(weights.values()))[0] if number else first
 
 
 def drawn_length(rng: random.Random, room: int, size: int) -> int:
-    """Draw the length of a prompt around a multiple of `size`: prompts share prefixes up to there."""
+    """Draw the length of a prompt, near a multiple of `size`: prompts share prefixes of whole blocks or chunks."""
     whole = rng.randrange(1, max(2, room // size)) * size
     return max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(size)))))
 
@@ -63,7 +63,7 @@ def drawn_sizes(rng: random.Random, block: int, room: int) -> dict[str, Any]:
 def draw(
     rng: random.Random, dice: Dice, connector: str, plain: bool, real_server: bool
 ) -> tuple[Options, set[str], int]:
-    """Return the options, a part of FEATURES, and the maximum tokens of a request. Arguments: of `schedule.draw`."""
+    """Return the options, the drawn FEATURES, and the maximum tokens of a request. Arguments: see `schedule.draw`."""
     lacks = {*dice.lacks, *(_FAULTS if plain else ()), *(_NOT_WITH_SERVER if real_server else ())}
     lacks |= {"roles", "stops"} if connector in OF_VLLM else {"stops"} if connector == "v1" else set()
     dice = Dice(dice.seed, lacks)
@@ -104,7 +104,7 @@ def draw(
 
 
 def _of_features(options: Options, features: set[str], dice: Dice) -> dict[str, Any]:
-    """Return the options of these features. Draw layerwise loads of LMCache, priorities and ranks."""
+    """Return the options of these features, and also draw layerwise loads of LMCache, priorities and ranks."""
     switches: dict[str, Any] = {name: name in features for name in ("async_scheduling", "model_runner_v2")}
     if dice.lucky("policy", 0.2):
         switches["policy"] = "priority"
@@ -146,7 +146,7 @@ def _offloading_beside(options: Options, dice: Dice) -> dict[str, Any]:
 
 
 def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
-    """Return {name in `Options.lmcache`: values} of the settings that change the accounting."""
+    """Return {name in `Options.lmcache`: values} of the settings that change the accounting of tokens."""
     if connector == "v1":
         return {
             "save_decode_cache": (True,),

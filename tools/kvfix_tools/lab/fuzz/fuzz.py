@@ -47,7 +47,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
 
 
 def _played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
-    """Return the results of one or two engines. plays: returns the number of steps, if that is not the engines'."""
+    """Return the results of one or two engines. plays: returns the number of steps, or None for the engines' count."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
         steps = plays(engines, schedule, end)
@@ -143,7 +143,7 @@ def open_sessions(engine: LabEngine) -> list[str]:
 def _move_session(
     engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, max_tokens: int = 1
 ) -> None:
-    """Begin a session, or give one input or its end. At most three sessions keep a fourth of the blocks each."""
+    """Begin a session, add input to it, or end it. At most three are open, each with a fourth of max_model_len."""
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
     if kind == "session":
@@ -211,7 +211,7 @@ def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Calla
 
 
 def _smaller(step: DrawnStep) -> list[DrawnStep]:
-    """Return this step with smaller values of its last number."""
+    """Return variants of this step with fewer tokens or blocks."""
     if step[0] in ("admit", "ask"):
         return [(*step[:4], tokens, *step[5:]) for tokens in (1, 2, 5) if tokens < step[4]]
     return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []

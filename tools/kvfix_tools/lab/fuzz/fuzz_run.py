@@ -43,7 +43,7 @@ class Violation(NamedTuple):
 
 
 class Tally(msgspec.Struct):
-    """The results of a run: sums over all played seeds. steps: of the scheduler. seconds: of the whole run."""
+    """The results of a run: sums over all played seeds. steps: of the scheduler. seconds: duration of the run."""
 
     steps: int = 0
     seeds: int = 0
@@ -54,7 +54,7 @@ class Tally(msgspec.Struct):
     counts: dict[str, int] = {}
     #: {signature: (times, first seed, rule, message)}
     found: dict[str, tuple[int, int, str, str]] = {}
-    #: At the end of the run, the most frequent first.
+    #: Filled at the end of the run. The most frequent violation is the first.
     violations: list[Any] = []
 
     def add(self, other: "Tally") -> None:
@@ -97,7 +97,7 @@ class Run(msgspec.Struct, frozen=True):
     real_server: bool = False
     #: See Options.real_transfers.
     real_transfers: bool = False
-    #: The engine with the default fixes: "prefill" or "decode" of a pair, "one" of two with one cache, or "both".
+    #: The engine with the default fixes: "prefill" or "decode" of a pair, "one" of two that share a cache, or "both".
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -119,10 +119,10 @@ class Run(msgspec.Struct, frozen=True):
             yield
 
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
-        """Return the violations that the release does not have by itself, for a run with the fixes in one engine.
+        """Return the violations that the release does not show without fixes, if only one engine has the fixes.
 
-        With a fix, requests end at other times, so a bug of the release may hit other requests. So a violation is also
-        left out if the release shows it in the schedule without one of its steps.
+        With a fix, requests end at other times, so a bug of the release may hit other requests. So also leave out a
+        violation that the release shows after one step is removed from the schedule.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations
@@ -159,7 +159,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Notes(msgspec.Struct):
-    """The file of `--notes`: the run and its progress."""
+    """The content of the file of `--notes`: the run and its progress."""
 
     releases: dict[str, str]
     code: str
@@ -185,8 +185,8 @@ def fuzz(
     - jobs: number of processes
     - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
 
-    With the fixes in one of two engines, a seed counts as `violated_as_released` if the release alone has its
-    violations.
+    If only one of two engines has the fixes, a seed counts as `violated_as_released` if the release without fixes has
+    its violations.
     """
     start = time.monotonic()
     kept = Notes(releases.versions(), releases.code() if notes else "", run, seeds.start, Tally())
@@ -204,7 +204,7 @@ def fuzz(
         if tally.steps >= most:
             break
     if run.fixes_in != "both":
-        shrinking = 0  # the release may violate rules in a shorter one
+        shrinking = 0  # in a shorter schedule, the release may have the violation too
     with run.applied():
         for wanted, (times, seed, rule, message) in sorted(tally.found.items(), key=lambda item: -item[1][0]):
             (schedule,) = run.schedules([seed])

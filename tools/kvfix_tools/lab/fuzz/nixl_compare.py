@@ -1,7 +1,7 @@
 """Play a schedule with real NIXL (nixl_real.py) and with the lab's model: each difference in a step is a finding.
 
 If the model has garbage in a slot, because the source of a transfer changed or the peer has ended, NIXL may have any
-content there.
+content in this slot.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ State = dict[str, Any]
 
 
 class Watched(Pair):
-    """Two engines whose states are recorded. before: the states of another pair, to compare with."""
+    """Two engines whose states are recorded. before: an earlier pair, with whose states these states are compared."""
 
     def __init__(self, options: Options, before: "Watched | None" = None) -> None:
         self.states: list[State] = []
         #: The first difference: (step, what differs, value before, value now).
         self.differs: tuple[int, str, Any, Any] | None = None
         self._before = before
-        #: The engines' steps at the last recorded state.
+        #: Number of the engines' steps at the last recorded state.
         self._taken = -1
         super().__init__(options)
 
@@ -33,7 +33,7 @@ class Watched(Pair):
         moves = self.network.busy or self.steps != self._taken
         super().tick()
         if not (moves or self.network.busy):
-            self.states.append(self.states[-1])  # both engines wait for a time to pass
+            self.states.append(self.states[-1])  # both engines wait for a timeout
             return
         self._taken = self.steps
         self.states.append(state := _state(self))

@@ -30,7 +30,7 @@ KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
 #: {step: attribute of the router that has the requests for this step}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
-#: Ranks of both engines, if one has several.
+#: (ranks of prefill, ranks of decode), if at least one engine has several ranks.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
 
 Drawn = tuple[Options, tuple[DrawnStep, ...]]
@@ -61,7 +61,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     block = rng.choice((4, 8, 16))
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
     room = block * (min(blocks, decode_blocks) - 2)
-    # a waiting peer renews a lease after each sixth of its time, by two thirds of its time
+    # a waiting peer renews a lease after each sixth of the lease's duration, by two thirds of the duration
     extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice((3, 6, 30))}
     push = connector in ("nixl-push", "nixl-push-multi")
     if push and not plain:
@@ -84,7 +84,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     if connector in WITH_RANKS and not plain:
         if own := dice.lucky("ranks", 0.3):
             options = _with_ranks(options, own)
-        if own := dice.lucky("windows", 0.2):  # and blocks for the KV groups
+        if own := dice.lucky("windows", 0.2):  # windows, and more blocks for their KV groups
             windows = tuple(own.sample((block, 2 * block, 2 * block + 1, 4 * block), own.choice((1, 1, 2))))
             more = -(-options.max_model_len // block) * len(windows)
             options = replace(options, windows=windows, num_blocks=blocks + more, decode_blocks=decode_blocks + more)
@@ -98,8 +98,8 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
 def _with_ranks(options: Options, rng: random.Random) -> Options:
     """Add several ranks to one engine or both.
 
-    If the reading or writing engine has fewer ranks, the model needs a head for each rank of the other: otherwise vLLM
-    refuses the handshake (base_worker.py 0.32.0:2450).
+    If the engine that reads or writes has fewer ranks than its peer, the model needs a head for each rank of the peer.
+    Otherwise vLLM refuses the handshake (base_worker.py 0.32.0:2450).
     """
     prefill, decode = rng.choice(_RANKS)
     reads = [(prefill, decode)] if options.connector == "nixl-push" else [(decode, prefill)]
@@ -144,7 +144,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
 
 def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: random.Random, plain: bool) -> Drawn:
     """Change a schedule for Mooncake. Most routers ask both engines at once."""
-    timeout = 480 if plain else rng.choice((3, 6, 480))  # seconds of the producer; a consumer has 60 more
+    timeout = 480 if plain else rng.choice((3, 6, 480))  # seconds that a producer waits; a consumer waits 60 s longer
     options = replace(options, extra={"kv_lease_duration": timeout})
     drawn: list[DrawnStep] = []
     for kind, *rest in steps:
@@ -165,7 +165,7 @@ def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: random.Rand
 def _with_evictions(
     steps: Sequence[DrawnStep], rng: random.Random, engines: Sequence[str], *others: DrawnStep
 ) -> tuple[DrawnStep, ...]:
-    """Insert evictions in one of these engines, or other steps, at random places."""
+    """Insert evictions and `others` at random places. A random one of `engines` makes each of these steps."""
     drawn: list[DrawnStep] = []
     for step in steps:
         drawn.append(step)

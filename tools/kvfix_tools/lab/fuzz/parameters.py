@@ -77,7 +77,7 @@ OF_MOONCAKE: dict[str, Callable[[Params], Params]] = {
     "other_address": _with(remote_bootstrap_addr="http://nobody:1"),
     "odd_address": _with(remote_bootstrap_addr=1),
 }
-#: Also a fault that is not drawn.
+#: All faults: those above, and one that is not drawn.
 MALFORMED: dict[str, Callable[[Params], Params]] = {
     **OF_NIXL,
     **OF_MOONCAKE,

@@ -22,7 +22,7 @@ _PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget":
 _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Drawn only if lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
-#: Drawn only with a second connector. The second connector has the KV of the next request or of a preempted one.
+#: Drawn only with a second connector (Options.beside). The step gives this connector the KV of an open request.
 _MULTI_CONNECTOR = {"is_beside": 5}
 #: Features (releases.FEATURES). Each is drawn for three of ten seeds.
 _SOMETIMES = {
@@ -78,7 +78,7 @@ def draw(
 
     - plain: default options of LMCache, no aborts, failed loads, evictions or sessions
     - lacks: settings and options that the installed releases do not have
-    - real_server: draw for a real server, with its options
+    - real_server: draw options for a real server, and its restarts
     """
     if connector in PAIRS:
         return Schedule(*pair_schedule.draw(seed, connector, plain))

@@ -1,7 +1,7 @@
 """Apply the fixes in only one of two engines of this process: a mixed roll-out.
 
-The engines share the classes, and so the wrappers of kvfix. A wrapper reads which engine runs. The lab sets the engine
-with `running`, also for callbacks.
+The engines share the classes, and therefore the wrappers of kvfix. A wrapper checks which engine runs. The lab sets the
+running engine with `running`, also for callbacks.
 """
 
 import functools
@@ -54,5 +54,5 @@ def _in_one(inner: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..
 
 
 def as_released() -> Any:
-    """Return a context, inside `fixes_in`: engines that are made in this context do not have the fixes."""
+    """Return a context to use inside `fixes_in`. Engines that are made in this context do not have the fixes."""
     return _set(_FIXED, "")

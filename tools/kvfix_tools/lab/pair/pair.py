@@ -1,4 +1,4 @@
-"""A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do nothing."""
+"""A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do no step."""
 
 import dataclasses
 import itertools
@@ -25,12 +25,12 @@ from kvfix_tools.lab.steps import continued
 _ROLES = {"prefill": "producer", "decode": "consumer"}
 #: Steps without an event after which a run ends.
 _IDLE = 64
-#: A run waits step by step for leases of up to so many seconds.
+#: A run waits step by step for leases that last at most this number of seconds.
 _SOON = 30
 
 
 class _Asked(NamedTuple):
-    """A client's request. at_once: both engines have it."""
+    """A client's request. at_once: the router sends it to both engines at once."""
 
     prompt: list[int]
     max_tokens: int
@@ -48,12 +48,12 @@ class Router:
         self._pair = pair
         self.counts: Counter[str] = Counter()
         self.asked: dict[str, _Asked] = {}
-        #: Steps from an answer to the next message, and messages to send: (step, request, parameters).
+        #: _takes: steps from prefill's answer to the message for decode. _to_send: (due step, request, parameters).
         self._takes = 0
         self._to_send: list[tuple[int, str, Params | None]] = []
         #: {request that the router can send to decode again: its last parameters}
         self.sent: dict[str, Params] = {}
-        #: The faults for the next parameters.
+        #: The faults for the parameters of the next requests.
         self.malformed: list[str] = []
         #: {request: token that ends its text}
         self._stops: dict[str, int] = {}
@@ -82,14 +82,14 @@ class Router:
         self._admit(self._pair.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
 
     def ask_again(self, name: str) -> None:
-        """Give a request up, tell both engines, and begin the request again."""
+        """Abort a request in both engines, and send it again as a new request."""
         self._pair.abort(name)
         asked = self.asked[name]
         self.counts["asked_again"] += 1
         self.ask(name, asked.prompt, asked.max_tokens, at_once=asked.at_once)
 
     def send_again(self, name: str) -> None:
-        """Send a request to decode again, as a router does without an answer."""
+        """Send a request to decode again, as a router does that gets no answer."""
         params = self.sent.get(name)
         if params is not None:
             self.counts["sent_again"] += 1
@@ -97,11 +97,11 @@ class Router:
             self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
 
     def ends_at_once(self, name: str, prompt: list[int]) -> None:
-        """The first token of this request ends its text. The request has not arrived yet."""
+        """Let the first generated token of this request end its text. The request has not arrived yet."""
         self._stops[name] = continued(prompt, 1)[-1]
 
     def router_takes(self, steps: int) -> None:
-        """From now on the router takes so many steps for an answer."""
+        """From now on the router waits this number of steps between prefill's answer and its message to decode."""
         self._takes = steps
 
     def malform(self, what: str) -> None:
@@ -149,7 +149,7 @@ class Router:
             of_client = name.rpartition("-")[0]
             if of_client in self._stops:
                 sampling["stop_token_ids"] = [self._stops[of_client]]
-            # a copy, as in two processes: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
+            # each engine gets a copy: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
             engine.do("admit", name, list(prompt), most, sampling=sampling)
 
 
@@ -169,7 +169,7 @@ class Pair(TwoEngines):
         self._findings: list[Finding] = []
         self._ledger = Ledger()
         self._log: list[tuple[int, Event]] = []
-        #: True if loads may come short.
+        #: True if a load may bring fewer tokens than promised.
         self._faults = False
         self.prefill = self._start("prefill", options.num_blocks)
         self.decode = self._start("decode", options.decode_blocks or options.num_blocks)
@@ -216,7 +216,7 @@ class Pair(TwoEngines):
         getattr(self if hasattr(self, step) else self.router, step)(*arguments, **keywords)
 
     def abort(self, name: str) -> None:
-        """The client of this request is gone, and the router tells both engines."""
+        """The client of this request disconnects, and the router aborts the request in both engines."""
         self.router.forget(name)
         for engine in self.engines:
             for request in [each for each in engine.requests if each.rpartition("-")[0] == name]:
@@ -234,7 +234,7 @@ class Pair(TwoEngines):
         self.router.answered(engine, output)
 
     def step(self, times: int = 1, name: str = "") -> None:
-        """So many steps of both engines, or of this one."""
+        """Make `times` steps of both engines, or only of the engine `name`."""
         for _ in range(times):
             self.tick()
             for engine in self.engines:
@@ -242,7 +242,7 @@ class Pair(TwoEngines):
                     engine.iterate()
 
     def step_alone(self, name: str, times: int = 1) -> None:
-        """So many steps of one engine, while the other one hangs: a lease may end."""
+        """Make `times` steps of one engine while the other engine hangs. A lease may end."""
         self.may_fail()
         self.step(times, name)
 
@@ -258,20 +258,20 @@ class Pair(TwoEngines):
         self.router.tick()
 
     def may_fail(self) -> None:
-        """Loads may come short from now on."""
+        """From now on a load may bring fewer tokens than promised."""
         self._faults = True
         self.decode.request_events.may_fail.add("")
         self.prefill.request_events.may_fail.add("")
 
     def time_passes(self, seconds: float) -> None:
-        """Let so many seconds pass while both engines hang. Leases may expire."""
+        """Let `seconds` seconds pass while both engines hang. Leases may expire."""
         self.may_fail()
         self.network.time_passes()
         self.seconds += seconds
         self._counts["pauses"] += 1
 
     def fail(self, what: str, how_many: int = 1) -> None:
-        """Let so many of the next transfers or handshakes fail."""
+        """Let the next `how_many` operations of this kind fail (a key of `PairNetwork.failing`)."""
         self.may_fail()
         self.network.failing[what] += how_many
 
@@ -291,7 +291,7 @@ class Pair(TwoEngines):
         self.network.writers_take = steps
 
     def restart(self, name: str, blocks: int) -> None:
-        """Restart an engine, without its requests, with so many blocks."""
+        """Restart an engine with this number of blocks. The requests of the old engine are lost."""
         self._counts["restarts"] += 1
         old = self.engine(name)
         old.connector.close()
@@ -314,7 +314,7 @@ class Pair(TwoEngines):
             engine.budget(tokens)
 
     def run(self, steps: int = 1000) -> None:
-        """Make at most `steps` steps, until no work is left or no event comes in the time of a lease or timeout."""
+        """Make at most `steps` steps. Stop if no work is left, or no event comes in the longest lease or timeout."""
         idle, waited = 0, None
         for _ in range(steps):
             if not self._busy():
@@ -329,7 +329,7 @@ class Pair(TwoEngines):
             idle = 0 if self.network.busy or self._state() != before or self._leases_end_soon() else idle + 1
 
     def _leases_end_soon(self) -> bool:
-        """Return True if blocks are kept by a lease that expires within the steps of a run."""
+        """Return True if a lease keeps blocks and is short enough for the run to wait for it step by step."""
         seconds = self.options.extra.get("kv_lease_duration", getattr(self.network, "timeout", 30))
         return seconds <= _SOON and any(each.connector.leases for each in self.engines)
 
@@ -391,7 +391,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run this engine inside the context: the clock and new clients of LMCache then belong to this engine."""
+        """In this context this engine runs: the clock and LMCache's new clients are those of this engine."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
@@ -412,7 +412,7 @@ class Neighbours(TwoEngines):
         """Return the engines that make this step. The number of a request selects its engine."""
         kind = step[0]
         if kind in ("step", "new_weights"):
-            return self.engines if kind == "step" else ()  # new weights: those of both engines would have to change
+            return self.engines if kind == "step" else ()  # new weights: both engines would need them at once
         if kind in ("admit", "configured", "session"):
             number = int(step[1].removeprefix("r"))
         if kind == "evict" and step[2]:

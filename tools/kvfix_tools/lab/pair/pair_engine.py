@@ -62,7 +62,7 @@ class PairNetwork:
         self.counts: Counter[str] = Counter()
         #: Addresses whose listener thread has died.
         self.dead_listeners: list[str] = []
-        #: {kind: number of next failures}. setup: of a transfer.
+        #: {kind of operation: how many of the next ones fail}. setup: the setup of a transfer.
         self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
         #: Steps of a handshake or a message.
         self.handshake_steps = 1
@@ -77,7 +77,7 @@ class PairNetwork:
 
 
 class PairSide(Connector):
-    """Both roles of a connector between two engines. name: host. engine_id: new at each start. network: of both."""
+    """The scheduler and worker roles of one engine's connector. name: host name. engine_id: new at each start."""
 
     #: The class of `workers`.
     worker_class: Any
@@ -91,7 +91,7 @@ class PairSide(Connector):
 
     @abstractmethod
     def join(self) -> None:
-        """Put this network in place of the connector's real communication, for the engine that is made next."""
+        """Replace the connector's real communication by this network, for the engine that is made next."""
 
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         config = self.configured(options)
@@ -130,7 +130,7 @@ class PairSide(Connector):
         """Return the kv_transfer_params that the router sends to prefill."""
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
-        """Return the parameters for decode, on prefill's side. answer: prefill's; None: the router does not wait."""
+        """Return prefill's parameters for decode. answer: those in prefill's answer; None: the router does not wait."""
         return answer
 
     @property
@@ -142,7 +142,7 @@ class PairSide(Connector):
         return super().storing() | self.leases
 
     def kept_of_peer(self) -> set[str]:
-        """Return requests of the peer whose state is kept."""
+        """Return requests of the peer whose state this engine keeps."""
         return set()
 
     @abstractmethod
@@ -151,7 +151,7 @@ class PairSide(Connector):
 
 
 class PairWorker(Worker):
-    """A connector between two engines in the worker role. side: of the same engine."""
+    """A connector between two engines in the worker role. side: the PairSide of the same engine."""
 
     events: RequestEvents
     clears = by_request = True
@@ -176,7 +176,7 @@ class PairWorker(Worker):
 
 
 class PairEngine(LabEngine):
-    """One of two engines. name: of its host."""
+    """One of two engines. name: the name of its host."""
 
     connector: PairSide
 

@@ -9,13 +9,13 @@ from kvfix_tools.lab.steps import Step, prompt
 
 
 def _poisoned(rank: int) -> list[Step]:
-    """Let a load of 128 tokens fail in this rank, and hit what the step has stored."""
+    """Let a load of 128 tokens fail in this rank. Then let request `r` hit what the step has stored."""
     failing = [do.fail_load("failing", rank=rank), do.store("failing", prompt(300))]
     return [do.store("first", prompt(128)), *failing, do.admit("r", prompt(300))]
 
 
 def _layerwise(after_chunks: int, **more: Any) -> Scenario:
-    """Return a scenario of a layerwise load that brings so many of four chunks."""
+    """Return a scenario of a layerwise load that brings `after_chunks` of four chunks."""
     return scenario(
         [do.stored_elsewhere(prompt(256)), do.fail_load("r", after_chunks), do.admit("r", prompt(300), max_tokens=4)],
         needs={"lmcache": ">=0.3.15"},
@@ -45,7 +45,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": scenario(
-        # Three stages. The load brings 16 of 64 tokens. The workers have the chunks to token 192 and to the end.
+        # Three pipeline stages. The load brings 16 of 64 tokens. Two more chunks, from token 128 on, are in flight.
         [do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
         doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
         shows="LAB008",
@@ -53,7 +53,7 @@ SCENARIOS = {
         options=Options(chunk_size=16, num_blocks=40, max_num_batched_tokens=64, ranks=3, pipeline=True),
     ),
     "failed-load-left-to-another": scenario(
-        # Both requests come in one step and share the blocks of the load.
+        # Both requests arrive in the same step and share the blocks of the load.
         [do.stored_elsewhere(prompt(96)), do.admit("first", prompt(100)), do.admit("r", prompt(104), max_tokens=2)],
         [do.fail_load("first", after_chunks=1), do.step(), do.abort("first")],
         shows="LAB001",
@@ -81,7 +81,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, kv_load_failure_policy="fail"),
     ),
     "failed-load-preempted-under-way": scenario(
-        # vLLM checks only running requests. Here another request needs a block for its first token, and none is free.
+        # vLLM checks only running requests. "other" needs a block for its first token, and no block is free.
         [do.stored_elsewhere(prompt(96)), do.fail_load("r"), do.admit("other", prompt(32, seed=1), max_tokens=4)],
         [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0), do.step(), do.free_blocks()],
         doc="A load fails, and the request is preempted before vLLM knows: vLLM keeps the output of the failed step.",
@@ -142,7 +142,7 @@ SCENARIOS = {
         [do.stored_elsewhere(prompt(1536)), do.admit("r", prompt(1540), max_tokens=2)],
         do.fail_load("r", after_chunks=1),
         shows="KVR011 wait_for_save: AssertionError",
-        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # earlier trackers are wrong too, but then nothing is saved
+        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # in earlier releases the tracker is wrong too, but saves nothing
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(num_blocks=110, chunk_size=256, max_num_batched_tokens=2048),
     ),

@@ -7,7 +7,7 @@ from kvfix_tools.lab.scenario import WORKER, Options, scenario
 from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
-#: match(0): the lookup is sent. It times out (lookup_timeout_ms is 3,000), and the request is computed.
+#: match(n): vLLM asks for a hit, with n computed tokens. match(0) sends a lookup, which times out (after 3,000 ms).
 TIMED_OUT = do.step(), do.wait(4), do.step()
 large_chunks = partial(scenario, options=Options(chunk_size=256, max_num_batched_tokens=512))
 FETCH = {"enable_async_loading": True}
@@ -38,7 +38,7 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "async-fetched-left": asynchronous(
-        # 0.3.10 dies before that (mismatch-in-tokens-to-load).
+        # 0.3.10 dies before it leaves chunks (mismatch-in-tokens-to-load).
         [do.serve("first", prompt(300)), do.admit("r", prompt(300))],
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
@@ -49,14 +49,14 @@ SCENARIOS = {
         [TIMED_OUT, do.preempt("r")],
         doc="A lookup times out and the request is preempted. The late result is never released.",
         shows="KVR009 fetched chunks of the worker",
-        needs={"lmcache": ">=0.3.11"},  # in 0.3.10 a resumed request ends the engine before
+        needs={"lmcache": ">=0.3.11"},  # in 0.3.10 the engine dies when the request resumes
     ),
     "async-given-up-of-one-rank": scenario(
         # Two answers begin the load: the second rank's to the second lookup, and the first rank's to the third.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
-        do.slow_lookups(3),  # of the second rank
+        do.slow_lookups(3),  # the second rank answers later
         doc="The lookup of one of two ranks times out, the request is preempted, and a worker dies at its load.",
         shows="KVR011 is not done or not found",
         options=Options(lmcache=FETCH, max_num_batched_tokens=512, ranks=2),
@@ -157,7 +157,7 @@ SCENARIOS = {
         # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224, the
         # second one 1,024, and vLLM asserts on 1,824 computed tokens (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
-        do.keep_blocks(50),  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
+        do.keep_blocks(50),  # 50 of the 69 blocks of "r" stay in the prefix cache: 800 tokens
         do.step(),  # match(800) by a lookup
         do.step(),  # match(800) from the lookup cache
         do.free_blocks(),

@@ -21,7 +21,7 @@ def _window_freed(max_tokens: int, doc: str) -> Scenario:
     """Return a scenario of a store that is in flight when vLLM frees the blocks before the window."""
     return windows(
         [do.admit("r", prompt(256), max_tokens=max_tokens), do.step()],
-        # one step after "r" it takes the blocks before the window of "r", and writes to them
+        # one step after "r", "other" takes the blocks before the window of "r", and writes to them
         do.admit("other", prompt(288, seed=1)),
         doc=doc,
         shows="LAB001 is stored under their key",
@@ -31,7 +31,7 @@ def _window_freed(max_tokens: int, doc: str) -> Scenario:
 
 
 def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
-    """Return a scenario of a stored chunk without a state. A prompt of so many tokens hits the chunk."""
+    """Return a scenario of a stored chunk without a state. A prompt of `tokens` tokens hits the chunk."""
     return states(
         [do.store("first", prompt(110)), do.admit("short", prompt(tokens))],
         shows="LAB001 in KV group 1",
@@ -41,7 +41,7 @@ def _null_state(tokens: int, options: dict[str, Any], **more: Any) -> Scenario:
 
 
 SCENARIOS: dict[str, Any] = {
-    # ------------------------------------------------------------------ also of vLLM's copy
+    # ------------------------------------------------------------------ bugs that vLLM's copy has too
     "kv-xfer-finished-assert": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=4), do.step(5), do.abort("r")],
         do.admit("next", prompt(200)),  # if EngineCore is alive, it serves this request
@@ -89,7 +89,7 @@ SCENARIOS: dict[str, Any] = {
         options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        # The worker loses the server for a moment. These releases report this failure, but not mp-retrieve-false.
+        # The worker loses the server for a moment. These releases report this failure, but not mp-retrieve-false's.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
         do.step(6),  # the load is in flight
         do.lose_loads(),
@@ -136,7 +136,7 @@ SCENARIOS: dict[str, Any] = {
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR009 read locks of the server",
         not_in_hooks=SERVER,
-        vllm=">=0.31.0",  # before, this request takes the promise of the connector
+        vllm=">=0.31.0",  # in earlier releases this request takes the connector's promise
     ),
     "mp-lora-not-in-key": mp_scenarios(
         [do.serve("before", prompt(140), lora="one"), do.admit("r", prompt(140), max_tokens=2, lora="other")],
@@ -274,7 +274,7 @@ SCENARIOS: dict[str, Any] = {
             num_blocks=24, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True, delay=20
         ),
     ),
-    # Only the last of three blocks has a state. In one object, the chunks of the other blocks are stored too.
+    # Only the last of three blocks has a state. Without separate objects, all three chunks are stored.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
     # the sixth block. The second chunk has the third block, and the fourth, which is null.
@@ -305,7 +305,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has 64 tokens, the cache 128. Then the tracker counts from 0: chunks are stored 64 tokens too late.
+        # vLLM has 64 tokens, the cache 128. After the failed load, the tracker counts from 0 and stores 64 tokens late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",

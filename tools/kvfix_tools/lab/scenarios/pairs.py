@@ -184,7 +184,7 @@ SCENARIOS = {
     ),
     "nixl-push-notified-before-connected": push(
         [do.fail("handshake", 1), do.ask_at_once("before", prompt(64))],
-        do.step(8),  # one rank has connected, the other one not
+        do.step(8),  # one rank has connected, and the other rank has not
         [do.handshakes_take(10), do.ask_at_once("r", prompt(64, 1))],
         shows="KVR011 KeyError",
         doc="One of two decode ranks is notified of a write before it has connected: decode dies.",
@@ -210,7 +210,7 @@ SCENARIOS = {
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        # During a longer timeout the engines would make no steps, and after such a pause a load may come short.
+        # The engines make no steps during a longer timeout, and after a pause without steps a load may come short.
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(

@@ -42,7 +42,7 @@ SCENARIOS = {
         do.step(),  # 128 of 300 tokens
         do.abort("r"),
         shows="KVR011 IndexError: list index out of range",
-        # in the other releases an abort raises before (abort-engine-assert)
+        # in the other releases the abort itself raises (abort-engine-assert)
         wrong={"lmcache": ">=0.3.11,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     ),
     "cache-salt-not-in-key": _not_in_key(
@@ -116,7 +116,7 @@ SCENARIOS = {
     ),
     "preempt-multiconnector-loser": scenario(
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
-        # 800 tokens stay in the prefix cache, LMCache has 1,024 tokens, the other connector 1,088
+        # 800 tokens stay in the prefix cache. LMCache has 1,024 tokens, and the other connector has 1,088.
         [do.keep_blocks(50), do.has_in_other_connector("r"), do.free_blocks()],
         doc="Another connector of a MultiConnector loads a preempted request, and EngineCore dies when it resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 1088 but",
@@ -151,7 +151,7 @@ SCENARIOS = {
     "resume-then-sits-out": scenario(
         # Tokens 384 to 512 overwrite tokens 256 to 384.
         [do.admit("other", prompt(1, seed=1), max_tokens=20), do.budget(129), do.admit("r", prompt(520))],
-        [do.step(), do.preempt("r"), do.step(2), do.budget(1)],  # "other" uses it
+        [do.step(), do.preempt("r"), do.step(2), do.budget(1)],  # "other" uses the only token
         [do.step(), do.budget(129)],
         doc="A resumed request is left out of a step, and then computes in blocks that it already uses.",
         shows="LAB001 the step reads token 256 of 512",

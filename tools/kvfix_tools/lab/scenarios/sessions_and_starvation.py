@@ -24,15 +24,15 @@ SCENARIOS = {
         [do.admit("running", prompt(16, seed=2), max_tokens=16), do.step()],
         [do.admit("low", prompt(140), max_tokens=2, priority=1), do.step()],
         [do.admit("r", prompt(256, seed=1), max_tokens=2, priority=0), do.step(7)],  # both load
-        do.budget(1),  # "running" uses it
+        do.budget(1),  # "running" uses the only token
         [do.step(5), do.budget(256)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
         needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
         options=MP(delay=5, num_blocks=21, max_num_batched_tokens=256, reserve_full_isl=False, policy="priority"),
     ),
     "loads-preempted-in-turn": scenario(
-        # A kv_producer whose router lets it generate two tokens, with asynchronous scheduling. The prompts end with a
-        # full block. While one request loads again, the load of the other one ends. Each preemption drops the generated
+        # With asynchronous scheduling, the router lets a kv_producer generate two tokens. The prompts end with a full
+        # block. While one request loads again, the load of the other request ends. Each preemption drops the generated
         # tokens.
         [do.ask("a", prompt(64)), do.ask("b", prompt(64, seed=1))],
         do.run(),  # the OffloadingConnector has both prompts
@@ -80,7 +80,7 @@ SCENARIOS = {
         options=MP(ranks=3, pipeline=True, async_scheduling=True, states=True),
     ),
     "trimmed-drafts-stay-computed": scenario(
-        # A step brings four tokens, and the session may have one.
+        # A step samples four tokens, but the session may generate only one.
         [do.admit("r", prompt(20), max_tokens=2, resumable=True), do.step(2)],
         [do.add_input("r", prompt(60, seed=1), max_tokens=4), do.run(), do.end_input("r")],
         shows="LAB001 the step reads token 22 of 24 computed ones",
