@@ -1,4 +1,4 @@
-"""Healthy schedules, and the events that a fix or a patch must not change. For tests that play a schedule twice."""
+"""Healthy schedules, and events that a fix or a patch must not change. Tests that play a schedule twice use both."""
 
 from importlib import import_module
 from typing import Any

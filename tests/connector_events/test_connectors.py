@@ -56,10 +56,10 @@ def play_all() -> dict[str, dict[str, list[str]]]:
 
 @answers([[False] * 2, [True] * 2, ["wait_for_layer_load"] * 3, 3, ["RuntimeError: planted"], [], [False] * 2])
 def test_hooks_of_layers_are_watched_on_request_only() -> list[Any]:
-    """Return flags for wrapped hooks without `layers`, with `layers`, and (at the end) after a revert.
+    """Return whether the hook is wrapped: without `layers`, with `layers`, and (at the end) after a revert.
 
-    Between them, for three calls of which the last raises: the running hooks, the number of calls, the exceptions, and
-    the hooks that run afterwards.
+    Before the end come results of three calls, of which the last raises: the running hooks, the number of calls, the
+    exceptions, and the hooks that run afterwards.
     """
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory

@@ -60,7 +60,7 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
     from kvfix_tools.lab.engine.lab_engine import STEP
 
     with runner.quiet():
-        # Without fixes: a fix would let the reads fail whose leases are over at once.
+        # Apply no fix: a fix would make each read fail whose lease is over.
         kvfix.apply("check", only=[])
         from kvfix.connector_events import dump, recorder
 

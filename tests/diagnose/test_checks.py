@@ -1,4 +1,4 @@
-"""For an unknown failure, kvfix-diagnose names the releases with the failing code. Releases' code makes checks.json."""
+"""For an unknown failure, kvfix-diagnose names releases with the failing code. checks.json is made from releases."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A situation has the same finding in the whole log, in its end and in its decisive line, whatever its code is."""
+"""A situation has the same finding in the whole log, in its end and in its decisive line, whatever code it has."""
 
 import random
 from functools import lru_cache

@@ -114,7 +114,7 @@ def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
 def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
-    """Any x86 machine loads the build for AVX2. The build for AVX-512 would end in SIGILL on some machines."""
+    """Without AVX-512, vLLM loads the build for AVX2, not the one that ends in SIGILL. Any x86 machine can run this."""
     package = installed_source.package_dir("vllm")
     assert package is not None
     setup = look(serve(V1), package.parent, machine(tmp_path, flags=AVX2))

@@ -1,4 +1,4 @@
-"""Set-ups that work (tests/engine starts engines with them) have no complaint."""
+"""kvfix doctor has no complaint about set-ups that work (tests/engine starts engines with them)."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Faults planted in set-ups (planted.toml): the right check finds each, with the expected remedy, and no fault else."""
+"""Only its check finds a fault planted in a set-up (planted.toml), and gives the expected remedy."""
 
 import socket
 import sys

@@ -65,7 +65,7 @@ HANGS = {
 }
 
 
-#: Hangs for which tests/engine_state/test_watchdog.py tests the watchdog. The others need a real engine's processes.
+#: Hangs that tests/engine_state/test_watchdog.py also has. The watchdog's others need another process or a long step.
 SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 

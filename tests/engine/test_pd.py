@@ -184,7 +184,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
     assert ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]
-    # KVD1156: a notice to the killed prefill instance that was not sent yet cannot be sent.
+    # KVD1156: decode can no longer send a notice to the killed prefill instance.
     assert findings(pair.decode) - {"KVD1156"} == {"KVD591", *LOST_HOST}
 
 

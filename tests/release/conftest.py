@@ -11,7 +11,7 @@ import pytest
 
 from maintain import release
 
-#: Variables begin so that tell pip and git where things are on this machine. No other variable is kept.
+#: Prefixes of the variables that tell pip and git where things are on this machine. No other variable is kept.
 _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -36,7 +36,7 @@ def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
-    """Return a function that runs a line as a user types it. The line must end with `code`. kvfix is installed.
+    """Return a function that runs a line as a user types it. The line must end with exit code `code`.
 
     kvfix is installed as the README says. The packages that kvfix needs come from pip's index.
     """

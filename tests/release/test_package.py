@@ -59,7 +59,7 @@ def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
 
 
 def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    """Install and try the wheel as `make release` does. The trial fails if the wheel does."""
+    """Install and try the wheel as `make release` does. A broken installation fails the trial."""
     programs = release.install(wheel, tmp_path / "venv")
     assert list(release.failures(programs, kvfix.__version__)) == []
     package = next((tmp_path / "venv").rglob("site-packages/kvfix_tools/diagnose/diagnosis.py"))

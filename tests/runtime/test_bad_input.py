@@ -25,7 +25,7 @@ STATUS = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.st
 
 
 def test_nothing_installed(fresh: Fresh) -> None:
-    """Neither vLLM nor LMCache nor anything else: with -S there is only the standard library."""
+    """No package is installed: with -S there is only the standard library."""
     assert fresh(STATUS, "-S") == ["not-installed"]
 
 

@@ -18,7 +18,7 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
     context = zmq.Context()
-    context.linger = 0  # what cannot be sent any more is dropped
+    context.linger = 0  # messages that can no longer be sent are dropped
     context.rcvtimeo = 30_000
     server = context.socket(zmq.ROUTER)
     port = server.bind_to_random_port("tcp://127.0.0.1")

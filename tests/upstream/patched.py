@@ -82,7 +82,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 def prefer(folder: Path) -> None:
     """In a process that has imported the release: import the touched modules again, from the folder.
 
-    Also all modules of LMCache, the lab, vLLM's connectors, its scheduler and its KV cache manager that import them.
+    Do so also for modules of LMCache, the lab, vLLM's connectors, scheduler and KV cache manager that import them.
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")

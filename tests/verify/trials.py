@@ -1,4 +1,4 @@
-"""Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. Each prints a line for each run.
+"""Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. It prints a line per run.
 
 NAME is one of these:
 

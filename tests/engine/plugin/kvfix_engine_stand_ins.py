@@ -67,7 +67,7 @@ def current_releases(gpu_connector: Any) -> None:
 
 
 def early_releases(adapter: Any) -> None:
-    """LMCache 0.3: the adapter itself makes engine and connector, and refuses to without a GPU."""
+    """LMCache 0.3: the adapter itself makes engine and connector, and refuses to do so without a GPU."""
     if not hasattr(adapter, "_init_lmcache_engine"):
         return
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor

@@ -13,7 +13,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: {module: function of kvfix_engine_stand_ins}. KVFIX_TEST_REAL_CONNECTOR: keep LMCache's GPU connector.
+#: {module: function of kvfix_engine_stand_ins}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
 STAND_INS = {
     **({} if os.environ.get("KVFIX_TEST_REAL_CONNECTOR") else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
