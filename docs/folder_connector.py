@@ -1,6 +1,6 @@
-"""A connector that keeps the KV of each block in a file of its own. It passes `kvfix conform`.
+"""A connector that keeps the KV of each block in a separate file. It passes `kvfix conform`.
 
-For one worker: with several, each rank needs a folder of its own, and a hit is what all of them have.
+It works for one worker. With several, each rank needs its own folder, and a hit is what all ranks have stored.
 """
 
 import os
@@ -24,8 +24,8 @@ class FolderConnector(KVConnectorBase_V1):
         self.folder = Path(self._kv_transfer_config.get_from_extra_config("folder", "kv"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.size = vllm_config.cache_config.block_size
-        self.requests, self.stored, self.loads = {}, {}, {}  # in the scheduler's role
-        self.received, self.failed = set(), set()  # in the worker's
+        self.requests, self.stored, self.loads = {}, {}, {}  # used in the scheduler's role
+        self.received, self.failed = set(), set()  # used in the worker's role
 
     def files(self, request):  # vLLM's hash of a block covers all tokens before it, the adapter and the salt
         return [str(self.folder / block_hash.hex()) for block_hash in request.block_hashes]
@@ -39,7 +39,7 @@ class FolderConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         self.requests[request.request_id] = request
-        if num_external_tokens:  # the last blocks, for a load between steps gets no others
+        if num_external_tokens:  # load into the last blocks: a load between steps gets no blocks behind them
             pairs = list(zip(self.files(request), blocks.get_block_ids()[0], strict=False))
             self.loads[request.request_id] = pairs[len(pairs) - num_external_tokens // self.size :]
 
@@ -59,7 +59,7 @@ class FolderConnector(KVConnectorBase_V1):
     def request_finished(self, request, block_ids):
         self.requests.pop(request.request_id, None)
         self.stored.pop(request.request_id, None)
-        return False, None  # each step's stores are done when it ends
+        return False, None  # the stores of a step end within the step
 
     def reset_cache(self):
         for file in self.folder.iterdir():
@@ -71,7 +71,7 @@ class FolderConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context, **kwargs):
         for name, pairs in self._get_connector_metadata().loads.items():
-            # of what has failed vLLM computes all again, or ends the request with an error
+            # vLLM computes the failed blocks again, or ends the request with an error
             self.failed |= {block for file, block in pairs if not self.load(file, block)}
             self.received.add(name)
 
@@ -91,7 +91,7 @@ class FolderConnector(KVConnectorBase_V1):
         for file, block in self._get_connector_metadata().stores:
             layers = {name: cache[block].contiguous() for name, cache in self.kv_caches.items()}
             save_file(layers, f"{file}.part")
-            os.replace(f"{file}.part", file)  # all of it is there, or nothing
+            os.replace(f"{file}.part", file)  # the file is complete, or does not exist
 
     def get_finished(self, finished_req_ids):
         received, self.received = self.received, set()

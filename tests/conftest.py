@@ -30,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 RELEASES = Path(os.environ.get("KVFIX_TEST_RELEASES", ROOT / ".cache/lmcache"))
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
-#: Variables of kvfix and of what it talks to; a test starts without them. LMCache sets the last one in each process
-#: that imports it, and a server with it shows the metrics of other processes.
+#: Variables that change kvfix, vLLM or their metrics; a test starts without them. LMCache sets the last variable in
+#: each process that imports LMCache. A server with this variable shows the metrics of other processes.
 _OURS = ("KVFIX", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "PROMETHEUS_MULTIPROC_DIR")
 
 
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the counts of kvfix's own errors. kvfix reports each once in a process, and each test needs its report."""
+    """Return the counts of kvfix's own errors. Earlier errors are forgotten: kvfix reports each once per process."""
     from kvfix.session import session
 
     for name in ("faults", "reported", "lines", "tallies"):
@@ -115,20 +115,20 @@ Fixes = bool | list[str]
 
 
 def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) -> str:
-    """Return Python that imports the case in a fork, and calls it. The fork has the arguments by their repr."""
+    """Return Python code for a fork: it imports the case and calls it. The code has the arguments as their repr."""
     apply = f"import kvfix; kvfix.apply(only={None if fixes is True else fixes})" if fixes is not False else ""
     load = f"from {case.__module__} import {case.__name__} as case\ncase = getattr(case, '__wrapped__', case)"
     return f"{load}\n{apply}\nresult = case(*{arguments!r})"
 
 
 class ForkServer:
-    """A process that has vLLM and torch, and nothing of LMCache or kvfix; each call runs in a fork of it.
+    """A process that has imported vLLM and torch, but not LMCache or kvfix. Each call runs in a fork of this process.
 
-    So every case can have a process of its own, and none imports vLLM.
+    So every case has a separate process, and no case has to import vLLM.
     """
 
     def __init__(self, first: str = "", **settings: str) -> None:
-        """first: Python that it runs before the first fork. settings: of its environment."""
+        """first: Python code to run before the first fork. settings: variables of the process's environment."""
         self._connection, there = multiprocessing.Pipe()
         self._process = forks.start(forks.serve, there, first, clean_environment(**settings))
         there.close()
@@ -138,7 +138,7 @@ class ForkServer:
     ) -> Any:
         """Return `result` of the case, run with this LMCache first on sys.path. A failure shows its output.
 
-        case: Python that leaves its answer in `result`, or a function of a test module, with these arguments.
+        case: Python code that leaves its answer in `result`, or a function of a test module, called with the arguments.
         """
         code = case if isinstance(case, str) else code_of(case, arguments, fixes)
         self._connection.send({"code": code, "lmcache": str(lmcache or "")})
@@ -189,7 +189,7 @@ class Once:
     """
 
     def __init__(self, fork_server: ForkServer, answers: Path) -> None:
-        """answers: a folder of this run of pytest."""
+        """answers: the folder for the answers of this run of pytest."""
         self._fork_server = fork_server
         self._answers = answers
         self._read: dict[str, tuple[Any, str]] = {}
@@ -208,7 +208,7 @@ class Once:
         return result
 
     def both(self, function: Callable[..., Any], lmcache: Path, *arguments: Any, fixes: Fixes = True) -> list[Any]:
-        """Return the answer as released, and with the fixes."""
+        """Return two answers: without and with the fixes."""
         return [self(function, lmcache, *arguments, fixes=each) for each in (False, fixes)]
 
     def _asked(self, code: str, lmcache: Path) -> tuple[Any, str]:
@@ -221,7 +221,7 @@ class Once:
 @pytest.fixture(scope="session")
 def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Once:
     shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of each process is in that of the run
+    if "PYTEST_XDIST_WORKER" in os.environ:  # this folder is inside the folder of the run
         shared = shared.parent
     answers = shared / "answers"
     answers.mkdir(exist_ok=True)
@@ -229,11 +229,11 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> O
 
 
 def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a test of a function: it runs in a fork, and must return the expected answer.
+    """Turn a function into a test: the function runs in a fork, and must return the expected answer.
 
-    expected: one answer, or two: as released, and with the fixes.
-    also: further parameters of the test, with spaces: `answer`, if none is expected here, `fixes` and `release`.
-    fixed: `fixes` and `release` if they are no parameters. Without them: none, or all for the second answer; 0.5.6.
+    expected: one answer, or two: without and with the fixes.
+    also: names of further parameters, separated by spaces: `answer` if `expected` is empty, `fixes` and `release`.
+    fixed: values of `fixes` and `release` if they are no parameters. Default: no fixes (second answer: all), 0.5.6.
     """
 
     def make(case: Callable[..., Any]) -> Any:
@@ -258,5 +258,5 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, once: Once) -> Any:
-    """The answer of the function `play_all` of the test's module, with the newest LMCache."""
+    """Return the answer of the function `play_all` of the test's module, with the newest LMCache."""
     return once(request.module.play_all, RELEASES / "0.5.6")

@@ -27,20 +27,20 @@ from tests import quick
 
 FORK = multiprocessing.get_context("fork")
 CONTEXT = multiprocessing.get_context("forkserver")
-#: Read once, by the process that is forked.
+#: Variables that the process to be forked reads once.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-#: Upstream's tests look up models.
+#: Models that upstream's tests look up.
 HUB = Path(__file__).parent.parent / ".cache/peers/hub"
 
 
-#: In a program's environment: what vLLM starts is forked too.
+#: With this variable in a program's environment, the processes that vLLM starts are forked too.
 FORK_WORKERS = "KVFIX_TEST_FORK"
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
-    """A fork that runs this function of this module."""
+    """Start a fork that runs this function of this module."""
     quick.skip()
-    from maintain import peers  # not in the process that is forked: it has nothing of kvfix
+    from maintain import peers  # not imported at the top: the process to be forked has nothing of kvfix
 
     with mock.patch.dict(os.environ, {**ENVIRONMENT, **peers.hub(HUB)}):
         CONTEXT.set_forkserver_preload(["tests.preloaded"])
@@ -73,9 +73,9 @@ class Forked:
 
 
 def run_program(arguments: list[str], environment: dict[str, str], folder: str, output: str, errors: str) -> None:
-    """`python PROGRAM ARGUMENT...`, or `python -m MODULE ARGUMENT...`, in a session of its own.
+    """Run `python PROGRAM ARGUMENT...`, or `python -m MODULE ARGUMENT...`, in a new session.
 
-    Its end is abrupt: vLLM takes 8 s to end its processes, and who started it kills them.
+    The program ends abruptly: vLLM takes 8 s to end its processes, so the test kills them instead.
     """
     os.setsid()
     os.chdir(folder)
@@ -105,14 +105,14 @@ def run_program(arguments: list[str], environment: dict[str, str], folder: str, 
 
 
 def serve(connection: Connection, first: str, environment: dict[str, str]) -> None:
-    """Forks for every job that comes, and answers what came of it. first: Python that is run before the first fork."""
+    """Run each job in a fork, and send its result. first: Python code to run before the first fork."""
     set_environment(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     assert not any(name.startswith(("lmcache", "kvfix")) for name in sys.modules)
     with contextlib.redirect_stdout(sys.stderr):
         exec(first, {})
     gc.collect()
-    gc.freeze()  # else each fork walks, and so copies, all of this
+    gc.freeze()  # otherwise the collector would walk, and so copy, all of this in each fork
     with contextlib.suppress(EOFError):
         while True:
             connection.send(_forked(connection.recv()))
@@ -124,7 +124,7 @@ def set_environment(environment: dict[str, str]) -> None:
 
 
 def _forked(job: dict[str, str]) -> dict[str, Any]:
-    """{"result" (JSON), "error", "printed"} of the job's `code`, with its `lmcache` first on the path."""
+    """Return {"result" (JSON), "error", "printed"} of the job's `code`, with its `lmcache` first on the path."""
     here, there = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryFile() as printed:
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Healthy schedules, and the events that a fix or a patch must not change. For tests that play a schedule twice."""
+"""Healthy schedules, and events that a fix or a patch must not change. Tests that play a schedule twice use both."""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,7 @@ from tests.conftest import ADAPTER
 
 
 def changing(connector: str) -> list[str]:
-    """Codes of the fixes that also change healthy schedules of this connector, for what no rule looks at."""
+    """Return codes of fixes that also change healthy schedules of this connector, in a way that no rule checks."""
     return [fix.code for fix in catalogue.fixes() if connector in fix.changes_healthy]
 
 
@@ -19,14 +19,14 @@ def violated(done: Any) -> list[str]:
 
 
 def events(done: Any) -> list[tuple[Any, ...]]:
-    """All that happened, in order; but for leaks found at the end, which some fixes clean up."""
+    """Return all events in order, without the leaks found at the end, which some fixes remove."""
     return [(step, *event) for step, event in done.log if type(event).__name__ != "Left"]
 
 
 def own_blocks() -> None:
-    """In this process LMCache's tracker has a list of blocks of its own, and all else is as released.
+    """Give LMCache's tracker a separate list of blocks, in this process. All else is as without kvfix.
 
-    For tests of the lab itself: without it, plain schedules in which a request is preempted violate rules.
+    Tests of the lab itself need this: otherwise plain schedules with a preempted request violate rules.
     """
     adapter = import_module(ADAPTER)
     impl = adapter.LMCacheConnectorV1Impl

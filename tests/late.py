@@ -1,4 +1,4 @@
-"""Names of the lab whose modules import vLLM. Each is imported at its first use, in a fork: pytest has no vLLM."""
+"""Names of the lab whose modules import vLLM. Each is imported at its first use, in a fork: pytest imports no vLLM."""
 
 from importlib import import_module
 from typing import Any

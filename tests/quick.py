@@ -1,8 +1,8 @@
-"""`make quick` (pytest --quick): a test is left out where it, or a program that it starts, imports torch.
+"""`make quick` (pytest --quick) leaves out each test that imports torch, or starts a program that imports torch.
 
-vLLM and LMCache import torch before anything else: so this leaves out all tests that take one of them, and needs no
-list of tests. Another module is in torch's place (without_torch/torch.py). If pytest's own process imports torch, the
-test is skipped. A program that the test starts ends at the import, and then the test is skipped too.
+vLLM and LMCache import torch first. So this leaves out all tests that use vLLM or LMCache, without a list of tests. The
+module without_torch/torch.py replaces torch. If pytest's own process imports it, the test is skipped. A program that
+the test starts ends at the import, and then the test is skipped too.
 """
 
 import os
@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 WHY = "imports torch, vLLM or LMCache"
-#: Not even collected: they install kvfix, start engines or other programs, look into them, or build the documentation
-#: or a patched release. Others read all of vLLM, all releases or an endless log.
+#: Tests that are not even collected. Some install kvfix, run or examine engines and other programs, or build the
+#: documentation or a patched release. Some read all of vLLM, all releases or an endless log.
 LEFT_OUT = (
     "docs", "dump", "engine", "look", "release", "upstream", "commands/test_mcp.py", "diagnose/test_memory.py",
     "doctor/test_good.py", "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",
 )  # fmt: skip
-#: Names a file that a program makes where it imports torch. The name ends in the pid of pytest's own process.
+#: Names a file that a program makes when it imports torch. The file's name ends in the pid of pytest's own process.
 VARIABLE = "KVFIX_TEST_WANTS_TORCH"
 SITE = Path(__file__).with_name("without_torch")
 
@@ -43,18 +43,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def site() -> list[str]:
-    """First on the path of the programs that tests start."""
+    """Return the folders that come first on the path of programs that tests start."""
     return [str(SITE)] if VARIABLE in os.environ else []
 
 
 def skip() -> None:
-    """Where a test is about to import vLLM: leave it out, if --quick was given."""
+    """Skip a test that is about to import vLLM, if --quick was given."""
     if VARIABLE in os.environ:
         pytest.skip(WHY)
 
 
 def skip_if_wanted() -> None:
-    """After a program has ended: leave the test out if it ended where it imports torch."""
+    """Skip the test if a program that it has started ended at the import of torch."""
     with suppress(KeyError, FileNotFoundError):
         os.unlink(os.environ[VARIABLE])
         pytest.skip(WHY)
@@ -62,7 +62,7 @@ def skip_if_wanted() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """For a test that starts programs by itself, and fails because one of them ended where it imports torch."""
+    """Skip a test that started a program by itself, and failed because the program ended at the import of torch."""
     try:
         yield
     finally:

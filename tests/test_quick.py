@@ -1,4 +1,4 @@
-"""`make quick` leaves out what imports torch, here or in a program that a test starts, and nothing else."""
+"""`make quick` leaves out exactly the tests that import torch, in pytest or in a program that they start."""
 
 import subprocess
 import sys

@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def measured(names: list[str], failed: list[str]) -> Iterator[Row]:
-    """Rows as they come, until ctrl-c. The names of benches that fail are added to `failed`."""
+    """Yield rows as they come, until ctrl-c. Add the names of benches that fail to `failed`."""
     for name in names:
         print(f"measuring {name} ...", file=sys.stderr)
         try:

@@ -1,7 +1,7 @@
 """Measure kvfix-diagnose: its time on one core, relative to a search in Python for the same needles, and its memory.
 
-It reads lives of engines, each with new request ids and times. It also reads a sparse log, of which 99 of 100 lines
-count for nothing, and a stream of 200 MB. Seconds are processor time without the start of Python.
+A "life" is the log of an engine from start to end. kvfix-diagnose reads lives with new request ids and times, a sparse
+log (99 of 100 lines mean nothing to it), and a stream of 200 MB. Seconds are processor time without Python's start.
 """
 
 import json
@@ -22,14 +22,14 @@ from tests.conftest import clean_environment
 from tests.diagnose.lines import real
 
 FIXTURES = ("healthy-0.5.6", "crash-0.3.10", "mp-0.5.6", "degraded-0.5.6")
-#: A request, or a time of LMCache's.
+#: A request id, or a time of LMCache's logger. Each life gets new ones.
 OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 MEGABYTES = 48
 ROUNDS = 3
-#: Times the search in Python at most, for lives of engines and for a sparse log.
+#: Limits of the time, as a multiple of that of the search in Python: for lives of engines, and for a sparse log.
 REAL, SPARSE = 4, 0.5
 GIGABYTES = 0.2
-#: What stands between: vLLM's access log and its requests.
+#: Lines that mean nothing to kvfix-diagnose: vLLM's access log, and its log of requests.
 OTHERS = [
     '(APIServer pid=7) INFO:     10.0.{0}.7:{1} - "POST /v1/chat/completions HTTP/1.1" 200 OK\n',
     "(APIServer pid=7) INFO 11-21 10:01:02 [logger.py:39] Received request chatcmpl-{0:016x}{1:016x}: params: "
@@ -63,7 +63,7 @@ def measure() -> Iterator[Row]:
         for what, (blocks, most) in logs.items():
             with log.open("wb") as file:
                 file.writelines(blocks)
-            # Another program on the machine slows a run down, never up: the fastest of each counts.
+            # Another program on the machine can only slow a run down, so the fastest run counts.
             runs = [(read(log), search(log)) for _ in range(ROUNDS)]
             found = min((found for found, _ in runs), key=itemgetter("cpu"))
             assert ("KVD101" in found["codes"]) == ("crash" in what)
@@ -72,7 +72,7 @@ def measure() -> Iterator[Row]:
 
 
 def sparse() -> Iterator[bytes]:
-    """Lines of engines, each after 99 others, which have the bytes of 75 lines of engines."""
+    """Yield lines of engines, each after 99 lines from OTHERS. These 99 are as long as 75 lines of engines."""
     for life in lives("healthy-0.5.6", (MEGABYTES << 20) // 75):
         for number, line in enumerate(life.splitlines(keepends=True)):
             for other in range(99 * number, 99 * number + 99):
@@ -87,7 +87,7 @@ def row(what: str, found: dict[str, Any], peer: float, most: float) -> Row:
 
 
 def stream() -> Iterator[Row]:
-    """Lives of all kinds through standard input."""
+    """Measure the reading of all FIXTURES through standard input."""
     with tempfile.NamedTemporaryFile() as log:
         for name in FIXTURES:
             log.writelines(lives(name, int(GIGABYTES * 1e9 / len(FIXTURES))))
@@ -114,7 +114,7 @@ def search(log: Path) -> float:
 
 
 def lives(name: str, size: int, first: int = 0) -> Iterator[bytes]:
-    """Yield about `size` bytes. Each life has new request ids and times. first: number of the first life."""
+    """Yield about `size` bytes of lives with new request ids and times. first: number of the first life."""
     life = real(name)
     parts = OWN.split(life)
     for number in range(first, first + max(1, size // len(life))):

@@ -40,7 +40,7 @@ with runner.applied(False), patched:
 """
 #: Steps after which memory is measured. The first ones fill caches and the allocator.
 FEW, MANY = 10_000, 40_000
-#: As a night's run is: with the fixes, in mode `check`.
+#: Measures memory in a run like the nightly one: with the fixes, in mode `check`.
 MEMORY = """
 import gc, math, os
 from kvfix_tools.lab import runner

@@ -1,8 +1,8 @@
 """`kvfix look` at an engine under load that was started without kvfix: a thousand looks, one a second.
 
-No look may find anything wrong, and every round of the same requests has the same answers. One of two cores is the
-engine's, with one thread for its kernels, the other one the looker's. It measures how long a thread of the engine is
-stopped, without the time that it waits, and the processor time that the engine's main thread runs for kvfix.
+No look may find anything wrong, and every round of the same requests must have the same answers. The engine has one
+core, with one thread for its kernels; the looker has another. Measured: how long a look stops a thread of the engine,
+without waits for a core, and the processor time that the engine's main thread spends on kvfix.
 """
 
 import os
@@ -27,7 +27,7 @@ PAUSE = 1.0
 #: The engine's core, and the looker's.
 ENGINE, LOOKER = 0, 1
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(ENGINE)}
-#: What runs in the engine, around what would.
+#: Runs in the engine in place of the injected program: runs that program, and writes its time.
 _TIMED = """
 import time
 began = time.thread_time()
@@ -38,7 +38,7 @@ with open({file!r}, "a") as file:
 
 
 def _timed_stop(file: Path) -> Callable[..., Any]:
-    """In place of `ptrace._performed`."""
+    """Return a replacement of `ptrace._performed` that writes the time of each stop to the file."""
     performed = ptrace._performed
 
     def timed(thread: int, *work: Any) -> Any:
@@ -72,7 +72,7 @@ def measure() -> Iterator[Row]:
                         os.sched_setaffinity(int(thread.name), {ENGINE})
                 os.sched_setaffinity(0, {LOOKER})
                 looker = looking.Looker(tree, full=False)
-                looker.look()  # brings the modules
+                looker.look()  # the first look brings kvfix's modules into the engine
                 for file in (stopped, run):
                     file.write_text("")
                 seconds.append(time.monotonic())

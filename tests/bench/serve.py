@@ -1,11 +1,11 @@
-"""The first report's own workload: `vllm serve` with LMCache on the CPU, and eight clients at a time.
+"""The workload of the first bug report: `vllm serve` with LMCache on the CPU, and eight clients at a time.
 
-Random prompts, few blocks, chunked prefill, so that it preempts. A server in mode `strict` has to answer every request.
-Then the clients ask three servers in turn: without kvfix, in mode `fix` and in mode `check`. A step of the small model
-takes 5 ms, where a real one takes 10 to 50, and kvfix takes as long in both.
+vLLM preempts requests: prompts are random, blocks are few, and prefill is chunked. A server in mode `strict` has to
+answer every request. Then the clients ask three servers in turn: without kvfix, in mode `fix`, in mode `check`. A step
+takes 5 ms with the small model, and 10 to 50 ms with a real one. kvfix takes the same time in both.
 
-Four servers: nine minutes on two cores, which must have nothing else to do. One thread computes in each: threads that
-wait for one another spin, and two servers would then measure that more than kvfix.
+The four servers take nine minutes on two cores that must be idle otherwise. Each server computes with one thread.
+Several threads would spin while they wait for one another, and the bench would mostly measure this.
 """
 
 import json
@@ -27,17 +27,17 @@ from tests.engine.vllm_server import Server, ask_all
 
 #: Prompts for the server in mode `strict`.
 PROMPTS = 96
-#: Prompts of one run of the clients, and how many runs each of the servers has, after one that warms it up. The speed
-#: of a shared machine changes by a third within seconds: many short runs that take turns share its state.
+#: Prompts of one run of the clients, and runs of each server after a first run that warms it up. The speed of a shared
+#: machine changes by a third within seconds. Servers that take turns in many short runs all see the same speeds.
 SHORT, TURNS = 16, 60
-#: Tokens of a prompt, and that are generated for it. 32 blocks of 32 tokens hold three such requests.
+#: Tokens of a prompt, and tokens generated for it. 32 blocks of 32 tokens hold three such requests.
 INPUT, OUTPUT = 300, 40
 SIZES = {"num-gpu-blocks-override": 33, "max-num-batched-tokens": 352}
 
 PREEMPTIONS = "vllm:num_preemptions_total"
 #: Percent of the time that kvfix may take, in each mode.
 BUDGET = {"fix": 1, "check": 3}
-#: The servers, in each order. One that has just run is faster than one that rested.
+#: All orders of the servers, because a server that has just run is faster than one that has rested.
 ORDERS = list(permutations(("", *BUDGET)))
 
 
@@ -79,7 +79,7 @@ def measure() -> Iterator[Row]:
 
 
 def ask(server: Server, prompts: int, seed: int) -> tuple[int, float]:
-    """Return the number of answered requests, and the seconds of all."""
+    """Return the number of answered requests, and the seconds for all of them together."""
     drawn = random.Random(seed)
     requests = [(drawn.choices(range(MODEL["vocab_size"]), k=INPUT), OUTPUT) for _ in range(prompts)]
     start = time.perf_counter()
@@ -99,7 +99,7 @@ def in_all_orders(runs: list[float]) -> list[float]:
 
 @contextmanager
 def running(folder: Path, mode: str, **settings: str) -> Iterator[Server]:
-    """A server that answers, in this mode of kvfix; "": without it. settings: of its environment."""
+    """Yield a running server with kvfix in this mode; "": without kvfix. settings: variables of its environment."""
     server = Server(
         folder / (mode or "plain"), in_process(64), mode, ["--no-scheduler-reserve-full-isl"], subprocess.Popen,
         KVFIX_TEST_REAL_CONNECTOR="", **settings,

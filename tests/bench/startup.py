@@ -12,8 +12,8 @@ from tests.conftest import Fresh, clean_environment
 PAIRS = 25
 IMPORTS = 3
 
-#: Processor time in kvfix, and of the whole process. Every entry of kvfix is timed: two processes would differ by more
-#: than kvfix takes.
+#: Measures the processor time in kvfix, and of the whole process. It times every call into kvfix, because the times of
+#: two processes differ by more than kvfix takes.
 WHOLE = """
 from time import thread_time
 from tests.engine.plugin.kvfix_engine_times import timed

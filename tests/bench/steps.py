@@ -85,7 +85,7 @@ with runner.quiet():
     assert not dumps, dumps
 """
 
-#: The connector's own hook, over an adapter that does nothing. Every other figure is without `layers`.
+#: Measures a layer hook of the connector, whose adapter does nothing. All other figures are without `layers`.
 LAYER = """
 import timeit
 from types import SimpleNamespace
@@ -127,7 +127,7 @@ STEPS = {
     "offloading": ("steps with OffloadingConnector's jobs", BUDGET),
     "nixl-pull": ("steps with NixlConnector's leases", {**BUDGET, "observe": 3}),
 }
-#: Each call goes through a function of kvfix in any case, which takes 0.1 us: no fix may wrap what runs per request.
+#: Calls through kvfix in a step at most, as each takes at least 0.1 us: no fix may wrap what runs per request.
 CALLS = 24
 
 

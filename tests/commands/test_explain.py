@@ -1,4 +1,4 @@
-"""`kvfix explain`: everything that has a code, by its code and by its name. `kvfix search`: by a description."""
+"""`kvfix explain` finds everything that has a code, by code and by name. `kvfix search` finds it by a description."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from kvfix_tools.search import candidates, search
 
 ENTRIES = list(explain.entries())
 RETIRED_CODES = {**RETIRED, **problems.knowledge().retired}
-#: Findings with a function.
+#: Findings with `on`: a function decides them, not a text in the log.
 FINDINGS = {each.code: each for each in problems.catalogue() if each.on}
 
 

@@ -1,4 +1,4 @@
-"""`kvfix mcp` as a client of the official SDK sees it, which starts the server and talks to it over pipes."""
+"""`kvfix mcp`, tested with a client of the official SDK. The client starts the server and talks to it over pipes."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ mcp = pytest.importorskip("mcp.client.client", reason="the package mcp (kvfix[mc
 
 
 def call(root: Path, *calls: tuple[Any, ...]) -> list[Any]:
-    """Return the results of these calls (method of the client, arguments) by a server for this folder."""
+    """Start a server for this folder, and return its results for these calls (method of the client, arguments)."""
     from mcp.client.client import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
 

@@ -1,4 +1,4 @@
-"""`kvfix status`: one screen, the rows that are asked for, JSON, and exit codes. On released code: tests/runtime."""
+"""`kvfix status`: one screen, the requested rows, JSON, and exit codes. tests/runtime tests it on released code."""
 
 import json
 import re
@@ -15,7 +15,7 @@ FIXES = catalogue.fixes()
 
 
 def rows(*verdicts: str) -> list[fix_status.FixRow]:
-    """A row of every fix and distribution, with these verdicts in turn."""
+    """Return a row for every fix and distribution, with these verdicts in turn."""
     return [
         fix_status.FixRow(fix.code, fix.slug, dist, "1.0", verdicts[number % len(verdicts)], "has the code of 1.0")
         for number, fix in enumerate(FIXES)
@@ -38,7 +38,7 @@ def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypat
 
 
 def test_the_counts_are_those_of_the_fixes() -> None:
-    """A bug that two distributions have counts once; another connector's does not count."""
+    """A bug of two distributions counts once. A bug of another connector does not count."""
     lines = overview("applicable", connector="NixlConnector")
     mine = [fix for fix in FIXES if not fix_overview.connectors(fix) or "NixlConnector" in fix_overview.connectors(fix)]
     assert lines[-1] == f"SUMMARY: {len(mine)} to be fixed by kvfix.apply()"
@@ -62,7 +62,7 @@ def test_the_rows_of_named_fixes(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["kvf017", "lookup-cache-ignores-computed"]
     status._print_rows(status._select(rows("opt-in"), names, "", "", ""), everything=True)
     printed = capsys.readouterr().out
-    assert re.findall(r"^(KVF\d+) opt-in", printed, re.MULTILINE) == ["KVF017", "KVF001"]  # the worst first
+    assert re.findall(r"^(KVF\d+) opt-in", printed, re.MULTILINE) == ["KVF017", "KVF001"]  # the worst effect first
     assert 'kvfix.apply(plus=["KVF017"])' in printed
     assert max(map(len, printed.splitlines())) <= 80
 
@@ -107,7 +107,7 @@ def test_where_the_connector_is_named(named, config, environment, expected, monk
     ],
 )
 def test_a_name_that_is_not_known(options: list[str], message: str, fresh: Fresh) -> None:
-    """One line says what is meant; never the whole catalogue."""
+    """A short message suggests the right name, and does not list the whole catalogue."""
     done = fresh.run([sys.executable, "-m", "kvfix_tools.cli", "status", *options])
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr

@@ -30,7 +30,7 @@ class CountsQuestions(FolderConnector):
         return super().request_finished(request, block_ids)
 
 
-class PromisesComputed(FolderConnector):  # it counts the computed tokens into its promise
+class PromisesComputed(FolderConnector):  # its promise includes tokens that vLLM has computed
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         tokens, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return tokens + num_computed_tokens * between_steps, between_steps
@@ -54,7 +54,7 @@ class StoresAhead(FolderConnector):  # it stores a block when the first of its t
         return meta
 
 
-class KeepsEnded(FolderConnector):  # it never forgets an ended request
+class KeepsEnded(FolderConnector):  # it never removes the state of an ended request
     def request_finished(self, request, block_ids):
         return False, None
 
@@ -64,7 +64,7 @@ class ResetsNothing(FolderConnector):  # its reset does nothing and reports succ
         return True
 
 
-class ForgetsAborted(FolderConnector):  # a load takes two steps, and is not reported if the request has ended meanwhile
+class ForgetsAborted(FolderConnector):  # a load takes two steps; it is not reported if its request ends meanwhile
     def get_finished(self, finished_req_ids):
         waiting = self.__dict__.setdefault("waiting", deque([set(), set()]))
         waiting.append(super().get_finished(finished_req_ids)[1])
@@ -90,7 +90,7 @@ class TakesFirstBlocks(FolderConnector):  # after a preemption it uses the first
         return super().request_finished(request, block_ids)
 
 
-class ReportsTwice(FolderConnector):  # reports received requests again in the next step
+class ReportsTwice(FolderConnector):  # it reports received requests again in the next step
     def get_finished(self, finished_req_ids):
         _, received = super().get_finished(finished_req_ids)
         again, self.again = self.__dict__.get("again", set()), received
@@ -102,7 +102,7 @@ class LeavesOutALayer(FolderConnector):  # it stores and loads the first layer o
         self.kv_caches = dict(list(kv_caches.items())[:1])
 
 
-class StoresNothing(FolderConnector):  # stores nothing: it is right, but no load can be tested
+class StoresNothing(FolderConnector):  # it stores nothing: it breaks no rule, but no load can be tested
     def wait_for_save(self): ...
 
 
@@ -113,7 +113,7 @@ class ChangesTheOutput(FolderConnector):  # it removes ended requests from the s
         return meta
 
 
-class HandsOutRequests(FolderConnector):  # its metadata have vLLM's requests in them, which no other process can read
+class HandsOutRequests(FolderConnector):  # its metadata contain vLLM's requests, which no other process can read
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
         meta.requests = list(self.requests.values())

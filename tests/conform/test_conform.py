@@ -1,4 +1,4 @@
-"""The kit finds the planted fault of each connector, all wrong KV in tensors, and none in the documented connector."""
+"""`kvfix conform` finds all planted faults, all wrong KV in tensors, and no fault in the documented connector."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from kvfix_tools.lab.options import Options
 from tests.conftest import RELEASES, Fresh, Once, run_forked
 
 LMCACHE = RELEASES / "0.5.6"
-#: Options of a separate pytest.
+#: Options of a pytest in a separate process.
 OWN = ["-q", "-rs", "-p", "no:cacheprovider", "-c"]
 FAULTS = {
     "CountsQuestions": "asked-again",
@@ -93,7 +93,7 @@ def says() -> Any:
 
 
 def test_connector_of_the_documentation_keeps_all(once: Once) -> None:
-    """A rule that is not applicable says why."""
+    """The connector breaks no rule. For a rule that is not applicable, the report gives the reason."""
     good = once(commanded, LMCACHE, "FolderConnector")
     assert (good["violations"], good["code"], good["seeds"]) == ([], 0, 6)
     assert [each["rule"] for each in good["verdicts"]] == [rule.slug for rule in contract.RULES]
@@ -179,7 +179,7 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-#: Of a block, for TensorMemory.
+#: Contents of a block in TensorMemory.
 CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]
 #: {fault: what is done to block 1 of the first layer}
 WRONG: dict[str, Callable[[Any, Any], Any]] = {
@@ -197,7 +197,7 @@ def moved(first: Any, _: Any) -> None:
 
 
 def seen() -> Any:
-    """Contents of block 1 as the lab reads them, after each of these."""
+    """Return the contents of block 1 as the lab reads them, after each change of WRONG and after `moved`."""
     from kvfix_tools.lab.engine import kv_layout, vllm_objects
     from kvfix_tools.lab.engine.tensor_memory import TensorMemory
 

@@ -1,6 +1,6 @@
 """docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again.
 
-Connectors whose workers do not run here are played through the lab's side of them, and the answer says so.
+Workers of some connectors do not run here. The lab plays them with stand-ins, and the answer says so.
 """
 
 import re
@@ -30,7 +30,7 @@ def violated(verdicts: dict[str, str]) -> set[str]:
 
 
 def test_each_connector_that_vllm_ships_is_in_the_table() -> None:
-    """It has a verdict for each rule, and no path of a machine."""
+    """Each connector has a verdict for each rule, and no text has a path of this machine."""
     factory = site_packages() / "vllm/distributed/kv_transfer/kv_connector/factory.py"
     shipped = re.findall(r'KVConnectorFactory\.register_connector\(\s*"(\w+)"', factory.read_text())
     named = {each.name.partition("[")[0] for each in connectors.SUBJECTS}
@@ -59,7 +59,7 @@ def test_the_table_is_what_comes_of_it(once: Once) -> None:
         ("v1", [], ("v1", "")),
         ("MultiConnector", BESIDE, ("mp", "last")),
         ("MultiConnector", BESIDE[::-1], ("mp", "first")),
-        # These are played as they are.
+        # These connectors run with their own workers.
         ("ExampleConnector", [], None),
         ("my_package.connector:MyConnector", [], None),
         ("MooncakeStoreConnector", [], None),

@@ -27,7 +27,7 @@ class Replayed:
         return rows
 
     def __call__(self, paths: Iterable[Path]) -> dict[str, Any]:
-        """As `engines`, for one engine."""
+        """Return the JSON of the only engine, as `engines` does."""
         (engine,) = self.engines(paths)
         return engine
 

@@ -17,12 +17,12 @@ NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
 
 
 def chunk(parts: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """KV as LMCache has it: [parts, layers, tokens, heads * width]."""
+    """Return KV in LMCache's layout: [parts, layers, tokens, heads * width]."""
     return torch.randn(parts, LAYERS, len(SLOTS), HEADS * WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def in_vllm(kv: torch.Tensor, layout: str) -> list[torch.Tensor]:
-    """The same KV in vLLM's tensors, where the torch backend of `kvfix roundtrip` puts it."""
+    """Return vLLM's tensors with this KV at the places where the torch backend of `kvfix roundtrip` puts it."""
     heads = 1 if layout == "mla" else HEADS
     sizes = Geometry(LAYOUTS[layout], kv.dtype, LAYERS, BLOCKS, BLOCK, heads, HEADS * WIDTH // heads)
     caches = [torch.randn(sizes.tensor_shape()).to(kv.dtype) for _ in range(LAYERS)]
@@ -152,6 +152,6 @@ def test_kv_that_cannot_be_compared_ends_the_audit(
 
 def test_a_lookup_that_left_no_record_ends_the_audit_of_the_scheduler() -> None:
     found = Audit(SimpleNamespace(_lmcache_engine=SimpleNamespace(load_specs={}, _lmcache_chunk_size=4)), 1.0)
-    with pytest.raises(KeyError):  # the wrapper keeps LMCache's answer
+    with pytest.raises(KeyError):  # the wrapper that calls `miss` catches this, and keeps LMCache's answer
         found.miss("r", 8)
     assert not found.takes("r")

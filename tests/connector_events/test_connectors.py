@@ -18,13 +18,13 @@ from tests.conftest import answers
 
 
 def play_all() -> dict[str, dict[str, list[str]]]:
-    """Return {connector: its hooks, those that are not watched once, and those that are watched after a revert}."""
+    """Return {connector: its hooks, the hooks not watched exactly once, the hooks still watched after a revert}."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
 
     from kvfix.connector_events.hooks import HOOKS
 
     def functions(cls: type) -> dict[str, Any]:
-        """The function that runs for each hook: the first of this name in the mro."""
+        """Return {hook: the function that runs for it}, the first with this name in the mro."""
         owners = {name: next((each for each in cls.__mro__ if name in vars(each)), None) for name in HOOKS}
         return {
             name: vars(owner)[name]
@@ -56,10 +56,10 @@ def play_all() -> dict[str, dict[str, list[str]]]:
 
 @answers([[False] * 2, [True] * 2, ["wait_for_layer_load"] * 3, 3, ["RuntimeError: planted"], [], [False] * 2])
 def test_hooks_of_layers_are_watched_on_request_only() -> list[Any]:
-    """Return flags for wrapped hooks without `layers`, with `layers`, and (at the end) after a revert.
+    """Return whether the hook is wrapped: without `layers`, with `layers`, and (at the end) after a revert.
 
-    Between them, for three calls of which the last raises: the running hooks, the number of calls, the exceptions, and
-    the hooks that run afterwards.
+    Before the end come results of three calls, of which the last raises: the running hooks, the number of calls, the
+    exceptions, and the hooks that run afterwards.
     """
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
@@ -112,8 +112,8 @@ def test_every_hook_of_every_connector_is_watched_once(outcomes: dict[str, Any])
 
 @answers([[128, 128, 128], [None, 128, 0], [128, 128, 128], [[], 128]])
 def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found() -> list[Any]:
-    """(what the reader says of the hit, what the adapter has found, what is promised) of a request that waits for
-    blocks: with its server, while that is silent, and after."""
+    """Return (hit by kvfix's reader, tokens found by the adapter, tokens promised) of a request that waits for blocks.
+    The server answers at first, then is silent, then answers again."""
     from kvfix.ledger import events as ev
 
     engine, said = late.LabEngine(Options(connector="mp", delay=0)), []

@@ -72,7 +72,7 @@ def test_a_child_removes_nothing_of_its_parent(shared: Path) -> None:
 
 
 def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process of it has another pid, so no process removes the files of those before."""
+    """Each process of the loop has a new pid, so only the limit for the files of all processes helps."""
     monkeypatch.setattr(dump, "FILES_OF_ALL", 6)
     own = shared / OWN
     own.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Recordings of several processes, nodes and ranks of one engine: real ones of the lab, split by role."""
+"""Recordings of several processes, nodes and ranks of one engine: recordings of the lab, split by role."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from tests import late
 from tests.conftest import RELEASES, Once
 from tests.connector_events.conftest import Replayed
 
-#: Seconds that the monotonic and the wall clock of a node are ahead.
+#: {node: seconds by which its monotonic clock and its wall clock are ahead}
 CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
 Lines = dict[str, Any]
 
 
 def recorded(connector: str, seed: int) -> str:
-    """The recorder file of a schedule on the real scheduler in mode `check`."""
+    """Return the recorder file of a schedule on the real scheduler in mode `check`."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     assert late.play(draw(seed, connector, plain=True)).counts["loaded_tokens"] > 0
@@ -35,7 +35,7 @@ def recorded(connector: str, seed: int) -> str:
 def on_node(
     path: Path, head: Lines, connectors: list[Lines], events: list[Lines], node: str, clocks: tuple[float, float]
 ) -> Path:
-    """Write a recorder file of a process on this node, whose clocks are ahead by so many seconds."""
+    """Write a recorder file of a process on this node, whose clocks are ahead by `clocks` seconds."""
     mono, wall = (int(seconds * 1e9) for seconds in clocks)
 
     def moved(line: Lines) -> Lines:
@@ -48,7 +48,7 @@ def on_node(
 
 
 def assert_between(clock: Any, true: float) -> None:
-    """The bounds that common events give for the monotonic clock of a node, which is ahead by so many seconds."""
+    """The bounds from events that both recordings have must contain `true`, the seconds by which the clock is ahead."""
     assert clock.low <= clock.ahead <= clock.high
     assert clock.low <= int(true * 1e9) <= clock.high
 
@@ -57,7 +57,7 @@ class Split:
     """The lines of one recording, as files of separate processes for scheduler and ranks."""
 
     def __init__(self, text: str) -> None:
-        """The connectors get one engine name: the lab's roles may have two."""
+        """Give all connectors one engine name: in the lab the two roles may have two names."""
         self._lines: list[Lines] = [json.loads(line) for line in text.splitlines()]
         self._connectors: dict[str, Lines] = {
             line["role"]: {**line, "engine": "e", "replica": 0}
@@ -93,7 +93,7 @@ def split(request: pytest.FixtureRequest, once: Once) -> Split:
 
 @pytest.fixture
 def files(split: Split, tmp_path: Path) -> dict[str, Path]:
-    """Scheduler, rank 0 and rank 1, each on its own node."""
+    """Return the recorder files of scheduler, rank 0 and rank 1, each on a separate node."""
     return {
         "scheduler": split.write(tmp_path / "s.jsonl", "SCHEDULER", 0, "n0", split.events("SCHEDULER")),
         "0": split.write(tmp_path / "0.jsonl", "WORKER", 0, "n1", split.events("WORKER")),
@@ -117,7 +117,7 @@ def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed
 
 
 def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
-    """As on one GPU: they are one engine."""
+    """Both roles are one engine, as on one GPU."""
     engine = engine_of([split.whole(tmp_path / "whole.jsonl")])
     assert list(engine.workers) == [0]
     compared = engine.compared[0]

@@ -24,7 +24,7 @@ from tests.connector_events.conftest import Replayed
 
 
 def play_all(path: str) -> dict[str, Any]:
-    """Recorder files and reports stay in the folder of this path."""
+    """Play the scenario in every mode. Recorder files and reports stay in the folder of this path."""
     folder, scenario = Path(path), find("mismatch-in-tokens-to-load")
     answer: dict[str, Any] = {}
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
@@ -37,7 +37,7 @@ def play_all(path: str) -> dict[str, Any]:
     get_class = vars(factory)["get_connector_class"]
 
     def play(mode: str | None, name: str, only: list[str] | None = None, **environment: str) -> Any:
-        """How the engine ended, its events, and the files in the folder."""
+        """Return how the engine ended, its events, and the files in the folder."""
         kvfix.revert()
         place = folder / name / f"kvfix-{os.getuid()}"
         os.environ.update(KVFIX_DUMP_DIR=str(place.parent), **environment)
@@ -87,7 +87,7 @@ def play_all(path: str) -> dict[str, Any]:
 
 
 def bounded(play: Any, folder: Path) -> Any:
-    """After too many events: the entries kept, the size and the last event of a recorder file, and the files kept."""
+    """Record too many events. Return the entries kept, size and last event of a recorder file, and the files kept."""
     play("observe", "bounded")
     from kvfix.connector_events import dump, recorder
     from kvfix.ledger import events
@@ -118,7 +118,7 @@ def played(folder: Path, once: Once) -> dict[str, Any]:
 
 
 def of_check(folder: Path, ending: str) -> list[Path]:
-    """Files of mode `check` in the order in which they were written."""
+    """Return the files of mode `check` in the order in which they were written."""
     return sorted((folder / "check").rglob(f"*{ending}"), key=lambda path: int(path.name.split("-")[3]))
 
 
@@ -137,7 +137,7 @@ def of_check(folder: Path, ending: str) -> list[Path]:
 def test_the_end_and_the_files_of_each_mode(
     mode: str, died: str, recorders: int, reports: int, played: dict[str, Any]
 ) -> None:
-    """Only strict changes the end, and only the owner can read the files."""
+    """Only mode `strict` changes how the engine ends, and only the owner can read the files."""
     found = played[mode]
     assert found["died"].startswith(died)
     assert bool(found["died"]) is bool(died)
@@ -147,7 +147,7 @@ def test_the_end_and_the_files_of_each_mode(
 
 
 def test_a_revert_restores_hooks_factory_and_signal(played: dict[str, Any]) -> None:
-    """The signal is used only if it is free."""
+    """kvfix uses the signal only if no other handler has it."""
     assert played["reverted"] == [[False] * 4, [True] * 4, True]
     assert (played["signals"], played["ready left"]) == ([True, True], [])
 
@@ -226,7 +226,7 @@ def test_replay_rejects_other_files(text: str | None, message: str, tmp_path: Pa
     assert message in replayed.text([path], 2)
 
 
-#: The reported crash of a real engine (tests/engine/start.py: REPORT), by its recorder in mode `check only=`.
+#: Recorder file of the reported crash in a real engine (tests/engine/start.py: REPORT), in mode `check only=`.
 CRASH = Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl"
 
 
@@ -238,7 +238,7 @@ CRASH = Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl"
 def test_the_lab_plays_a_record_again(
     crash: Path | None, request_id: str, option: str, folder: Path, played: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Without the fix the findings of the record; with the fix none."""
+    """A replay without the fix has the findings of the record. A replay with the fix has none."""
     path = crash or of_check(folder, ".jsonl")[-1]
     command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
     done = run_forked([*command, "--lmcache-path", str(RELEASES / "0.3.10")], tmp_path)

@@ -68,13 +68,13 @@ def test_many_in_a_row() -> None:
             connector.start_load_kv(error := ValueError(number))
         ids.add(id(error))
         del error
-        gc.collect(1)  # the exception and its frames refer to each other; all of the process takes long
+        gc.collect(1)  # the exception and its frames refer to each other; a full collection takes long
     assert recorded() == [f"ValueError: {number}" for number in range(MANY)]
     assert len(ids) < MANY
 
 
 def test_an_exception_that_is_raised_again_is_recorded_twice_and_not_kept_alive() -> None:
-    """As a future does with its exception: each call has failed."""
+    """A future raises its exception at each call, so each of these calls has failed."""
     error: Any = Weak("held")
     kept = weakref.ref(error)
     for _ in range(2):

@@ -35,7 +35,7 @@ class Odd:
 
 
 def play_all() -> dict[str, Any]:
-    # with drafts and pauses these two have fewer events
+    # with drafts and pauses these two schedules have fewer events
     schedules = [draw(seed, connector, plain=True, lacks=("drafter", "pause")) for connector, seed in FIRST]
 
     def decided() -> list[Any]:
@@ -69,14 +69,14 @@ def patched(target: str, replacement: Any = fails) -> Callable[[], Any]:
 
 
 def ledger(feed: Callable[..., Any]) -> Any:
-    """Replace `feed` of the connector events' ledger, not of the lab's own."""
+    """Replace `feed` of the connector events' ledger, but not of the lab's ledger."""
     from kvfix.ledger import Ledger
 
     return mock.patch("kvfix.connector_events.watched.Ledger", type("Planted", (Ledger,), {"feed": feed}))
 
 
 def reader(kind: str, method: str, replacement: Any = fails) -> Any:
-    """Replace a method of the connector events' reader, not of the lab's own."""
+    """Replace a method of the connector events' reader, but not of the lab's reader."""
     from kvfix.connector_events import readers
 
     make = readers.reader
@@ -92,7 +92,7 @@ def reader(kind: str, method: str, replacement: Any = fails) -> Any:
 
 @contextmanager
 def violated(*more: Any) -> Iterator[None]:
-    """Every Asked event is a violation, and `more` plants faults in what handles the finding."""
+    """Make every Asked event a violation. `more` plants faults in the code that handles the finding."""
     from kvfix.ledger import Finding, events
 
     def feed(self: Any, event: Any) -> list[Any]:
@@ -168,7 +168,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-#: These plant a finding, which is logged like any other, in its own line.
+#: Faults that also plant a finding. kvfix logs the finding in a separate line, like any other.
 WITH_FINDING = (
     "a violation", "odd object in an event", "report", "fixes of a finding", "metrics", "disk full",
     "read-only directory", "snapshot", "sizes",
@@ -190,6 +190,6 @@ def test_the_engine_goes_on(fault: str, outcomes: dict[str, Any]) -> None:
 
 def test_the_schedules_have_events(outcomes: dict[str, Any]) -> None:
     assert outcomes["events"] > 500
-    assert outcomes["faults"]["a violation"]["written"] == 1  # once for all of this kind
+    assert outcomes["faults"]["a violation"]["written"] == 1  # one report for all violations of this kind
     assert outcomes["faults"]["odd object in an event"]["written"] > 0
     assert outcomes["faults"]["signal in a hook"]["dumps"] > 0

@@ -24,12 +24,12 @@ from tests.connector_events.test_engine_recordings import assert_between, on_nod
 from tests.lab.planted import wrap
 from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  planted by its name
 
-#: Seconds that the monotonic and the wall clock of an engine's machine are ahead.
+#: {engine: seconds by which the monotonic clock and the wall clock of its machine are ahead}
 CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
 def nothing(pair: Any) -> None:
-    """No fault."""
+    """Plant no fault."""
 
 
 def lose_notice(pair: Any) -> None:
@@ -54,13 +54,13 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Return the recorder file of a pair with this fault, after so many more seconds. A lease is 30 s."""
+    """Return the recorder file of a pair with this fault, when `seconds` more have passed. A lease is 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix import clock
     from kvfix_tools.lab.engine.lab_engine import STEP
 
     with runner.quiet():
-        # the reads of those whose leases are over at once are not to fail
+        # Apply no fix: a fix would make each read fail whose lease is over.
         kvfix.apply("check", only=[])
         from kvfix.connector_events import dump, recorder
 
@@ -113,7 +113,7 @@ def ends(files: dict[str, Path]) -> dict[str, bool]:
 
 
 def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Path]) -> None:
-    """Their wall clocks would have decode read before prefill has begun."""
+    """By the wall clocks alone, decode would read before prefill has begun."""
     peers = peers_of(files)
     keeps, reads = peers.links[0].keeps, peers.links[0].reads
     clock = peers.clock(reads, keeps)
@@ -131,7 +131,7 @@ def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Pa
         (("lose_aborts", 3.0), "KVR025", "d"),
         (("lose_aborts", 40.0), "KVR025", "d"),
         (("lose_aborts", 40.0, "mooncake"), "KVR025", "d"),
-        (("lose_aborts", 0.0), "", ""),  # a notice may be on its way
+        (("lose_aborts", 0.0), "", ""),  # the lease still runs, so a notice may be on its way
         (("leases_are_over_at_once", 3.0), "KVR017", "abc"),
     ],
     indirect=["files"],
@@ -161,7 +161,7 @@ def test_only_both_files_together_show_it(
     ids=str,
 )
 def test_what_is_written_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
-    """Mooncake's prefill is notified of ended requests. NIXL's in push mode keeps the blocks until the lease ends."""
+    """Mooncake notifies prefill of ended requests. NIXL's prefill in push mode keeps blocks until the lease ends."""
     assert replayed.violated(files.values()) == []
     assert ends(files) == ended
     peers = peers_of(files)

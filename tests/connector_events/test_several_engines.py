@@ -1,4 +1,4 @@
-"""Threads, forks, several engines in one process: each has its own record. Spawned processes: tests/engine."""
+"""Each engine has its own record: with threads, forks, several engines in a process. tests/engine spawns processes."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from kvfix_tools.lab.fuzz.schedule import draw
 from tests import late
 from tests.conftest import Fresh
 
-#: Seeds of plain schedules: two engines.
+#: Seeds of plain schedules, one for each of two engines.
 SEEDS = (3, 5)
 
 
@@ -24,7 +24,7 @@ def play_all() -> dict[str, Any]:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     alone = [Playing(seed).run() for seed in SEEDS]
-    # Created one after the other (LMCache has one configuration per process), then run at the same time.
+    # Create the engines one after the other (LMCache has one configuration per process); run them at the same time.
     engines = [Playing(seed) for seed in SEEDS]
     with ThreadPoolExecutor() as pool:
         in_threads = list(pool.map(Playing.run, engines))
@@ -69,7 +69,7 @@ class Playing:
 
 
 def forked(alone: list[str]) -> dict[str, Any]:
-    """The parent's engine continues in the parent, and the child runs its own."""
+    """The parent's engine continues in the parent, and the child runs another engine."""
     from kvfix.connector_events import dump
 
     engine = Playing(SEEDS[0])

@@ -1,4 +1,4 @@
-"""Logs for the tests of kvfix-diagnose, and lines: statements of the releases, with values of ours."""
+"""Logs for the tests of kvfix-diagnose, and single lines: log statements of the releases, filled with test values."""
 
 import gzip
 import re
@@ -17,7 +17,7 @@ from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.statements import Statement
 
 NEWEST = "0.5.6"
-#: Logs of real engines (README.md there).
+#: Logs of real engines. README.md in this folder describes them.
 LOGS = Path(__file__).parent / "logs"
 #: A line of each logger.
 LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"
@@ -36,7 +36,7 @@ def finding_logs(kind: str) -> dict[str, list[str]]:
 
 
 def expanded(log: str) -> str:
-    """Repeat the lines that have a number of times before them, and number the repetitions."""
+    """Repeat each line that begins with a number of times, and number the repetitions."""
     text = ""
     for times, lines in groupby(log.splitlines(keepends=True), _times):
         block = "".join(line.partition(" x ")[2] if times else line for line in lines)
@@ -55,7 +55,7 @@ def real(name: str) -> bytes:
 
 
 def filled(template: str, given: tuple[Any, ...] = ()) -> tuple[str, list[str]]:
-    """Return the template with these values, then with numbers, each only once; and the values."""
+    """Return the template, filled with these values and then with distinct numbers; and all values used."""
     used: list[str] = []
     values: Iterator[Any] = iter((*given, *(number for number, _ in zip(count(12), template, strict=False))))
 
@@ -85,7 +85,7 @@ def logged(release: str, message: str, *values: Any, which: str = "") -> str:
 
 
 def version(release: str) -> str:
-    """The line that names the release, where it has it (0.3.9 and later)."""
+    """Return the line that names the release. LMCache 0.3.9 and later log this line."""
     return logged(release, "version", "KVConnectorRole.SCHEDULER", release, "0.11.2", "{}")
 
 
@@ -119,7 +119,7 @@ def site_packages() -> Path:
 
 
 def raised(frames: list[tuple[str, str, str]], error: str) -> str:
-    """A traceback that EngineCore logs. frames: file, function and line of code."""
+    """Return a traceback as EngineCore logs it. frames: file, function and line of code."""
     lines = ["Traceback (most recent call last):"]
     for file, function, source in frames:
         lines += [f'  File "/opt/app/{file}", line 7, in {function}', f"    {source}"]
@@ -127,6 +127,6 @@ def raised(frames: list[tuple[str, str, str]], error: str) -> str:
 
 
 def scanned(log: str | bytes) -> list[LogLine]:
-    """Every line that means something of a log in memory."""
+    """Return every line of a log in memory that means something to kvfix-diagnose."""
     scanner = Scanner("log")
     return [*scanner.scan(log.encode() if isinstance(log, str) else log), *scanner.end()]

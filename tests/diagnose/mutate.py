@@ -1,8 +1,8 @@
-"""Logs as they come in: cut, glued, doubled, with rubbish in them. Each is read to its end, and reported.
+"""Damaged logs, as users send them: cut, glued, doubled, with rubbish. kvfix-diagnose has to read and report each.
 
     python -m tests.diagnose.mutate --count 100000 [--first N]
 
-The logs are made of lines of the real ones in logs/. Each has a number, by which one that fails can be made again.
+The logs are made of lines of the real logs in logs/. A log that fails can be made again from its number.
 """
 
 import argparse
@@ -34,7 +34,7 @@ JOINS = [b"\n", b"", b"\r\n"]
 
 @lru_cache(maxsize=1)
 def corpus() -> list[bytes]:
-    """Lines of the real logs that mean something, and some between them."""
+    """Return lines of the real logs that contain a needle of the scanner, from the begin and the end of each log."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
         found = [
@@ -47,7 +47,7 @@ def corpus() -> list[bytes]:
 
 
 def draw(number: int) -> bytes:
-    """The log of this number. A fifth of them are only cut off."""
+    """Return the log of this number. A fifth of the logs are only cut off."""
     dice = random.Random(f"0:{number}")
     lines = corpus()
     if dice.random() < 0.5:  # lines that follow one another in a real log make a history
@@ -74,7 +74,7 @@ def draw(number: int) -> bytes:
 
 
 def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
-    """Read it, in blocks of this size, and put out all that can be. Answers the codes of what was found."""
+    """Read the log in blocks of this size, and make every kind of output. Return the codes of the findings."""
     diagnosis = Diagnosis(request="1-aa")
     scanner = Scanner()
     for block in log_files.blocks(log_files.Source("log", len(log)), io.BytesIO(log), size):

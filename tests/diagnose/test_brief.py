@@ -1,4 +1,4 @@
-"""The log in 8 kB, and the bug report: the root exception is in it, and nothing that must not be posted."""
+"""The summary in 8 kB and the bug report: both have the root exception, and nothing that must not be posted."""
 
 from pathlib import Path
 

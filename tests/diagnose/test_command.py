@@ -71,7 +71,7 @@ def test_a_log_that_tells_nothing(run: Run, tmp_path: Path, line: str, says: str
 
 
 def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
-    """An engine that is restarted dies of the same again, with another request."""
+    """A restarted engine dies of the same error again, with another request."""
     life = real("crash-0.3.10")
     again = re.sub(rb"(\d+-)([0-9a-f]{8})\b", rb"9\1\2", life)
     assert again != life
@@ -107,7 +107,7 @@ def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: 
 
 
 def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
-    """A general record knows what a message means in general: it says so, for people and for programs."""
+    """A general record explains what a message usually means. The text and the JSON both say that it is general."""
     log = tmp_path / "engine.log"
     log.write_text(f"{CORE}OSError: [Errno 98] Address already in use\n")
     out = run(str(log))[1]
@@ -195,7 +195,7 @@ def shown_by(terminal: int) -> bytes:
 
 
 def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
-    """vLLM dumps a request's tokens when a step fails; what stands on a line that is shown is left out."""
+    """vLLM logs a request's tokens when a step fails. kvfix-diagnose removes them from the lines that it shows."""
     (tmp_path / "log").write_text(logged(NEWEST, "degraded", f"bad input {[*range(9001, 9031)]}"))
     for options in ({"json": True}, {"everything": True}, {"html": str(tmp_path / "page")}):
         _, out, _ = run(str(tmp_path / "log"), **options)
@@ -204,7 +204,7 @@ def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
         assert "9015" not in out + page
 
 
-#: A finding that is not certain, a slow one, and a note.
+#: Logs with an uncertain finding, a finding about slowness, and a note.
 SHORT = {
     "unsure": "multiproc_executor.py:1] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.",
     "slow": "scheduler.py:7] Failing 1 request(s) due to KV load failure (failure_policy=fail, 9 tokens affected).",
@@ -260,7 +260,7 @@ def test_annotations_of_github(run: Run, logs: dict[str, str]) -> None:
 
 
 def test_reading_that_is_interrupted_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C behind the first 3 MB of 7."""
+    """Ctrl-C comes after the first 3 MB of 7 MB."""
     log = tmp_path / "long.log"
     log.write_bytes(real("crash-0.3.10") + b"nothing that is read\n" * 333_333)
     take = log_files.blocks
@@ -291,7 +291,7 @@ def test_only_files_of_kvfix_are_overwritten(run: Run, tmp_path: Path, option: s
         assert (code, printed) == (2, "")
         assert "is an input" in err
     assert log.read_bytes() == before
-    for _ in range(2):  # what kvfix wrote is written again
+    for _ in range(2):  # kvfix overwrites a file that kvfix has written
         code, _, err = run(str(log), **{option: str(out)})
         assert code == 1
         assert f"wrote {out}" in err
@@ -303,7 +303,7 @@ def test_only_files_of_kvfix_are_overwritten(run: Run, tmp_path: Path, option: s
 
 
 def test_a_page_is_written_whole_or_not_at_all(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full behind the first 4 kB."""
+    """The disk is full after the first 4 kB."""
 
     def write_text(path: Path, text: str, **_: str) -> None:
         path.write_bytes(text.encode()[:4096])
@@ -342,7 +342,7 @@ def test_options_of_the_command_line(logs: dict[str, str], fresh: Fresh) -> None
 
 
 def test_a_finding_that_follows_stands_below_its_cause(run: Run) -> None:
-    """The server does not know what the worker asks for: that the worker dies follows."""
+    """The server does not know the worker's message. The death of the worker follows from this."""
     _, out, _ = run(*(str(LOGS / f"mode-0.5.6{each}.log.gz") for each in ("", ".server")))
     assert out.index(" hang  KVD206") < out.index("  follows from KVD206 KVD116 server-silent-at-start")
     assert out.count("Do now: ") == 1

@@ -25,7 +25,7 @@ def test_is_found(code: str) -> None:
 
 @EVERY
 def test_is_not_found(code: str) -> None:
-    """In what looks like it and is right, and in what is another crash."""
+    """Similar logs that are healthy or show another crash do not have this finding."""
     assert ALIKE[code]
     for log in ALIKE[code]:
         assert code not in codes(diagnose(log)), log[-2000:]
@@ -80,7 +80,7 @@ def test_the_ledger_judges_log_lines() -> None:
 
 
 def test_a_history_has_each_event_with_its_line() -> None:
-    """A request that waits is asked about on every step: the same answer again is no event."""
+    """vLLM asks about a waiting request at every step. A repeated answer is no new event."""
     ask = asked(NEWEST, 900, 64, 256, 192)
     diagnosis = diagnose(
         ask, ask, logged(NEWEST, "due", 256, 64, "cmpl-1"),

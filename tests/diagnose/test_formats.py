@@ -1,4 +1,4 @@
-"""The same log as people paste it: whatever is put around its lines, the findings stay."""
+"""A log has the same findings in every format in which people paste it, whatever surrounds its lines."""
 
 import builtins
 import json
@@ -23,14 +23,14 @@ def each(log: bytes, prefix: str) -> bytes:
 
 
 def as_json(log: bytes, key: str, end: str = "", many: int = 1, **more: Any) -> bytes:
-    """A JSON logger that gets so many lines of the output at once."""
+    """Return the log as written by a JSON logger that gets `many` lines of the output at once."""
     found = lines(log)
     groups = ["\n".join(found[at : at + many]) + end for at in range(0, len(found), many)]
     return "".join(json.dumps({key: group, **more}) + "\n" for group in groups).encode()
 
 
 def docker(log: bytes) -> bytes:
-    """Docker's json-file driver."""
+    """Return the log as written by Docker's json-file driver."""
     return as_json(log, "log", "\n", stream="stderr", time="2026-11-21T10:22:55.1Z")
 
 
@@ -70,7 +70,7 @@ def test_a_crash_is_explained_in_every_format(name: str) -> None:
 
 
 def test_a_group_of_exceptions_is_what_its_members_are() -> None:
-    """The first error is a member's, with the frames of the group before its own; a group that is cut off counts."""
+    """The first error is a member's, with the group's frames before the member's frames. A cut-off group counts too."""
 
     def failed(kind: type[Exception], text: str) -> Exception:
         try:
@@ -93,7 +93,7 @@ def test_a_group_of_exceptions_is_what_its_members_are() -> None:
     assert cut.sentence.startswith("ExceptionGroup: two loads")
 
 
-#: What vLLM's V0 engine raised of a connector of the V1 engine.
+#: The error that vLLM's V0 engine raised for a connector of the V1 engine.
 ASSERTED = (
     "Traceback (most recent call last):",
     '  File "/opt/app/lmcache/v1/storage_backend/local_cpu_backend.py", line 60, in initialize_allocator',
@@ -113,21 +113,21 @@ ASSERTED = (
     ],
 )  # fmt: skip
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
-    """As torch, torchrun, Ray, Docker, srun and pdsh print what a process wrote, without a frame of vLLM's logger."""
+    """torch, torchrun, Ray, Docker, srun and pdsh put a prefix before each line. vLLM's logger did not print these."""
     rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
     assert codes(diagnose("\n".join(rows))) == ["KVD849"]
     assert codes(diagnose("\n".join(rows[1:]))) == ["KVD849"], "cut off above"
 
 
 def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
-    """Pasted without a code fence; and printed by `repr`, in one line."""
+    """One traceback was pasted without a code fence. Another was printed by `repr`, in one line."""
     assert codes(diagnose("\n".join(line.strip() for line in ASSERTED if "^" not in line))) == ["KVD849"]
     in_one = "\\n".join(ASSERTED).replace('"', '\\"')
     assert codes(diagnose(f'2026-11-21 ERROR "{in_one}\\n"')) == ["KVD849"]
 
 
 def test_tracebacks_of_two_ranks_are_taken_apart() -> None:
-    """torch prints the lines of all ranks into each other."""
+    """torch mixes the lines of all ranks."""
     ranks = (
         ("first", "assert issubclass(connector_cls, KVConnectorBase)", "AssertionError"),
         ("second", "raise ValueError(text)", "ValueError: another"),

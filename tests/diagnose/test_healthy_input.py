@@ -1,6 +1,6 @@
-"""Healthy input gives no finding: logs of engines that work, whole and in parts, and what is no log of an engine.
+"""Healthy input gives no finding: whole logs of working engines, parts of them, and texts that are no engine log.
 
-A note may be there. It says that an excerpt begins or ends there, or that an engine logged an error and went on.
+A note is allowed. It says that an excerpt begins or ends there, or that an engine logged an error and went on.
 """
 
 from collections.abc import Iterator
@@ -12,27 +12,27 @@ from kvfix_tools.diagnose.diagnosis import diagnosed
 from tests.conftest import ROOT
 from tests.diagnose.lines import real
 
-#: Whole lives of real engines, and of an LMCache server.
+#: Logs of real engines and of an LMCache server, from start to end.
 HEALTHY = (
     "healthy-0.5.6", "healthy-0.5.6-debug", "healthy-plain-0.5.6", "healthy-quiet-0.5.6", "healthy-disk-0.5.6",
     "mp-0.5.6", "mp-0.5.6.server",
 )  # fmt: skip
-#: Lines of an excerpt, and of how many that begin one after the other one is read.
+#: {lines of an excerpt: lines from the start of one excerpt to the start of the next}
 WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}
-#: Errors that do no harm: of a request that is refused, of a client that is gone, of a library.
+#: Harmless errors: a request is refused, a client is gone, a library fails.
 ERRORS = (
     b"(APIServer pid=7) ERROR 11-21 10:01:10 [serving_chat.py:257] Error in preprocessing prompt inputs\n",
     b"[2026-11-21 10:01:10,123] LMCache ERROR: Failed to send heartbeat once (x.py:7:lmcache.v1.x)\n",
     b"ERROR:    Exception in ASGI application\n",
     b"ValueError: This model's maximum context length is 8192 tokens.\n",
 )
-#: What is no log of an engine: settings, manifests, logs of other programs; and what kvfix says of itself.
+#: Texts that are no engine log: settings, manifests, logs of other programs; and kvfix's own pages.
 FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 
 
 def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Beginnings, ends and windows."""
+    """Yield beginnings, ends and windows of the log."""
     for cut in range(1, len(whole), step):
         yield whole[:cut]
         yield whole[cut:]
@@ -42,7 +42,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """general: also notes of failures that are known in general, except KVD1041, which shows at an orderly end."""
+    """Return the codes found. general: also of general records' notes, except KVD1041, which an orderly end shows."""
     return [
         each.rule.code
         for each in diagnosed(text).findings
@@ -52,7 +52,7 @@ def found(text: bytes, general: bool = False) -> list[str]:
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_log_has_no_finding(name: str) -> None:
-    """Nor does a part of it, which may hold no more than what an engine says while it starts."""
+    """A part of the log has no finding either, even if it only has lines of the engine's start."""
     whole = real(name).splitlines(keepends=True)
     for part in (whole, *parts(whole, 5)):
         assert found(b"".join(part), general=True) == [], (whole.index(part[0]), len(part))
@@ -73,5 +73,5 @@ def test_what_is_no_log_of_an_engine_has_no_finding(path: Path) -> None:
     assert found(b"".join(whole)) == []
     for part in parts(whole, 10):
         assert found(b"".join(part)) == [], part[0]
-    for line in whole if path not in PAGES else ():  # a message that a page quotes is a message, alone
+    for line in whole if path not in PAGES else ():  # alone, a message that a page quotes is a finding
         assert found(line) == [], line

@@ -101,12 +101,12 @@ def test_a_mistake_names_the_file_and_the_record(line: str, says: str, tmp_path:
     assert maintained.records(file)[0]["name"] == "it-fails"
 
 
-#: The first releases that the records cover. All of LMCache are here, and one of vLLM. checks.json has what the other
-#: releases of vLLM raise and assert.
+#: The first releases that the records cover. All releases of LMCache are installed, and one of vLLM. For the other
+#: releases of vLLM, checks.json has the exceptions and assertions.
 FIRST = {"lmcache": Version("0.3.9"), "vllm": Version("0.11.2")}
-#: Between two literals of one string.
+#: The characters between two literals of one string.
 _JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")
-#: A shorter text stands anywhere.
+#: Characters of a needle at least: shorter texts are in every source.
 _SHORTEST = 6
 
 #: {dist: releases}
@@ -125,12 +125,12 @@ def needle(sign: Sign) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without white space, and with one kind of quotes."""
+    """Return the text without white space, and with one kind of quotes."""
     return re.sub(r"\s+", "", text.replace("\\", "")).replace('"', "'")
 
 
 def claimed(problem: Problem, dist: str) -> list[str]:
-    """Releases that the record covers, of those that were examined."""
+    """Return the examined releases that the record covers."""
     inside = SpecifierSet(problem.releases.get(dist, ""), prereleases=True)
     right = Version(problem.fixed_in[dist]) if dist in problem.fixed_in else None
     return [
@@ -142,7 +142,7 @@ def claimed(problem: Problem, dist: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def anchors() -> dict[str, Found]:
-    """{needle of a sign: the releases in whose source it stands}"""
+    """Return {needle of a sign: the releases whose source has it}."""
     needles = sorted({part for each in catalogue() for sign in each.shows if len(part := needle(sign)) >= _SHORTEST})
     search = AhoCorasick(needles)
     found: dict[str, dict[str, set[str]]] = {part: {"lmcache": set(), "vllm": set()} for part in needles}
@@ -166,7 +166,7 @@ def _source(package: Path) -> str:
 
 @EVERY
 def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem) -> None:
-    """In each of these releases one of them does, unless a library prints it or the record says why it does not."""
+    """Each release has one of the signs, unless a library prints them or the record says why they are missing."""
     if problem.said_by or problem.unanchored:
         return
     found = [anchors().get(needle(sign), {}) for sign in problem.shows]
@@ -174,7 +174,7 @@ def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem
     for sign, places in zip(problem.shows, found, strict=True):
         assert any(places[dist] & set(claimed(problem, dist)) for dist in places), f"{sign} is in no release"
     dists = [dist for dist, releases in by_dist.items() if releases]
-    known = by_dist["vllm"] != {"0.32.0"}  # of another release of vLLM only what it raises is known
+    known = by_dist["vllm"] != {"0.32.0"}  # of other releases only exceptions are known
     if len(dists) == 1 and (dists[0] == "lmcache" or known):
         missing = [each for each in claimed(problem, dists[0]) if each not in by_dist[dists[0]]]
         assert not missing, f"narrow `releases`: no sign stands in {missing}"
@@ -262,7 +262,7 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def second(problem: Problem, log: str) -> list[str]:
-    """Codes of findings in this log of one line that are due to nothing."""
+    """Return the codes of findings in this one-line log that are neither the problem nor a record of other releases."""
     found = [code for code in codes(diagnose(log)) if code != problem.code]
     known = {each.code: each for each in catalogue()}
     records = {code: known.get(code) for code in found}
@@ -273,10 +273,10 @@ def second(problem: Problem, log: str) -> list[str]:
 def test_a_line_is_one_record(problem: Problem) -> None:
     """No sign of a record yields a second finding, and so a second remedy.
 
-    A second one is due only where the two are of releases that do not meet: the log names none, a real one does.
+    A second finding is allowed if no release has both problems: this log names no release, but a real log does.
     """
     head = RAN.format(problem.connectors[0]) if problem.named else ""
     for sign in problem.shows:
         if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:
-            continue  # a text alone: as a line of a logger it is looked at below
+            continue  # the sign `logged` with this text is tested too
         assert second(problem, head + shown(problem, sign)) == [], sign

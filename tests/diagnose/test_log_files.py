@@ -1,6 +1,6 @@
-"""Whatever a log comes in: packed, many files, a stream, damaged. The lines come through, and memory does not grow.
+"""Logs that are packed, split into files, streamed or damaged: no line is lost, and memory does not grow.
 
-KVFIX_TEST_EXAMPLES sets how many damaged logs are read. 100,000: `python -m tests.diagnose.mutate --count 100000`.
+KVFIX_TEST_EXAMPLES: number of damaged logs. For 100,000, run `python -m tests.diagnose.mutate --count 100000`.
 """
 
 import gzip
@@ -118,7 +118,7 @@ result = log.counts["asked"], peak() - before
     "piece", [b"] LMCache INFO: ", b"(EngineCore pid=", b'File "', b"  AssertionError", b"Reqid: a, "]
 )
 def test_one_piece_many_times_over(piece: bytes) -> None:
-    """A line of 64 kB that is glued together of nothing else."""
+    """The log has a line of 64 kB that consists of this piece only."""
     log = diagnosed(piece * (LONGEST_LINE // len(piece)) + b" Error\n" + polls(1))
     assert log.counts["asked"] == 1
 

@@ -17,7 +17,7 @@ CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)
 
 
 def kept(*roots: object) -> int:
-    """Objects that can be reached from these."""
+    """Return the number of objects that can be reached from these."""
     seen = {id(root) for root in roots}
     waiting = list(roots)
     while waiting:
@@ -43,7 +43,7 @@ def requests(first: int, many: int) -> Iterator[bytes]:
 
 
 def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some 50 MB. The limits are lowered, so that one object kept of each request would show."""
+    """Read some 50 MB. With lower limits, even one object that is kept per request is noticed."""
     for module in (diagnosis, ledger_events):
         monkeypatch.setattr(module, "REQUESTS", 200)
     for name in ("_REQUESTS", "_ENGINES"):

@@ -1,7 +1,7 @@
-"""Logs of real engines on the CPU (tests/engine/start.py), whole, with the paths of the machine taken out.
+"""Whole logs of real engines on the CPU (tests/engine/start.py), without the paths of the machine.
 
-In-process ones have a stand-in for LMCache's GPU connector; nothing else in them is ours. The archive planted.tar.xz
-has logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_logs.toml).
+With LMCache in process, a stand-in replaces LMCache's GPU connector; all else is real. The archive planted.tar.xz has
+logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_logs.toml).
 `python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
 
 The lab's logs are LMCache's lines, at DEBUG, as its real adapter prints them under the real scheduler.
@@ -32,17 +32,17 @@ def diagnose(*names: str) -> Diagnosis:
 @pytest.mark.parametrize(
     ("names", "found"),
     [
-        # LMCache issue 2158 in small, LMCache 0.3.10.
+        # A small version of LMCache issue 2158, with LMCache 0.3.10.
         (["crash-0.3.10"], ["KVD101"]),
         # The first round of healthy-0.5.6 at DEBUG, cut off in the middle.
         (["healthy-0.5.6-debug"], []),
         # Six requests that preempt one another, with min_retrieve_tokens.
         (["min-retrieve-0.5.6"], ["KVD103"]),
-        # The worker's end of the lookups does not answer.
+        # The worker does not answer lookups.
         (["deaf-0.5.6"], ["KVD203"]),
-        # LMCache fails to start in the worker; three requests, each lookup runs into its timeout.
+        # LMCache fails to start in the worker. The lookups of three requests time out.
         (["degraded-0.5.6"], ["KVD393", "KVD207", "KVD203"]),
-        # Multi-process: right; the server in the wrong mode; no server.
+        # Multi-process mode: a working engine, a server in the wrong mode, no server.
         (["mp-0.5.6", "mp-0.5.6.server"], []),
         (["mode-0.5.6", "mode-0.5.6.server"], ["KVD206", "KVD116"]),
         (["mode-0.5.6.server"], ["KVD206"]),
@@ -113,7 +113,7 @@ def test_a_debug_log_hides_nothing() -> None:
 
 
 def test_the_innermost_frames_of_a_deep_fault_are_kept() -> None:
-    """faulthandler names the innermost frame first: it is who crashed."""
+    """faulthandler prints the innermost frame first. This frame crashed."""
     frames = "".join(f'  File "/opt/app/x.py", line {number} in f{number}\n' for number in range(1, 91))
     log = diagnosed(
         f"Fatal Python error: Segmentation fault\n\nThread 7 (most recent call first):\n{frames}\n".encode()
@@ -149,9 +149,9 @@ def test_every_planted_fault_has_a_healthy_twin() -> None:
 
 
 def played(seeds: int) -> list[tuple[list[str], str, int]]:
-    """For each plain schedule: the rules that it violates, LMCache's log, tokens loaded."""
+    """Return for each plain schedule: the rules that it violates, LMCache's log, tokens loaded."""
     os.environ["LMCACHE_LOG_LEVEL"] = "DEBUG"
-    sys.stderr = log = io.StringIO()  # LMCache's handlers take it when they are made
+    sys.stderr = log = io.StringIO()  # LMCache's handlers keep the stderr of their creation
     from kvfix_tools.lab import runner
 
     runner.prepare(None)

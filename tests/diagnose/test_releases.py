@@ -17,7 +17,7 @@ LOGO = "\u2588  version "
 
 
 def here() -> dict[str, Path]:
-    """{release: its site-packages}"""
+    """Return {release: its site-packages}."""
     found = {path.parts[-4]: path for path in ROOT.glob("*/lib/python*/site-packages")}
     return {"0.32.0": site_packages(), **found}
 
@@ -34,7 +34,7 @@ def here() -> dict[str, Path]:
         ("vLLM Version                 : 0.22.1", "0.22.1"),
         ("          image: vllm/vllm-openai:v0.26.0@sha256:ffb2d59b1c05", "0.26.0"),
         ("          image: lmcache/vllm-openai:v0.4.2", ""),
-        # A checkout without tags.
+        # A checkout without tags names no release.
         ("vLLM Version                 : 0.1.dev1+g127d96b.d20250624", ""),
     ],
 )  # fmt: skip
@@ -49,14 +49,14 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
 
 @pytest.mark.parametrize("release", sorted(here()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
-    """Releases whose source has the line, and releases that do not start."""
+    """The line number of either message names the release, also for releases that do not start here."""
     lines = (here()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)
         log = diagnosed(died(f"core.py:{at}", words).encode())
         assert log.releases.placed() == [release]
         assert log.releases.within("vllm", f"=={release}") is True
-        # A paste that begins within the traceback.
+        # The paste begins within the traceback.
         assert diagnosed(died(f"v1/engine/core.py:{at}").partition("\n")[2].encode()).releases.placed() == [release]
 
 
@@ -73,7 +73,7 @@ def test_other_files_and_lines_say_nothing() -> None:
 
 @pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
-    """A release outside the range has no code there (a file of a few lines hands on names only)."""
+    """A release outside the range has no code in this file. (A file of a few lines only re-exports names.)"""
     for release, packages in here().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
@@ -93,7 +93,7 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
-    """A log of this release ("": it does not say) with the sign of this problem, the only one that is known."""
+    """Diagnose a log with the sign of this problem, the only known one. release: named in the log; "": none named."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
@@ -105,7 +105,7 @@ WARNED = Problem(
 )  # fmt: skip
 
 
-#: A problem that vLLM 0.11.0 does not have any more.
+#: A problem that is fixed in vLLM 0.11.0.
 RIGHT = structs.replace(WARNED, releases={}, fixed_in={"vllm": "0.11.0"})
 
 
@@ -133,7 +133,7 @@ PARTS = "vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache"
         ("0.29.0", PARTS, PARTS),
         ("0.32.0", PARTS, "a smaller cache"),
         ("", PARTS, PARTS),
-        ("0.33.0", "vLLM 0.32.0 or newer", "--issue"),  # what remains is a report
+        ("0.33.0", "vLLM 0.32.0 or newer", "--issue"),  # no remedy is left: report the problem
     ],
 )
 def test_a_release_that_ran_is_no_remedy(

@@ -12,19 +12,19 @@ from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, raised, r
 
 REPORTED = tomllib.loads(Path(__file__).with_name("reported.toml").read_text())
 WORKS = "(EngineCore pid=7) INFO 12-03 01:24:36 [core.py:7] any line\n"
-#: Each message of the releases at which a rule looks, as the page "I see this error" has it.
+#: Each message of the releases that a rule reads, in the form of the page "I see this error".
 MESSAGES = [
     (dist, row.message, row.level, " ".join(statements.sample(row.template.partition("\n")[0]).split()))
     for dist, rows in statements.known().items()
     for row in rows
     if row.message in error_index.kinds()
 ]
-#: What LMCache and its copy in vLLM both say. Without its head the message is LMCache's.
+#: Messages of both LMCache and its copy in vLLM. Without a logger's head, a message counts as LMCache's.
 BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for each in MESSAGES if each[0] == "lmcache"}
 
 
 def healthy() -> str:
-    """Return a log of a running engine, without what tells its releases."""
+    """Return a log of a running engine, without the lines that tell its releases."""
     log = real("healthy-0.5.6").decode().partition("[shutdown]")[0]
     return "".join(f"{line}\n" for line in log.split("\n")[:-1] if "0.5.6" not in line and ".py:" not in line)
 
@@ -45,7 +45,7 @@ def test_a_message_is_the_same_finding_bare_with_its_prefix_and_in_a_log() -> No
 
 
 def test_a_stream_shows_what_it_is_in_later_blocks() -> None:
-    """Its first block is one line of another program; lines of an engine come behind it."""
+    """The first block of the stream is a line of another program. Lines of an engine follow."""
     scanner = Scanner()
     another = LMCACHE.format(level="WARNING", text="nothing")
     blocks = ("starting\n", another, "a worker of mine: ValueError: no such thing\n")
@@ -60,7 +60,7 @@ def test_a_log_has_one_finding(case: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("case", REPORTED["lines"], ids=lambda case: case["finding"] or "none")
 def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
-    """Alone, and in the log of a running engine."""
+    """The line has its finding both alone and in the log of a running engine."""
     assert codes(diagnose(f"{case['log']}\n"))[:1] == [case["finding"]]
     assert codes(diagnose(f"{WORKS}{case['log']}\n(APIServer pid=7) INFO any\n"))[:1] == [case["finding"]]
 
@@ -70,7 +70,7 @@ RETRIEVE = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retr
 
 
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
-    """It stands alone, as it does above an exception that no record knows."""
+    """The line gets its own finding. It also does so directly above an exception that no record knows."""
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):
         trace = raised(RETRIEVE, f"ValueError: {text}").replace(CORE, "")
         assert "KVD915" in codes(diagnose(STORE_FAILED, apart, trace))

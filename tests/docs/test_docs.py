@@ -1,4 +1,4 @@
-"""The documentation: built as CI and `make docs` build it, where a warning is an error; and the pages that are made."""
+"""The documentation, built as CI and `make docs` build it (a warning is an error), and its generated pages."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ def test_there_is_a_page_for_everything(site: Path) -> None:
 
 
 def test_the_site_is_small_and_takes_nothing_from_elsewhere(site: Path) -> None:
-    """No font, script, style or picture; what leads elsewhere are links that a reader follows."""
+    """The site loads no font, script, style or picture from elsewhere. Links for the reader may lead elsewhere."""
     fetched = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//|<link[^>]*href=\"(?:https?:)?//")
     for page in site.rglob("*.html"):
         assert not fetched.search(page.read_text()), page
@@ -64,7 +64,7 @@ def test_the_site_is_small_and_takes_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
-    """Links to no page and to no heading, and a page that nothing leads to. (With `--quiet` nothing would warn.)"""
+    """Links to a missing page or heading, and pages without a link to them. (With `--quiet` nothing would warn.)"""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     for name in ("mkdocs.yml", *mkdocs_hook.TOP):
         shutil.copy(ROOT / name, tmp_path)
@@ -95,13 +95,13 @@ def found(site: Path, queries: list[str]) -> list[list[str]]:
     return [[page.removesuffix(".html").upper() for page in pages] for pages in json.loads(asked.stdout)]
 
 
-#: What stands before a message in a log.
+#: The text before a message in a log.
 HEAD = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:712] "
 
 
 @pytest.mark.parametrize("head", ["", HEAD])
 def test_search_finds_the_page_of_each_message(site: Path, head: str) -> None:
-    """The page "I see this error" has each message. It is searched as on the page, and as in a log."""
+    """The page "I see this error" has each message. The search finds its text on the page and its text in a log."""
     entries = error_index.entries()
     queries = [head + entry.text.replace("…", "…" if not head else "1517") for entry in entries]
     ranks = [
@@ -123,7 +123,7 @@ PAIRS = scenario_matrix.load((ROOT / "docs/matrix.json").read_text())
 
 
 def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], str]:
-    """Return what the page "Is my pair safe?" has for one fix."""
+    """Return the cells of one fix on the page "Is my pair safe?"."""
     made = support_matrix.data(pairs)
     rows = next(fix["cells"] for fix in made["fixes"] if fix["code"] == code)
     return {
@@ -134,7 +134,7 @@ def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], st
 
 
 def test_the_pair_page_has_what_the_lab_ran_and_bugs_that_the_code_has() -> None:
-    """The lab plays the least in old releases: without the code they would look the safest."""
+    """The lab plays the fewest scenarios in old releases. Without a look at their code, they would seem the safest."""
     crash = letters(PAIRS, "KVF001")
     assert crash.keys() == PAIRS.keys()
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "F"} == {"0.3.10"}
@@ -181,10 +181,10 @@ def test_messages_lead_to_their_findings_and_fixes(words: str, findings: object,
 def test_no_message_is_left_without_an_answer() -> None:
     assert all(entry.findings or entry.fixes for entry in error_index.entries())
     found = {code for entry in error_index.entries() for code in entry.findings}
-    # Others go by counts over the whole log, or by numbers in lines that every log has; or are the unknown exception.
+    # The other rules count over the whole log, read numbers in lines of every log, or are the unknown exception.
     by_text = [rule for rule in problems.catalogue() if not {"", "asked", "stats", "retrieved"} >= set(rule.on)]
-    # KVD117 has the assertion of KVD112, in another worker. KVD212 is of errors that the grammar does not read, KVD213
-    # of stacks.
+    # KVD117 has the assertion of KVD112, in another worker. KVD212 is about errors that the grammar does not read,
+    # and KVD213 is about stacks.
     others = [rule.code for rule in by_text if rule.on and rule.code not in found]
     assert sorted(others) == ["KVD117", "KVD212", "KVD213"]
     page = error_index.messages()

@@ -26,9 +26,9 @@ MP = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
 
 
 def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
-    """Links to a release of LMCache, and to the installed vLLM.
+    """Make a folder with links to a release of LMCache and to the installed vLLM.
 
-    It has no torch, so kvfix doctor starts no child process.
+    The folder has no torch, so kvfix doctor starts no child process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if lmcache:
@@ -44,7 +44,7 @@ def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
 
 
 def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path:
-    """A torch that says its version, and what it is built for, but cannot be imported."""
+    """Make a torch that tells its version and the CUDA of its build, but cannot be imported."""
     (place / "torch").mkdir(parents=True)
     (place / "torch/version.py").write_text(f"cuda: str | None = {cuda!r}\nhip = None\n")
     metadata = place / f"torch-{version}.dist-info/METADATA"
@@ -54,7 +54,7 @@ def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path
 
 
 def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
-    """`vllm serve` with this configuration.
+    """Return the command `vllm serve` with this configuration.
 
     extra: more keys of the configuration. The key `extra` stands for kv_connector_extra_config.
     """
@@ -149,7 +149,7 @@ def machine(
     locked_kib: int | None = None,
     shm_mib: int | None = None,
 ) -> Machine:
-    """cgroup: {path below the root: content}. flags: of the processor. locked_kib: 0 is unlimited."""
+    """Make a machine. cgroup: {path below root: content}. flags: the processor's. locked_kib: 0 means unlimited."""
     (root / "proc/self").mkdir(parents=True)
     (root / "dev/shm").mkdir(parents=True)
     (root / "proc/version").write_text(text)

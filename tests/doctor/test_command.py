@@ -1,4 +1,4 @@
-"""The command: output, exit codes, JSON, no secret; and the command line of the engine, read as vLLM and a shell do."""
+"""kvfix doctor: output, exit codes, JSON, no secrets. It reads the engine's command line as vLLM and a shell do."""
 
 import json
 import re
@@ -20,7 +20,7 @@ UNCHECKED, OTHER = Line("extensions", "unchecked", "d", "e"), Line("memory", "ok
     [([GOOD, UNCHECKED], 0), ([GOOD, UNCHECKED, BAD], 1), ([UNCHECKED, BAD], 1), ([UNCHECKED, OTHER], 77), ([], 77)],
 )
 def test_exit_codes(lines: list[Line], code: int) -> None:
-    """77: no problem, and none of the essential checks could be done. The machine's memory is not essential."""
+    """77: no problem was found, and no essential check could be done. The machine's memory is not essential."""
     assert command.exit_code(lines) == code
 
 
@@ -46,7 +46,7 @@ def test_the_json_is_stable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
-    """In the file, the environment, the command and a URL; in settings that are wrong, so that they are shown."""
+    """The file, the environment, the command and a URL have the secret. The settings are wrong, so they are shown."""
     secret = "hunter2hunter2"
     (tmp_path / "lmcache.yaml").write_text(
         f"remote_url: redis://:{secret}@no-such-host.invalid:1\nchunk_size: 'api_key={secret}'\n"

@@ -1,4 +1,4 @@
-"""Compiled extensions: broken ones, and a crash while they load. torch is a stand-in, and the child process real."""
+"""Compiled extensions that are broken, or crash while they load. torch is a stand-in; the child process is real."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SYMBOL = "_ZN3c105ErrorC2ENS_14SourceLocationE"
 
 
 def make(folder: Path, files: dict[str, bytes], cuda: str | None = "13.0") -> Path:
-    """LMCache with these compiled files, and a torch."""
+    """Make an LMCache with these compiled files, and a torch."""
     (folder / "lmcache").mkdir(parents=True)
     (folder / "lmcache/__init__.py").touch()
     for name, content in files.items():
@@ -36,12 +36,12 @@ def make(folder: Path, files: dict[str, bytes], cuda: str | None = "13.0") -> Pa
 
 
 def library() -> bytes:
-    """Any library that loads in this Python."""
+    """Return the bytes of a library that loads in this Python."""
     return Path(msgspec._core.__file__).read_bytes()
 
 
 def without(content: bytes, names: tuple[bytes, ...] = (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize")) -> bytes:
-    """The library, needing a symbol of C++ that no library has, in place of one of Python's."""
+    """Return the library with a C++ symbol that no library has, in place of a symbol of Python."""
     for name in names:
         at = content.find(b"\0" + name + b"\0")
         if at >= 0:
@@ -51,7 +51,7 @@ def without(content: bytes, names: tuple[bytes, ...] = (b"PyObject_GetAttr", b"P
 
 
 def for_cuda_12() -> bytes:
-    """LMCache 0.3.10's operations, which are built with CUDA 12, without their need of torch."""
+    """Return LMCache 0.3.10's compiled operations, built with CUDA 12. Remove their dependence on torch."""
     released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
     return released.read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
@@ -97,9 +97,9 @@ AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
         (f"{AVX2} avx512f", ALL, "_C_AVX2"),
         (AVX512, ALL, "_C_AVX512"),
         (f"{AVX512} avx512_bf16", ALL, "_C"),
-        (AVX512, ALL[:2], "_C"),  # an earlier release
-        (AVX2, ALL[:1], "_C"),  # for a GPU
-        ("", ALL[:2], "_C"),  # no x86
+        (AVX512, ALL[:2], "_C"),  # an earlier release of vLLM
+        (AVX2, ALL[:1], "_C"),  # a vLLM for a GPU
+        ("", ALL[:2], "_C"),  # the processor is no x86
     ],
 )
 def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
 def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
-    """On any x86 machine: the build for AVX2, and not the one that ends in SIGILL without AVX-512."""
+    """Without AVX-512, vLLM loads the build for AVX2, not the one that ends in SIGILL. Any x86 machine can run this."""
     package = installed_source.package_dir("vllm")
     assert package is not None
     setup = look(serve(V1), package.parent, machine(tmp_path, flags=AVX2))

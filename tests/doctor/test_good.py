@@ -1,4 +1,4 @@
-"""Set-ups that work (tests/engine starts engines with them) have no complaint."""
+"""kvfix doctor has no complaint about set-ups that work (tests/engine starts engines with them)."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:
-    """As `real_engine.make` has it, as a command."""
+    """Return the command `vllm serve` with the settings of `real_engine.make`."""
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps({**real_engine.MODEL, "torch_dtype": "float32"}))
     options = ["--dtype", "float32", "--enforce-eager", "--block-size", str(real_engine.BLOCK), "--port", "0"]
@@ -33,7 +33,7 @@ def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:
 def test_a_set_up_that_works_has_no_complaint(
     which: str, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the compiled extensions, for which torch is needed: test_the_installation_itself."""
+    """All checks except that of compiled extensions, which needs torch: test_the_installation_itself has it."""
     facts = {"version": "2.13.0", "cuda": None, "available": False}
     monkeypatch.setattr(extensions, "attempt", lambda *_: extensions.Tried(facts, {}, "not in this test"))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -53,7 +53,7 @@ def test_a_set_up_that_works_has_no_complaint(
 
 
 def test_the_installation_itself(tmp_path: Path, fresh: Fresh) -> None:
-    """The whole command, with the child that tries the extensions. It imports torch."""
+    """Run the whole command. Its child process imports torch, and tries the extensions."""
     command = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--"]
     done = fresh.run([*command, *words(tmp_path, real_engine.in_process(64))], **real_engine.ENVIRONMENT)
     lines = json.loads(done.stdout)

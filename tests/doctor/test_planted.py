@@ -1,4 +1,4 @@
-"""Faults planted in set-ups (planted.toml): each is found by its check, with the remedy as typed, and only there."""
+"""Only its check finds a fault planted in a set-up (planted.toml), and gives the expected remedy."""
 
 import socket
 import sys
@@ -17,7 +17,7 @@ PLANTED = {name: Planted(**row) for name, row in ROWS.items()}
 
 @pytest.fixture(scope="module")
 def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The newest LMCache, and the installed vLLM."""
+    """Return a folder with the newest LMCache and the installed vLLM."""
     return site(tmp_path_factory.mktemp("newest"))
 
 
@@ -43,7 +43,7 @@ def test_without_a_fault_there_is_none(check: str, newest: Path) -> None:
 def test_a_worker_without_a_gpu(
     cuda: str | None, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server of LMCache 0.5.6 takes lmcache_driven only, unless its command line has another mode."""
+    """The server of LMCache 0.5.6 accepts only the mode lmcache_driven, unless its command line names another mode."""
     options = {"port": "5555", **({"supported-transfer-mode": supported} if supported else {})}
     monkeypatch.setattr(servers, "running", lambda port: Command("lmcache server", "", options, {}, False, ""))
     here = torch(site(tmp_path, vllm=False), cuda=cuda)

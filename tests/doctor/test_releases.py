@@ -1,4 +1,4 @@
-"""Imports and calls of one package that the other does not have. planted.toml has pairs of releases."""
+"""Imports and calls in one package that do not fit the other package. planted.toml has pairs of releases."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from kvfix_tools.doctor.packages import Package
 
 
 def write(folder: Path, **modules: str) -> Package:
-    """A package of these modules; `sub__mod` is sub/mod.py."""
+    """Write a package of these modules; `sub__mod` is sub/mod.py."""
     for name, text in modules.items():
         file = folder.joinpath(*name.split("__")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ THEIRS = {
     "class Taking:\n    def __init__(self, a, *rest): ...\n",
     "records": "from dataclasses import dataclass\n@dataclass\nclass Record:\n    a: int\n    b: int = 2\n",
 }
-#: {what the other does: what is reported; "" for nothing}
+#: {code of the other package: what is reported; "" for nothing}
 CASES = {
     "from theirs.things import VALUE, function, os": "",
     "from theirs.things import gone": "cannot import name 'gone' from 'theirs.things'",

@@ -1,7 +1,7 @@
-"""A process whose connector hangs in a hook: a stand-in for an engine, which tests/engine has.
+"""A process whose connector hangs in a hook. It stands in for a real engine, which tests/engine uses.
 
-It prints a line and waits. Run as `python hanging_process.py deaf` for one whose signal handlers do not run meanwhile,
-and as `python hanging_process.py engine NAME` for a worker of this engine.
+It prints a line and waits. With the argument `deaf`, no signal handler runs during the wait. With the arguments
+`engine NAME`, the process is a worker of this engine.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class Connector:
         if sys.argv[1:] == ["deaf"]:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
             print("hangs", flush=True)
-            ctypes.PyDLL(None).sleep(120)  # it keeps the GIL
+            ctypes.PyDLL(None).sleep(120)  # PyDLL keeps the GIL during the sleep
         print("hangs", flush=True)
         threading.Event().wait(120)
 

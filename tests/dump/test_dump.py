@@ -19,7 +19,7 @@ from kvfix.connector_events import dump
 from kvfix_tools.dump import command, processes
 from tests.conftest import clean_environment
 
-#: Each holds "hush", which must not be in a bundle.
+#: Each value holds the secret "hush", which must not be in a bundle.
 SECRETS = {
     "LMCACHE_API_KEY": "hush",
     "LMCACHE_REMOTE_URL": "redis://user:hush@cache:6379",
@@ -53,7 +53,7 @@ def dumped(pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict
 def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging(tmp_path / "dumps", *OPTIONS) as process:
         found = dumped(process.pid, tmp_path, capsys)
-        again = dumped(process.pid, tmp_path / "dumps", capsys)  # it goes on after the signal
+        again = dumped(process.pid, tmp_path / "dumps", capsys)  # the process continues after the signal
     assert found["processes"][0]["hook"].startswith("in start_load_kv of Connector for ")
     assert again["processes"][0]["hook"].startswith("in start_load_kv of Connector for ")
     parts = members(found["bundle"])
@@ -70,13 +70,13 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
     if f"stacks-{pid}.json" in parts:
         assert "start_load_kv" in parts[f"stacks-{pid}.json"]
     else:
-        assert found["processes"][0]["stacks"]  # why not: py-spy is not allowed here
+        assert found["processes"][0]["stacks"]  # the reason: py-spy is not allowed here
 
 
 def test_workers_that_are_not_below_it_are_found_by_their_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Ray's are, which are children of its raylet."""
+    """Ray's workers are such processes: they are children of Ray's raylet, not of the engine."""
     dumps = tmp_path / "dumps"
     with (
         hanging(dumps, "engine", "mine") as one,
@@ -91,7 +91,7 @@ def test_workers_that_are_not_below_it_are_found_by_their_engine(
 
 def test_one_that_does_not_answer_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging(tmp_path / "dumps", "deaf") as process:
-        # Until its next function waits, a signal still calls the handler.
+        # Before the process waits in C, a signal still calls the handler.
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
             time.sleep(0.01)
         found = dumped(process.pid, tmp_path, capsys)["processes"][0]
@@ -110,7 +110,7 @@ def idle() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_process_without_a_recorder_gets_no_signal(
     idle: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The signal would be its end."""
+    """The signal would kill a process without kvfix's handler."""
     found = dumped(idle.pid, tmp_path, capsys)["processes"][0]
     assert idle.poll() is None
     idle.communicate(b"\n")
@@ -119,7 +119,7 @@ def test_a_process_without_a_recorder_gets_no_signal(
 
 
 def dumped_with(limit: list[str], pid: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The command in a separate process. limit: a program that takes something from it."""
+    """Run the command in a separate process. limit: a program that takes rights or resources from the command."""
     command = [*limit, sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder)]
     return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
 
@@ -131,11 +131,11 @@ def test_without_rights_nothing_is_claimed(idle: subprocess.Popen[bytes], tmp_pa
     assert "could not be read, and may be in a connector hook" in done.stdout
     assert "in no connector hook" not in done.stdout
     assert "Permission denied" in done.stdout
-    assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # with settings and fixes
+    assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # the bundle has settings and fixes
 
 
 def test_a_full_disk_leaves_no_bundle(idle: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """The largest file of the command has 512 bytes."""
+    """The command may write no file of more than 512 bytes."""
     done = dumped_with(["prlimit", "--fsize=512"], idle.pid, tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "File too large" in done.stderr
@@ -151,7 +151,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_children_follow_their_parents() -> None:
-    """With the kernel's letter for the state, and the start by which a ready file names a process."""
+    """Each process has the kernel's letter for its state, and its start time, by which a ready file names it."""
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
@@ -165,7 +165,7 @@ def test_children_follow_their_parents() -> None:
 
 
 def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has announced that it answers. Neither a linked folder nor that of another user is read."""
+    """This process has announced that it answers. kvfix reads neither a linked folder nor another user's folder."""
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
     dump.announce()
     process = processes.tree(os.getpid())[0]

@@ -1,9 +1,9 @@
-"""Logs of real engines that work, and of their servers: kvfix-diagnose must find nothing in them.
+"""Logs of healthy real engines and of their servers: kvfix-diagnose must find nothing in them.
 
     python -m tests.engine.healthy_logs FOLDER    48 lives, half a minute each; the logs stay in FOLDER
 
-Connector, release of LMCache, log level, ranks, workload and mode of kvfix are drawn in turn. A life counts only if the
-engine answered every request, and loaded what it had stored. Exit 1 if something is found.
+The lives vary the connector, release of LMCache, log level, ranks, workload and mode of kvfix. A life counts only if
+the engine answered every request and loaded what it had stored. Exit 1 if something is found.
 """
 
 import argparse
@@ -26,8 +26,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "aborts": {"rounds": [[(ONE, 5)], [(ONE, 5)], [(ONE, 5)]], "before": {1: [["abort_waiting", ABORT]]}},
     "two ranks": {"rounds": [CROWD, CROWD], "engine": {**start.ENGINE, "tensor_parallel_size": 2}},
 }
-#: The multi-process mode with the newest LMCache, and in process. Those before 0.5.5 warn that they guess the layout of
-#: this vLLM (KVD777): theirs is not a healthy log.
+#: The multi-process mode with the newest LMCache, and LMCache in process. LMCache before 0.5.5 warns that it guesses
+#: the layout of this vLLM (KVD777), so its log is not healthy.
 CONNECTORS = (("mp", "0.5.6"), ("v1", "0.5.6"), ("v1", "0.5.5"))
 
 

@@ -1,8 +1,8 @@
 """Logs of real engines in which a fault was planted: `python -m tests.engine.planted_logs FOLDER [NAME ...]`.
 
-planted_logs.toml has the cases. Each starts vLLM's server, most often with a set-up that cannot work, and keeps the
-logs in FOLDER/NAME, with the paths of this machine replaced. It prints what kvfix-diagnose finds, and what kvfix doctor
-says before the launch. Without names: the cases that FOLDER does not have yet.
+planted_logs.toml has the cases. Each starts vLLM's server, mostly with a set-up that cannot work, and keeps the logs in
+FOLDER/NAME without this machine's paths. The program prints what kvfix-diagnose finds, and what kvfix doctor says
+before the launch. Without NAME it runs the cases that FOLDER does not have yet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.diagnose.lines import diagnose_files
 from tests.engine import fake_redis, start, vllm_server
 from tests.engine.vllm_server import Request, Server
 
-#: Seconds for an answer, and for an engine that was told to end.
+#: Maximum seconds for an answer, and for the end of an engine after the signal to end.
 ANSWER, END = 60, 40
 #: Checks of kvfix doctor that say nothing about the planted fault: they are about this machine.
 _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
@@ -69,18 +69,18 @@ class Case:
 
     truth: the cause in one sentence, written before the first run; "" for a healthy twin
     code: the first finding of kvfix-diagnose
-    setup: True if the fault can be seen before the launch
+    setup: True if kvfix doctor can see the fault before the launch
     transfer: a key of TRANSFERS, or a text that is no JSON
-    extra: replaces its kv_connector_extra_config. settings: more of LMCache's there
-    keys: more of the kv_transfer_config
+    extra: replaces `transfer`'s kv_connector_extra_config. settings: adds LMCache's settings to it
+    keys: more keys of the kv_transfer_config
     redis: a store with this fault listens at $REDIS
     server: an `lmcache server` with these options listens at $SERVER
     busy: another process listens at $BUSY
     cache_is_a_file: a file has the name of the folder `cache`
-    play: method of Run that runs while the engine runs
-    main: method of Run that plays the whole case
+    play: method of Run to call while the engine runs
+    main: method of Run to call for the whole case
     second: fields that differ in the second engine
-    change: method of Run that changes what decode gets
+    change: method of Run that changes the request to decode
     """
 
     name: str
@@ -139,7 +139,7 @@ def process_named(server: Server, name: str) -> int:
 class Run:
     """One run of a case.
 
-    values: what `$NAME` stands for in the settings of the case. warned: the problems that kvfix doctor sees.
+    values: {NAME: text that replaces `$NAME` in the settings of the case}. warned: problems that kvfix doctor sees.
     """
 
     def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
@@ -168,7 +168,7 @@ class Run:
         End it afterwards. settings: fields that differ from the case's own.
         """
         case = replace(self.case, **settings)
-        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # a stand-in, for LMCache in process
+        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # use a stand-in for LMCache in process
         words |= {name: self.filled(text) for name, text in case.environment.items()}
         if case.file is not None:
             file = self.folder / "lmcache.yaml"
@@ -211,7 +211,7 @@ class Run:
                 getattr(self, self.case.play)(engine)
 
     def two_engines(self) -> None:
-        """Both use one store: the first one stores, the second one asks for the same prompts."""
+        """Run two engines with one store. The first engine stores; the second engine gets the same prompts."""
         second = {**self.case.second, "settings": {**self.case.settings, **self.case.second.get("settings", {})}}
         for name, fields in (("first", {}), ("engine", second)):
             with self.running(name, **fields) as engine:
@@ -219,7 +219,7 @@ class Run:
                     self.twice(engine)
 
     def server_alone(self) -> None:
-        """Only an `lmcache server`, which does not start."""
+        """Run only an `lmcache server`, which does not start."""
         options = tuple(map(self.filled, self.case.server or ()))
         self.logs["engine"] = log = self.folder / "server.log"
         self.doctor(["lmcache", "server", "--l1-size-gb", "0.5", "--eviction-policy", "LRU", *options], os.environ)
@@ -227,7 +227,7 @@ class Run:
             pass
 
     def nixl_pair(self) -> None:
-        """Prefill and decode. The requests go to both as a proxy sends them; `change` comes in between."""
+        """Send requests to prefill and then to decode, as a proxy does. `change` changes them in between."""
         asks = {"do_remote_decode": True, "do_remote_prefill": False}
         with (
             self.running("prefill", keys={"kv_role": "kv_producer"}) as prefill,
@@ -317,7 +317,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def keep(log: Path, to: Path, folder: Path) -> Path:
-    """A copy without paths and addresses of this machine."""
+    """Write a copy of the log without paths and addresses of this machine, and return its path."""
     text = log.read_text(errors="replace")
     here, base = str(to.parent), os.path.realpath(sys.base_prefix)
     for local, neutral in {
@@ -333,7 +333,7 @@ def keep(log: Path, to: Path, folder: Path) -> Path:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Put the logs of all cases into one archive: most of their lines are the same, so together they are small."""
+    """Put the logs of all cases into one archive. Most lines are in several logs, so the archive is small."""
     with tarfile.open(archive, "w:xz") as packed:
         for log in sorted(folder.glob("*/*.log.gz")):
             entry = tarfile.TarInfo(f"{log.parent.name}/{log.name.removesuffix('.gz')}")
@@ -355,7 +355,7 @@ def main(arguments: list[str]) -> int:
         if case.name in given.names or (not given.names and not (given.folder / case.name).exists()):
             try:
                 print(json.dumps(run(case, given.folder.absolute())), flush=True)
-            except Exception:  # noqa: BLE001  the others go on
+            except Exception:  # noqa: BLE001  the other cases still run
                 print(case.name, traceback.format_exc(), flush=True)
     return 0
 

@@ -3,12 +3,12 @@
 The job has these fields:
 
 - `apply`: mode, or None; `transfer`; `engine`: arguments of LLM; `rounds`: requests of each round
-- `before`: {number of a round: what is done before it: [name of a function of this module, more arguments]}
+- `before`: {number of a round: calls before this round: [name of a function of this module, more arguments]}
 - optional: `config` of the model, `counters` of vLLM to return
-- `calm`, `hard`, `flags`: in place of `rounds`, see `until_told()`
+- `calm`, `hard`, `flags`: replace `rounds`, see `until_told()`
 
-A request is a prompt, and the number of tokens to generate. A number as the prompt means that request of the previous
-round, with its answer.
+A request is a prompt, and the number of tokens to generate. If the prompt is a number, it means the prompt and the
+answer of the request with this number in the previous round.
 """
 
 import json
@@ -52,8 +52,8 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Generate, round after round. A round has the requests `hard` as long as a file `hard` is in the folder `flags`,
-    otherwise the requests `calm`. The last round is the one during which the file `stop` comes.
+    """Generate, round after round. A round has the requests `hard` while a file `hard` is in the folder `flags`, and
+    otherwise the requests `calm`. The round during which a file `stop` appears is the last one.
     """
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
@@ -71,7 +71,7 @@ def continued(
 
 
 def ask_for_recorders(folder: Path) -> None:
-    """As `kvfix dump` does: vLLM kills its processes at the end, and they would leave nothing."""
+    """Make the processes write their recorder files, as `kvfix dump` does. vLLM kills the processes at the end."""
     ready = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
     for pid in ready:
         os.kill(pid, signal.SIGUSR2)
@@ -91,10 +91,10 @@ def spoil(engine: Any) -> None:
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """The request `running` runs, `waiting` waits behind it and is aborted; the first one runs to its end.
+    """Start `running`, add `waiting` behind it, abort `waiting`, and run `running` to its end.
 
-    `steps` of each are between these. An engine in another process does not wait for this one: there steps are 0, and
-    the plugin holds the engine until the abort is there (`abort_comes_first` of kvfix_engine_hangs.py).
+    `steps` steps come after each start. An engine in another process does not wait for this program: there `steps` is
+    0, and the plugin holds the engine until the abort comes (`abort_comes_first` of kvfix_engine_hangs.py).
     """
 
     def add(name: str, **more: Any) -> None:
@@ -113,7 +113,7 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
 
 
 def one_by_one(engine: Any, requests: list[tuple[list[int], int]]) -> None:
-    """Each request has a higher priority than the last one, whose load has begun: plugin/kvfix_engine_hangs.py."""
+    """Add each request, with a higher priority, after the load of the last one began (plugin/kvfix_engine_hangs.py)."""
     for number, (prompt, tokens) in enumerate(requests, 1):
         more = {"priority": len(requests) - number}
         engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, real_engine.greedy(tokens), **more)
@@ -135,7 +135,7 @@ def empty_l1(engine: Any, server: str) -> None:
         return dict(httpx.get(f"{server}/status", timeout=10).json()["storage_manager"])
 
     idle, until = 0, time.monotonic() + 60
-    while idle < 3:  # a key that is taken from the queue is not counted for a moment
+    while idle < 3:  # for a moment, a key taken from the queue is in neither count
         assert time.monotonic() < until, "the L2 still stores"
         stores = status()["store_controller"]
         idle = 0 if stores["pending_keys_count"] or stores["in_flight_task_count"] else idle + 1
@@ -146,7 +146,7 @@ def empty_l1(engine: Any, server: str) -> None:
 
 
 def mix_l2(engine: Any, folder: str) -> None:
-    """A negative control: each chunk of the L2 in this folder gets the bytes of another one of its size."""
+    """A negative control: each chunk of the L2 in this folder gets the bytes of another chunk of the same size."""
     by_size: dict[int, list[Path]] = {}
     for file in sorted(Path(folder).glob("*.data")):
         by_size.setdefault(file.stat().st_size, []).append(file)

@@ -1,4 +1,4 @@
-"""Starts one real engine, or a real `lmcache server`, and collects what the processes of an engine write down."""
+"""Start a real engine or a real `lmcache server`, and collect the notes and files of its processes."""
 
 import json
 import os
@@ -20,18 +20,18 @@ from tests.conftest import PLUGIN, clean_environment
 from tests.fork_server import FORK_WORKERS, Forked
 
 HERE = Path(__file__).parent
-#: Seconds for a whole engine; it needs one minute, and two or three while others run.
+#: Maximum seconds for an engine's run. It takes one minute, and two or three while other engines run.
 LIMIT = 300
 
 
-#: What the lab's engine or another case shows already: five minutes more with it.
+#: Marks tests whose result the lab's engine or another case already shows. They take five minutes more.
 LONG = pytest.mark.skipif(
     "KVFIX_TEST_LONG" not in os.environ, reason="shown on the lab's engine too: KVFIX_TEST_LONG=1 runs it on a real one"
 )
 #: Six requests of 300 tokens that generate 60, in 32 blocks of 32 tokens: they preempt one another.
 CROWD = [(prompt(300, seed), 60) for seed in range(1, 7)]
-#: The report in small: the second one is preempted in the middle of its prefill with 288 tokens computed and 256
-#: stored, and polled until the first has ended. With LMCache 0.3.10 EngineCore dies of it.
+#: A small version of the first report. The second request is preempted during its prefill, with 288 tokens computed and
+#: 256 stored, and polled until the first request ends. With LMCache 0.3.10 EngineCore dies of this.
 REPORT = [(prompt(411, 11), 20), (prompt(657, 12), 102)]
 ENGINE = {
     "max_model_len": 1024,
@@ -48,14 +48,14 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 TWO_PROCESSES = {**ENGINE, "distributed_executor_backend": "uni"}
 #: LMCache in the engine's own processes.
 v1 = real_engine.in_process
-#: Cold, then from the cache.
+#: Each set of requests runs twice: first computed, then loaded from the cache.
 ROUNDS = [REPORT, REPORT, CROWD, CROWD]
 
 
 @dataclass
 class Ran:
-    """`written`: what the program wrote; None if the engine died. `notes`: lines of the test suite's plugin in its
-    processes. `log`: all output."""
+    """`written`: the program's output file; None if the engine died. `notes`: lines that the test suite's plugin wrote
+    in the engine's processes. `log`: all output."""
 
     written: dict[str, Any] | None
     notes: list[dict[str, Any]]
@@ -65,20 +65,20 @@ class Ran:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The answer that the program wrote. If the engine died, this fails with the end of its log."""
+        """Return what the program wrote. If the engine died, fail with the end of its log."""
         assert self.written is not None, self.log[-3000:]
         return self.written
 
     def dumps(self, reason: str) -> list[Path]:
-        """Recorder files that its processes wrote for this reason."""
+        """Return the recorder files that the processes wrote for this reason."""
         return sorted((self.folder / "dumps").rglob(f"kvfix-*-{reason}.jsonl"))
 
     def processes(self) -> dict[str, dict[str, Any]]:
-        """{role of the connector: the note of its process}"""
+        """Return {role of the connector: the note of its process}."""
         return {note["role"]: note for note in self.notes if note["what"] == "connector"}
 
     def findings(self) -> set[str]:
-        """Codes of what kvfix-diagnose finds in the log."""
+        """Return the codes of what kvfix-diagnose finds in the log."""
         return {found.rule.code for found in diagnosed(self.log.encode()).findings if not found.is_note}
 
     def count(self, what: str) -> int:
@@ -105,10 +105,10 @@ def run(
 
     - engine: arguments of LLM
     - lmcache: folder of a release
-    - program: of this folder
+    - program: a file of this folder
     - forked: fork a process that has imported vLLM; otherwise start and end like a user's program
     - when: (text, function to call with the pid when the log has the text)
-    - limit: seconds
+    - limit: maximum seconds
     - more: fields of serve.py's job
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,9 +147,9 @@ def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
 ) -> Iterator[dict[str, Any]]:
-    """A real `lmcache server`, started by `kvfix run`: it loads no vLLM plugin. vLLM's kv_transfer_config for
-    LMCacheMPConnector with it. lmcache: folder of 0.4.6; else the newest. options: more of the server's own.
-    log: kept there. settings: of its environment."""
+    """Start a real `lmcache server` with `kvfix run`, as the server loads no vLLM plugin. Yield the kv_transfer_config
+    of LMCacheMPConnector for it. lmcache: folder of 0.4.6; None: the newest. options: more of the server's options.
+    log: file for the log. settings: variables of the server's environment."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
     environment = clean_environment(*([lmcache] if lmcache else []), **settings)
     transfer_mode = ("--transfer-mode", "non_gpu") if lmcache else real_engine.ANY_MODE

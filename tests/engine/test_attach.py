@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: This program returns the functions that do not have their original again, and the memory in kilobytes.
+#: This program returns the functions without their original code, and the memory in kilobytes.
 ORIGINALS = """
 import inspect
 import json
@@ -130,7 +130,7 @@ def test_it_comes_and_goes_under_load(
 
 @start.LONG
 def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests over HTTP go on meanwhile, and preempt one another."""
+    """Attach and detach while requests over HTTP continue and preempt one another."""
     answers: list[Any] = []
     stop = threading.Event()
 

@@ -1,10 +1,10 @@
-"""The audit of hits on a real engine: it is silent where the cache is right, and names the chunk and layer where not.
+"""The audit of hits on a real engine is silent if the cache is right. Otherwise it names the wrong chunk and layer.
 
 The faults are those of `kvfix verify` (plugin/kvfix_engine_verify.py), here in LMCache's memory. Stand-ins: the device
-(kvfix_engine_verify.py), and the model's linear layers, which round as those of two ranks in half of the rounds.
+(kvfix_engine_verify.py), and the model's linear layers. In half of the rounds these round as two ranks would.
 
-start.py runs this file as a program too. Then the engine is in its process, so that it can change chunks between two
-rounds. The job has `dtype`.
+start.py also runs this file as a program. The engine is in the program's process, so the program can change chunks
+between two rounds. The job has `dtype`.
 """
 
 import json
@@ -24,16 +24,16 @@ from tests.engine.start import Ran
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS = 4
-#: Of one chunk and some tokens, of whole chunks, and longer than a step: 108 chunks.
+#: Prompts of one chunk and some tokens, of whole chunks, and longer than a step. They have 108 chunks.
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate([100, 128, 200, 256, 411, 657] * 4 + [300], 1)]
-#: The prompt with planted faults: three chunks and a part of one.
+#: The prompt with planted faults (three chunks and a part of a chunk), and another prompt of this length.
 WRONG, OTHER = prompt(200, 77), prompt(200, 78)
 ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 257, "max_num_batched_tokens": 352}
 TRANSFER = {**start.v1(64), "kv_connector": "Copied", "kv_connector_module_path": "kvfix_engine_verify"}
 ENVIRONMENT = {**start.ONE_PROCESS, "KVFIX_TEST_REAL_CONNECTOR": "1"}
 LAYERS = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
-#: {fault of the plugin, or other weights of the model since the cache was filled: (wrong chunks, the first of them, its
-#: first wrong layer, K or V, the most wrong token)}
+#: {fault of the plugin, or other weights of the model since the cache was filled: (number of wrong chunks, the first
+#: wrong chunk, its first wrong layer, K or V, the most wrong token)}
 FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
     "two_chunks_swapped": (2, 0, 0, "K", None),
     "chunk_of_another_prompt": (1, 0, 0, "K", None),
@@ -48,7 +48,7 @@ FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
 
 
 class Linear:
-    """The linear layers of the model. halves: they sum and round as two ranks do. change: of their weights."""
+    """The linear layers of the model. halves: sum and round as two ranks do. change: relative change of the weights."""
 
     halves = False
     change = 0.0
@@ -71,7 +71,7 @@ class Engine:
         from vllm.v1.attention.backends import cpu_attn
 
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(cpu_linear=Linear.apply)
-        # With AMX, vLLM has an order of its own for bfloat16 within a block, which the plugin does not know.
+        # With AMX, vLLM orders bfloat16 within a block in a way that the plugin does not know.
         cpu_attn._get_attn_isa = lambda *_, **__: "vec"
         self.llm = real_engine.make(Path(job["model"]), job["transfer"], job["dtype"], **job["engine"])
         from lmcache.integration.vllm.utils import ENGINE_NAME
@@ -89,7 +89,7 @@ class Engine:
         return real_engine.generate(self.llm, [(each, TOKENS) for each in prompts])
 
     def audited(self, prompts: list[list[int]]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """The Compared events of these prompts, and the answers."""
+        """Return the Compared events of these prompts, and the answers."""
         self.session.events.clear()
         answers = self.ask(prompts)
         return [event._asdict() for event in self.events("Compared")], answers
@@ -123,7 +123,7 @@ class Engine:
 
 
 def healthy(engine: Engine) -> dict[str, Any]:
-    """Many requests in a step, in another order, and with other sums: 100 hits."""
+    """Ask again in steps with many requests, in both orders and with both ways to sum: 100 hits."""
     cold = [engine.ask([each])[0] for each in PROMPTS]
     compared, right = [], True
     for order in (1, -1, 1, -1):
@@ -137,7 +137,7 @@ def healthy(engine: Engine) -> dict[str, Any]:
 
 
 def faults(engine: Engine) -> dict[str, Any]:
-    """{fault: what is compared, whether the answer is right, and whether it is without the audit}"""
+    """Return {fault: what is compared, whether the answer is right, whether it is right without the audit}."""
     import kvfix_engine_verify
 
     right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))
@@ -241,7 +241,7 @@ def test_a_healthy_engine_has_no_report(ran: Ran) -> None:
     assert sum(event["chunks"] for event in compared) == 4 * sum(len(each) // 64 for each in PROMPTS)
     assert sum(event["wrong"] for event in compared) == 0
     assert found["violations"] == {}
-    # The sums differ, and are far below the limit. What is computed was not loaded.
+    # The sums differ, but by far less than the limit. So the compared KV was computed and not loaded.
     shares = [event["error"] / event["limit"] for event in compared]
     assert 0 < max(shares) < 0.5
     assert found["right"]
@@ -291,7 +291,7 @@ def test_an_error_in_the_audit_stops_the_audit_only(ran: Ran) -> None:
 
 
 def test_as_released_every_hit_is_found_wrong(ran: Ran) -> None:
-    """Without KVF020: store and load of LMCache 0.5.6 copy wrong in the same way under vLLM 0.32."""
+    """Without KVF020, every hit is wrong: LMCache 0.5.6 copies KV of vLLM 0.32 wrongly, in stores and in loads."""
     (event,) = ran.answer["released"]
     assert (event["wrong"], event["chunks"]) == (3, 3)
     assert event["error"] > 0.5

@@ -1,6 +1,6 @@
-"""Bugs of the newest LMCache on real vLLM engines, which die, leak or are slow as released, and work with kvfix.
+"""Bugs of the newest LMCache: without kvfix real vLLM engines die, leak or are slow. With kvfix they work.
 
-Eleven engines, in one process or two. vLLM's copy of the multi-process connector starts only with LMCache 0.4.4 to
+Eleven engines run, in one process or two. vLLM's copy of the multi-process connector starts only with LMCache 0.4.4 to
 0.4.6. On the CPU it needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py). Client and server are real.
 """
 
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "with kvfix"])
 ONE = prompt(300, 1)
-#: `running` has 31 blocks of 32 tokens for itself in the end, and leaves no room for `waiting` from the start. It is
-#: long: EngineCore runs on while the program comes to abort `waiting`.
+#: `running` has 31 blocks of 32 tokens at its end, and leaves no room for `waiting` from the start. It is long, so that
+#: EngineCore still runs it when the program aborts `waiting`.
 ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
-#: Of a process in a dump.
+#: The start of a hook's description in a dump.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
-#: Stored; then its first 96 tokens are computed again, and the whole is looked up on top of them.
+#: The prompt is stored. Then vLLM computes its first 96 tokens again, and looks up the whole prompt on top of them.
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
 
 
@@ -81,7 +81,7 @@ def server_of_046() -> Iterator[dict[str, Any]]:
 
 @APPLY
 def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_server: dict[str, Any]) -> None:
-    """Any client can do this to a multi-process connector: ask for statistics, and go."""
+    """Any client can do this to a multi-process connector: ask for statistics, and then abort the request."""
     asks = {"kv_transfer_params": {"cached_token_stats": True}}
     abort = {**ABORT, "steps": 0, "running": (prompt(100, 9), 30), "extra_args": asks}
     ran = start.run(
@@ -95,12 +95,12 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """The hit of a request that waits for blocks counts as stored again at each poll: what follows it is not stored.
+    """At each poll of a request that waits for blocks, its hit counts as stored again. So later tokens are not stored.
 
-    The first 512 tokens of a prompt of 900 are cached. It waits while another one has 22 of the 32 blocks, and runs.
-    Then it is asked for again, and all 14 chunks of 64 tokens should be found.
+    The first 512 tokens of a prompt of 900 are cached. The prompt waits while another request runs with 22 of the 32
+    blocks. Then the prompt is asked for again, and all 14 chunks of 64 tokens should be found.
     """
-    long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # one server has what both engines store
+    long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # both engines store in one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     ran = start.run(
         tmp_path, apply, server_of_046, rounds=rounds, lmcache=release("0.4.6"), engine=start.TWO_PROCESSES,
@@ -116,10 +116,10 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
 
 @APPLY
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
-    """Every lookup that is waited for says so. Waits double: in 300 seconds there are eight at most.
+    """The log has each lookup that times out. With kvfix the waits double: at most eight lookups wait in 300 seconds.
 
-    As released the engine stands still in the lookup, and a dump says so. (It has the recorder, and no fix; no fork,
-    for a dump reads the environment that a process was started with.)
+    Without the fix the engine stands still in the lookup, and a dump shows this. (The recorder runs, but no fix. The
+    process is not forked, because a dump reads the environment with which a process was started.)
     """
     dumps: list[dict[str, Any]] = []
 
@@ -147,10 +147,10 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 
 
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
-    """One engine as on one GPU, as released and then with kvfix.
+    """One engine as on one GPU, first without and then with kvfix.
 
-    While one request runs, a longer one is preempted during its prefill and resumed. Then its prompt is sent again: all
-    of it is loaded, and the answer should be equal.
+    While one request runs, a longer request is preempted during its prefill and resumed. Then its prompt is sent again:
+    the whole prompt is loaded, and the answer should be equal.
     """
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:

@@ -1,7 +1,7 @@
 """Real vLLM engines on the CPU: kvfix reaches EngineCore and worker, the reported crash is gone, the answers are right.
 
-Real: vLLM with its processes, scheduler and model; LMCache with adapter, keys, lookup, storage, server. A stand-in is
-LMCache's GPU connector (plugin/kvfix_engine_stand_ins.py) in the in-process mode. Five engines, most of a minute each.
+Real: vLLM with its processes, scheduler and model; LMCache with adapter, keys, lookup, storage, server. With LMCache in
+process, a stand-in replaces its GPU connector (plugin/kvfix_engine_stand_ins.py). Five engines take a minute each.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.engine.start import CROWD, REPORT, ROUNDS, Ran, server
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 EARLY = "0.3.10"
-#: The first report's message; the numbers are those of its small version here.
+#: The message of the first report, with the numbers of its small version here.
 MISMATCH = (
     "AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 288 (tokens in vllm) - 0 "
     "(full lmcache hits subtracts last token to recalculate logits) for request"
@@ -26,13 +26,13 @@ MISMATCH = (
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """No connector: what the outputs have to be."""
+    """Run without a connector, for the outputs that are right."""
     return start.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None, environment=start.ONE_PROCESS)
 
 
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """The newest LMCache, in mode `check`. In the fifth round the loaded KV is wrong."""
+    """Run the newest LMCache in mode `check`. In the fifth round the loaded KV is wrong."""
     more: dict[str, Any] = {"rounds": [*ROUNDS, CROWD], "before": {4: [["spoil"]]}, "mode": "check"}
     return start.run(tmp_path_factory.mktemp("v1"), apply=True, transfer=start.v1(64), **more)
 
@@ -47,7 +47,7 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """LMCacheMPConnector with its own server, in mode `check`. All code of kvfix in the hooks fails."""
+    """Run LMCacheMPConnector with a server, in mode `check`. All code of kvfix in the hooks fails."""
     with server() as transfer:
         folder = tmp_path_factory.mktemp("mp")
         more = {"mode": "check", "environment": {"KVFIX_TEST_FAULTS": "1"}}
@@ -55,7 +55,7 @@ def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:
-    """Equal to plain vLLM under preemption; and hits and loads took place, or the comparison would prove nothing."""
+    """The outputs equal those of plain vLLM under preemption. Without hits and loads this would prove nothing."""
     assert ran.answer["preemptions"] > 0
     assert plain.answer["preemptions"] > 0
     assert ran.count("grant") > 0
@@ -84,7 +84,7 @@ def test_in_process_connector(in_process: Ran, plain: Ran) -> None:
 
 
 def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
-    """The recorders of EngineCore and worker at the end: what they hold is whole, and nothing in it is wrong."""
+    """The recorders of EngineCore and worker are complete at the end, and show no violation."""
     assert "Report: " not in in_process.log
     assert "a fault of kvfix itself" not in in_process.log
     recorders = [recording.read(path) for path in in_process.dumps("signal")]
@@ -102,7 +102,7 @@ def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
 
 
 def test_spoiled_loads_are_seen(in_process: Ran, plain: Ran) -> None:
-    """The negative control: with 1.0 added to loaded KV, the outputs differ."""
+    """The negative control: with 1.0 added to all loaded KV, the outputs differ."""
     assert in_process.answer["rounds"][4] != plain.answer["rounds"][3]
 
 
@@ -112,14 +112,14 @@ def test_multi_process_connector(multi_process: Ran, plain: Ran) -> None:
 
 
 def test_faults_in_all_hooks_are_logged_once(multi_process: Ran) -> None:
-    """The outputs are those of plain vLLM (above), though in both processes all that kvfix does in a hook raises."""
+    """In both processes all code of kvfix in hooks raises. Still the outputs are those of plain vLLM (test above)."""
     logged = [line for line in multi_process.log.splitlines() if "a fault of kvfix itself" in line]
     assert len(logged) == len({line.partition("[pid ")[2].partition("]")[0] for line in logged}) == 2, logged
     assert all("planted" in line for line in logged)
 
 
 class TestTheReportedCrash:
-    """LMCache issue 2158, where the user meets it."""
+    """LMCache issue 2158 in a whole engine, as a user sees it."""
 
     def test_as_released_the_engine_dies(self, tmp_path: Path) -> None:
         ran = start.run(
@@ -130,7 +130,7 @@ class TestTheReportedCrash:
         assert MISMATCH in ran.log
         assert "EngineDeadError" in ran.log
         assert ran.findings() == {"KVD101"}
-        for process in ran.processes().values():  # kvfix is installed, and without a choice it does nothing
+        for process in ran.processes().values():  # kvfix is installed, but does nothing without a configuration
             assert process["choice"] is None
             assert {row["code"]: row["verdict"] for row in process["status"]}["KVF001"] == "applicable"
 

@@ -1,5 +1,5 @@
-"""Hangs planted in a real engine: `kvfix look` explains each in one line where kvfix was not started, and the watchdog
-where it was. In a healthy engine under load `kvfix look` finds nothing."""
+"""Hangs planted in a real engine: without kvfix in the engine, `kvfix look` explains each in one line. With kvfix, the
+watchdog does. In a healthy engine under load `kvfix look` finds nothing."""
 
 import json
 import os
@@ -27,20 +27,20 @@ from tests.engine.start import TWO_PROCESSES, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 #: Seconds for the hang to begin and to be explained.
 LIMIT = 150
-#: At a healthy engine.
+#: Looks at a healthy engine.
 LOOKS = 12
-#: Ten short prompts, and an engine that asks for all of them in one step: its budget is more than their tokens.
+#: Ten short prompts, and a token budget with which the scheduler looks up all of them in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
-#: KVF208 (`kvfix lab run loaded-requests-lock-out`): of 20 blocks either prompt loads 8. The second one, of a higher
-#: priority, needs 8 more.
+#: KVF208 (`kvfix lab run loaded-requests-lock-out`): each prompt loads 8 of the 20 blocks. The second prompt, which has
+#: a higher priority, needs 8 more.
 STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
 BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
 TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}
 
 
 class Hang(NamedTuple):
-    """code, message: of the verdict; message is a part of it. fix: what keeps this hang away, and is not applied."""
+    """code: of the verdict. message: a part of the verdict's text. fix: prevents this hang, and is not applied."""
 
     code: str
     message: str
@@ -54,7 +54,7 @@ HANGS = {
     "lookup_thread_ends": Hang(
         "KVD203",
         "the scheduler waits 3 s for each lookup; rank 0 does not answer: its thread for lookups has ended",
-        engine=ONE_STEP,  # 3 s for each of the prompts: a step of 352 tokens asks for five, and then it goes on
+        engine=ONE_STEP,  # all prompts wait in one step, 3 s each; a step of 352 tokens has only five
         in_process=True,
         fix="KVF015",
     ),
@@ -65,13 +65,13 @@ HANGS = {
 }
 
 
-#: The watchdog's, in tests/engine_state/test_watchdog.py. The others take a state of another process, or a long step.
+#: Hangs that tests/engine_state/test_watchdog.py also has. The watchdog's others need another process or a long step.
 SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 
 @contextmanager
 def transfer_of(hang: Hang) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """vLLM's kv_transfer_config, and the processes of the LMCache server."""
+    """Yield vLLM's kv_transfer_config, and the pids of the LMCache server."""
     if hang.in_process:
         yield start.v1(64), []
         return
@@ -81,12 +81,12 @@ def transfer_of(hang: Hang) -> Iterator[tuple[dict[str, Any], list[int]]]:
         try:
             yield transfer, [each.pid for each in servers]
         finally:
-            for each in servers:  # to end, it must run
+            for each in servers:  # a stopped process must run to end
                 each.resume()
 
 
 def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: dict[str, str]) -> start.Ran:
-    """An engine that hangs so; it is killed once `until` holds."""
+    """Run an engine with this hang. Kill the engine once `until` returns True."""
     hang = HANGS[what]
 
     def do(pid: int) -> None:
@@ -98,7 +98,7 @@ def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: di
             while not until(pid):
                 assert time.monotonic() < end, f"it goes on: {(folder / 'log').read_text()[-1500:]}"
         finally:
-            with suppress(ProcessLookupError):  # it has ended: it did not hang
+            with suppress(ProcessLookupError):  # the engine has ended instead of hanging
                 os.killpg(pid, signal.SIGKILL)
 
     with transfer_of(hang) as (transfer, servers):
@@ -124,10 +124,10 @@ def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
     saved = tmp_path / "look.json"
 
     def looked(pid: int) -> bool:
-        # not engine_of(pid): the process above this engine is the test's own
+        # not engine_of(pid): the parent of this engine is the test
         looker = looking.Looker(processes.tree(pid), full=True)
         looks = command.enough(looker)
-        assert all(each.get("kvfix") is None for each in looks[-1].processes)  # it was started without
+        assert all(each.get("kvfix") is None for each in looks[-1].processes)  # the engine runs without kvfix
         found[:] = standstill.verdicts(looks)
         if found:
             servers = lmcache_server.of(looks[-1].processes)

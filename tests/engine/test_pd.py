@@ -1,6 +1,6 @@
 """A real prefill and a real decode engine, in mode `check`: the answers are those of one plain engine, and decode has
-computed no prompt itself. Then one of the two is killed in the middle of its work: no answer is wrong, and
-kvfix-diagnose says what happened.
+computed no prompt itself. Then one of the two is killed during its work: no answer is wrong, and kvfix-diagnose says
+what happened.
 
 KVFIX_TEST_LONG=1: 200 requests, and the decode engine is killed too.
 """
@@ -29,19 +29,19 @@ from tests.engine.vllm_server import Pair, Request, Server, ask, ask_all, post
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
-#: Seconds for which prefill keeps blocks. On a busy machine decode may be later than vLLM's 30.
+#: Seconds for which prefill keeps blocks. vLLM's 30 s are too short for decode on a busy machine.
 LEASE = 120
-#: How often both are started, until a handshake comes in time.
+#: Starts of both engines at most, until a handshake comes in time.
 STARTS = 4
 SEEDS = itertools.count(1)
-#: What decode's log says of the request whose parameters name no host.
+#: The finding in decode's log for a request whose parameters name no host.
 LOST_HOST = {"KVD584"}
 #: Bytes of a block: K and V of 32 tokens in each layer, in float32.
 BLOCK_BYTES = BLOCK * 2 * 4 * MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"]
 
 
 def requests(count: int) -> list[Request]:
-    """No two begin alike: nothing is found in a prefix cache."""
+    """Return requests that all begin differently, so a prefix cache never has a hit."""
     drawn = random.Random(count)
     return [(prompt(drawn.randrange(40, 400), next(SEEDS)), drawn.randrange(1, 24)) for _ in range(count)]
 
@@ -79,7 +79,7 @@ def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def findings(engine: Server) -> set[str]:
-    """Return the findings in its log, after the statistics of the last answer."""
+    """Return the findings in the engine's log, after the statistics of the last answer."""
     found: set[str] = set()
 
     def has_settled() -> bool:
@@ -92,13 +92,13 @@ def findings(engine: Server) -> set[str]:
 
 
 def computed(engine: Server) -> dict[str, float]:
-    """Tokens of prompts, by where their KV came from."""
+    """Return {source of the KV: tokens of prompts}."""
     sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
     return {source: engine.metric("vllm:prompt_tokens_by_source_total", source=source) for source in sources}
 
 
 def test_equal_answers(pair: Pair, expected: Answers) -> None:
-    """All prompts come by NIXL, byte for byte as many as their blocks have."""
+    """NIXL transfers all prompts: exactly as many bytes as their blocks have."""
     asked = ROUNDS["load"]
     tokens, blocks = sum(len(each) for each, _ in asked), sum(-(-len(each) // BLOCK) for each, _ in asked)
     assert ask_all(pair.url, asked[1:]) == expected["load"][1:]
@@ -129,8 +129,8 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
 
 
 def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """The router loses the prefill's host: decode computes the prompt itself, and has nobody to tell. Both records
-    together show it, neither alone."""
+    """The router loses prefill's host: decode computes the prompt itself, and cannot notify prefill. Only both records
+    together show the lease that is not given back."""
     tokens, count = prompt(100, next(SEEDS)), 4
     asked = {"do_remote_decode": True}
     params = post(pair.prefill.url, (tokens, 1), kv_transfer_params=asked)["kv_transfer_params"]
@@ -150,7 +150,7 @@ def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixtur
 
 
 def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
-    """The negative control: decode is told to read the KV of a prompt as long, and answers something else."""
+    """The negative control: decode reads the KV of another prompt of the same length, and its answer differs."""
     (((tokens, count),), (right,)) = ROUNDS["crossed"], expected["crossed"]
     other = prompt(len(tokens), next(SEEDS))
     params = post(pair.prefill.url, (other, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
@@ -158,8 +158,8 @@ def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
 
 
 def killed(pair: Pair, dies: Server, asked: list[Request], right: list[list[int]]) -> None:
-    """Decode is stopped, so that prefills end whose KV is still to be read; then one of the two is killed. The client
-    gets the right text or an error."""
+    """Stop decode, so that prefills end before decode reads their KV. Then kill one of the two. The client gets the
+    right text or an error."""
     ended = "vllm:request_success_total"
     before = pair.prefill.metric(ended)
     with ThreadPoolExecutor(1) as clients:
@@ -184,7 +184,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
     assert ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]
-    # KVD1156: a notice to the killed prefill instance that was not sent yet cannot be sent.
+    # KVD1156: decode can no longer send a notice to the killed prefill instance.
     assert findings(pair.decode) - {"KVD1156"} == {"KVD591", *LOST_HOST}
 
 

@@ -29,7 +29,7 @@ from tests.engine.start import CROWD, ENGINE, Ran, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-#: Four prompts of three chunks, with answers of one more; once more; then they go on where the answers ended.
+#: Four prompts of three chunks with answers of one chunk; the same prompts again; then prompts with these answers.
 ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
@@ -40,13 +40,13 @@ NGRAM: dict[str, Any] = {
             "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4
         },
     },
-    "config": {"initializer_range": 0.03},  # it repeats itself, so that drafts are accepted
+    "config": {"initializer_range": 0.03},  # the model repeats itself, so drafts are accepted
     "counters": [DRAFTS, ACCEPTED],
     "environment": start.ONE_PROCESS,
 }  # fmt: skip
 FEW = [(prompt(300, seed), 12) for seed in range(1, 4)]
 RANKS: dict[str, Any] = {"rounds": [FEW, FEW], "engine": {**ENGINE, "tensor_parallel_size": 2}}
-#: Three KV groups: one of full attention, and two of windows of two chunks.
+#: Three KV groups: one with full attention, and two with windows of two chunks.
 WINDOWS: dict[str, Any] = {
     "rounds": [CROWD, CROWD],
     "engine": {**ENGINE, "num_gpu_blocks_override": 97, "disable_hybrid_kv_cache_manager": False},
@@ -60,7 +60,7 @@ WINDOWS: dict[str, Any] = {
 
 
 class Engines:
-    """Starts them, and the plain ones once."""
+    """Run engines with a connector, and each plain engine only once."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class Engines:
         return start.run(self.folder / name, True, start.v1(64, **settings), mode="check", **job)
 
     def on_server(self, name: str, job: dict[str, Any], mix_before: int = -1, **settings: Any) -> Ran:
-        """After the first round, all hits come from the L2."""
+        """Run an engine with the server. After the first round, all hits come from the L2."""
         extra = {f"lmcache.mp.{key}": value for key, value in settings.items()}
         extra |= self.transfer["kv_connector_extra_config"]
         before = {number: [["empty_l1", self.http]] for number in range(1, len(job["rounds"]))}
@@ -100,7 +100,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 
 def tokens(part: engine_recordings.Part) -> dict[str, int]:
-    """{kind of event: tokens of all of them}"""
+    """Return {kind of event: tokens of all its events}."""
     events = [entry.event for entry in part.entries]
     return {
         "granted": sum(event.external for event in events if isinstance(event, ev.Granted)),
@@ -110,14 +110,14 @@ def tokens(part: engine_recordings.Part) -> dict[str, int]:
 
 
 def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
-    """It answers as plain vLLM does, each of its ranks has loaded what was granted, and nothing is wrong."""
+    """The engine answers as plain vLLM, each rank has loaded what was granted, and there is no violation."""
     rounds = plain.answer["rounds"]
     assert ran.answer["rounds"][: len(rounds)] == rounds
     (engine,) = engine_recordings.engines(map(recording.read, ran.dumps("signal")))
     assert engine.scheduler is not None
     assert sorted(engine.workers) == list(range(ranks))
     scheduled = tokens(engine.scheduler)
-    # Three chunks of each request at least, each time it is asked for again.
+    # Each request that is sent again loads at least three chunks.
     assert scheduled["due"] >= scheduled["granted"] >= 192 * sum(map(len, rounds[1:]))
     for rank in map(tokens, engine.workers.values()):
         assert rank["due"] == scheduled["due"]
@@ -137,7 +137,7 @@ PLACES = pytest.mark.parametrize("place", ["on_server", "in_process"])
 def test_speculative_decoding(place: str, engines: Engines) -> None:
     ran = getattr(engines, place)(f"ngram-{place}", NGRAM, save_decode_cache=True)
     assert_loaded(ran, engines.plain(NGRAM))
-    # Some drafts were accepted, and some were not; and what was generated on them was loaded: the fourth chunk.
+    # Some drafts were accepted, and some were not. The fourth chunk, generated from drafts, was loaded too.
     assert 0 < ran.answer["counters"][ACCEPTED] < ran.answer["counters"][DRAFTS]
     granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
     assert granted[-len(ANSWERS) :] == [256] * len(ANSWERS)
@@ -149,7 +149,7 @@ def test_two_ranks(place: str, engines: Engines) -> None:
 
 
 def test_sliding_windows(engines: Engines) -> None:
-    """In the third round each chunk of the L2 has the bytes of another one, and the answers differ."""
+    """In the third round each chunk of the L2 has the bytes of another chunk, and the answers differ."""
     third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
     ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
     assert "group_tokens_per_block=[32, 32, 32]" in ran.log
@@ -158,7 +158,7 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """It tells release and options while it runs. The last one: it is missed when it has gone."""
+    """While the server runs, doctor reads its release and options. Then (this is the last test) doctor misses it."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)

@@ -1,7 +1,7 @@
-"""A real vLLM engine of two ranks whose workers are Ray actors on two nodes: kvfix is in each, their records are one.
+"""A real vLLM engine whose two workers are Ray actors on two nodes. kvfix is in each, and joins their records.
 
-Real: vLLM's Ray executor, a local cluster of two nodes (of one machine), LMCache. Stand-ins: LMCache's GPU connector,
-and the platform (plugin/kvfix_engine_ray.py). The cluster is started without a word of kvfix: all comes from vLLM.
+Real: vLLM's Ray executor, a local cluster of two nodes on one machine, LMCache. Stand-ins: LMCache's GPU connector, and
+the platform (plugin/kvfix_engine_ray.py). The cluster starts without settings of kvfix: vLLM passes them on.
 """
 
 import json
@@ -28,13 +28,13 @@ pytest.importorskip("ray", reason="ray is not installed here: its engine is not 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 RANKS = 2
-#: Of all processes. A token that another cluster left in ~/.ray makes `ray start --head` alone ask for one.
+#: Variables of all processes. With a token of another cluster in ~/.ray, `ray start --head` alone would demand one.
 RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Two nodes with place for one rank each: the address, and the pids that all of each is below."""
+    """Start two nodes with place for one rank each. Yield the address and the pids of the nodes' top processes."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvfix-ray-") as sockets:
         more = [f"--temp-dir={sockets}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
@@ -47,7 +47,7 @@ def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
 
 @contextmanager
 def node(folder: Path, name: str, *options: str) -> Iterator[int]:
-    """Ray gives a node 30 s, which a busy machine may need twice (ray/_private/node.py 2.60.0:428)."""
+    """Start a node, up to three times: a busy machine exceeds Ray's limit of 30 s (ray/_private/node.py 2.60.0:428)."""
     settings = {**RAY, "KVFIX_TEST_REPORT": str(folder / "engine/report"), "PYTHONHASHSEED": "0"}
     environment, log = clean_environment(PLUGIN, **settings), folder / f"{name}.log"
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--num-gpus=1"]
@@ -106,8 +106,8 @@ def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.missing == []
     assert all(compared.pairs for compared in engine.compared.values())
     assert replay.replay(ran.dumps("signal"), json=True) == 0
-    # A dump of the engine has the actors, though they are not below it. The dump of the other node has what is below
-    # that, and the rest by the engine's name.
+    # The dump of the engine has the actors, though they are not its children. The dump of the other node has the
+    # node's children, and finds the other processes by the engine's name.
     for found in dumps:
         rows = {row["pid"]: row for row in found["processes"]}
         assert len({rank for row in rows.values() for rank in row["ranks"]}) == RANKS + 1, found

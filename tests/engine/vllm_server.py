@@ -1,8 +1,8 @@
 """vLLM's HTTP server on a small model, alone or as prefill and decode instances behind vLLM's own toy proxy.
 
-vLLM for the CPU registers its KV blocks with NIXL as they are (nixl/base_worker.py 0.32.0:857), so whole blocks are
-read from the other engine's memory. UCX takes TCP, as between machines. NIXL's thread polls without a pause: each of
-the two engines takes a core.
+vLLM for the CPU registers its KV blocks directly with NIXL (nixl/base_worker.py 0.32.0:857), so an engine reads whole
+blocks from the other engine's memory. UCX uses TCP, as between machines. NIXL's thread polls without a pause, so each
+of the two engines takes a core.
 
 The connectors of the test suite's plugin can be told to fail: the file `fault` of a server names the fault, and the
 connector reads it at each load (plugin/kvfix_engine_verify.py).
@@ -29,10 +29,10 @@ from tests.fork_server import FORK_WORKERS, Forked
 
 PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 SIZES = {"max-model-len": 1024, "num-gpu-blocks-override": 257, "max-num-batched-tokens": 512}
-#: Of prefill and decode instances.
+#: Sizes of prefill and decode instances.
 FEW_BLOCKS = {**SIZES, "num-gpu-blocks-override": 97}
 CHUNK = 64
-#: LMCache in process, with its own GPU connector on CPU tensors. It reads the fault.
+#: LMCache in process, with its own GPU connector on CPU tensors. The connector reads the fault.
 FAULTY = {"kv_connector": "Faulty", "kv_connector_module_path": "kvfix_engine_verify"}
 IN_PROCESS = {**real_engine.in_process(CHUNK), **FAULTY}
 OFFLOADING = {
@@ -41,16 +41,16 @@ OFFLOADING = {
 }  # fmt: skip
 #: Seconds for an engine to start, and for an answer.
 LIMIT = 240
-#: Clients at a time.
+#: Number of clients at a time.
 CLIENTS = 8
 Request = tuple[list[int], int]
 
 
 class Server:
-    """vLLM's server with kvfix in this mode; "": without kvfix. It has the same ports each time that it is started.
+    """vLLM's server with kvfix in this mode; "": without kvfix. Its ports stay the same at each start.
 
-    transfer: kv_transfer_config; a text is not changed, for it may be broken JSON. options: more of vLLM's.
-    popen: starts the program. environment: more of the server's.
+    transfer: kv_transfer_config; a text stays as it is, for it may be broken JSON. options: more options of vLLM.
+    popen: starts the program. environment: more variables of the server.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side),
-            # Longer than the proxy leaves a connection unused: it may write to one that the engine is closing (5 s).
+            # With vLLM's 5 s, the proxy may write to a connection that the engine is closing.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(10 * LIMIT),
-            # The worker in EngineCore's process, as with one GPU: one of its own waits in sched_yield(), and beside
-            # NIXL's thread Linux 6.18 then leaves it without a core for up to a minute.
+            # The worker is in EngineCore's process, as with one GPU. A separate worker would wait in sched_yield(), and
+            # beside NIXL's thread Linux 6.18 would leave it without a core for up to a minute.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             **{FORK_WORKERS: "", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
             **({"KVFIX": mode} if mode else {}),
@@ -89,7 +89,7 @@ class Server:
         self.environment = clean_environment(PLUGIN, ROOT, **{**settings, **real_engine.ENVIRONMENT, **environment})
 
     def words(self, **sizes: Any) -> list[str]:
-        """Return vLLM's options. sizes: in place of SIZES, or more."""
+        """Return vLLM's options. sizes: replace values of SIZES, or add some."""
         return [
             *self._words,
             *(word for name, value in {**SIZES, **sizes}.items() for word in (f"--{name}", str(value))),
@@ -97,7 +97,7 @@ class Server:
 
     @contextmanager
     def started(self, **sizes: Any) -> Iterator[Self]:
-        """Start it, and kill all its processes at the end."""
+        """Start the server, and kill all its processes at the end."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.plant("")
         model = self.folder.parent / "model"
@@ -115,13 +115,13 @@ class Server:
 
     @contextmanager
     def running(self, **sizes: Any) -> Iterator[Self]:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         with self.started(**sizes):
             self.until_it_answers()
             yield self
 
     def until_it_answers(self, url: str = "") -> None:
-        """url: of its proxy."""
+        """Wait for an answer. url: the proxy's, in place of the server's."""
 
         def answers() -> bool:
             try:
@@ -139,7 +139,7 @@ class Server:
             time.sleep(0.1)
 
     def plant(self, fault: str) -> None:
-        """ "" plants none."""
+        """Plant this fault; "" plants none."""
         (self.folder / "fault").write_text(fault)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -150,7 +150,7 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
     def signal(self, number: int) -> None:
-        """To all its processes, which are in one session."""
+        """Send the signal to all processes of the server, which are in one session."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -159,7 +159,7 @@ class Server:
         self.process.wait(LIMIT)
 
     def recorders(self) -> list[Path]:
-        """The files of its recorders, as of now: as `kvfix dump` asks for them."""
+        """Make the recorders write their files now, as `kvfix dump` does, and return the files."""
         folder = self.folder / "dumps"
         pids = {each.pid for each in processes.tree(self.process.pid)}
         ready = [pid for path in folder.rglob("*.ready") if (pid := int(path.stem.rpartition("-")[2])) in pids]
@@ -175,14 +175,14 @@ class Server:
 
 
 def write_model(folder: Path) -> None:
-    """With a tokenizer, which has a token for each byte."""
+    """Write the model, and a tokenizer that has a token for each byte."""
     if not (folder / "config.json").exists():
         real_engine.write_model(folder, "float32", {})
         real_engine.write_tokenizer(folder)
 
 
 class Pair(NamedTuple):
-    """url: of the proxy."""
+    """Two engines behind a proxy. url: the proxy's."""
 
     prefill: Server
     decode: Server
@@ -191,7 +191,7 @@ class Pair(NamedTuple):
 
 @contextmanager
 def pair(folder: Path, mode: str, **transfer: Any) -> Iterator[Pair]:
-    """Both engines and the proxy, until the end. transfer: of both. The plugin of the test suite does nothing."""
+    """Yield both engines and the proxy. transfer: settings of both engines. The test suite's plugin does nothing."""
     nixl = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", **transfer}
     prefill, decode = (
         Server(folder / name, {**nixl, "kv_role": role}, mode, KVFIX_TEST_REPORT="")
@@ -214,7 +214,7 @@ def pair(folder: Path, mode: str, **transfer: Any) -> Iterator[Pair]:
 
 
 def post(url: str, request: Request, limit: float = LIMIT, **more: Any) -> dict[str, Any]:
-    """vLLM's answer, as JSON. httpx.HTTPError: there was none, or it is an error."""
+    """Return vLLM's answer as JSON. Raise httpx.HTTPError if there is none, or if it is an error."""
     prompt, tokens = request
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True, **more}, timeout=limit)
@@ -223,7 +223,7 @@ def post(url: str, request: Request, limit: float = LIMIT, **more: Any) -> dict[
 
 
 def ask(url: str, request: Request, **more: Any) -> list[int] | None:
-    """The tokens that are generated; None if an error is answered instead, or the connection ends."""
+    """Return the generated tokens; None after an error, or if the connection ends."""
     try:
         return list(post(url, request, **more)["choices"][0]["token_ids"])
     except httpx.HTTPError:

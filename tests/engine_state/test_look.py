@@ -1,4 +1,4 @@
-"""`kvfix look PID` on processes that run: the lab's engine in a loop, and one that stands in C."""
+"""`kvfix look PID` on running processes: the lab's engine in a loop, and a process that is stuck in C."""
 
 import json
 import os
@@ -23,14 +23,14 @@ COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
 
 
 def of_lab() -> dict[str, str]:
-    """The environment of a program that plays the lab's engine."""
+    """Return the environment of a program that plays the lab's engine."""
     environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
     return {**environment, "PYTHONPATH": f"{environment['PYTHONPATH']}{os.pathsep}{ROOT}"}
 
 
 @contextmanager
 def lab_process(name: str) -> Iterator[int]:
-    """An engine of wedged.py."""
+    """Run an engine of wedged.py, and yield its pid."""
     command = [sys.executable, "-m", "tests.engine_state.wedged", name]
     process = subprocess.Popen(
         command, env=of_lab(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -38,7 +38,7 @@ def lab_process(name: str) -> Iterator[int]:
     try:
         assert any(line == "runs\n" for line in process.stdout)
         yield process.pid
-        assert process.poll() is None  # it goes on after all looks
+        assert process.poll() is None  # the engine still runs after all looks
     finally:
         process.kill()
         process.wait()
@@ -46,7 +46,7 @@ def lab_process(name: str) -> Iterator[int]:
 
 @contextmanager
 def waiting(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that prints a line and then waits for its input."""
+    """Run a program that prints a line and then waits for its input."""
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         yield process
@@ -61,12 +61,12 @@ def look(pid: int, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def watched(pid: int, draws: int) -> tuple[int, str]:
-    """The exit code of `--watch`, interrupted after so many, and all that it has drawn."""
+    """Interrupt `--watch` after `draws` draws. Return its exit code, and all that it has drawn."""
     ours, its = pty.openpty()
     environment = clean_environment(TERM="xterm", COLUMNS="240")
 
     def listen() -> None:
-        """A background job of a shell, and its children, ignore the signal."""
+        """Restore the signal: a shell's background jobs and their children ignore it."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(
@@ -77,7 +77,7 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
         while text.count(b"a second") < draws:
             text += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             while True:
                 text += os.read(ours, 65536)
     os.close(ours)
@@ -118,7 +118,7 @@ def test_an_engine_at_work() -> None:
 
 
 def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
-    """Nothing can run in it: its stack shows the hook."""
+    """kvfix cannot run code in this process, but its stack shows the hook."""
     with hanging(tmp_path, "deaf") as process:
         done = look(process.pid)
     assert done.returncode == 1, done.stderr
@@ -138,7 +138,7 @@ def test_without_rights() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_in_a_container_without_ptrace() -> None:
-    """A container's root without SYS_PTRACE may not trace one that has more rights."""
+    """A container's root without SYS_PTRACE may not trace a process that has more rights."""
     less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
     with waiting("import torch; print(flush=True); input()") as process:
         done = RUN([*less, *COMMAND, str(process.pid)])
@@ -168,7 +168,7 @@ def test_a_process_without_vllm_is_not_stopped(code: str) -> None:
 
 
 def test_of_a_container_only_the_engine_is_read() -> None:
-    """Below PID 1 are other programs too: a plain Python, and PyTorch without vLLM."""
+    """PID 1 also has other children: a plain Python, and PyTorch without vLLM."""
     others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
     engine = f"{sys.executable} -m tests.engine_state.wedged busy_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])
@@ -202,7 +202,7 @@ def test_a_state_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_a_core_file(tmp_path: Path) -> None:
-    """Its stacks, as PyStack 1.7 prints them, and what to do without PyStack."""
+    """kvfix reads a core file's stacks as PyStack 1.7 prints them, and says what to do without PyStack."""
     main, other = map(looking.of_stack, command.stacks(Path(__file__).with_name("core.txt").read_text()).values())
     assert (main["hook"], main["stack"][0]) == (
         "start_load_kv", "start_load_kv (vllm/lmcache_mp_connector.py:900)"

@@ -1,4 +1,4 @@
-"""The verdict on states that the lab's real scheduler and connectors are in."""
+"""The verdict on states of the lab's real scheduler and connectors."""
 
 import copy
 from typing import Any
@@ -24,7 +24,7 @@ def locked_out(once: Once) -> States:
 
 
 def looks(states: list[dict[str, Any]], seconds: float) -> list[Look]:
-    """As if the process had been looked at so many seconds apart."""
+    """Return looks at these states. `seconds` pass from the first look to the last."""
     gap = seconds / (len(states) - 1)
     return [Look(at * gap, [state]) for at, state in enumerate(states)]
 
@@ -55,7 +55,7 @@ def only(states: list[dict[str, Any]], seconds: float) -> Any:
     ],
 )  # fmt: skip
 def test_what_stands_still(engine: tuple[str, ...], seconds: int, code: str, message: str, once: Once) -> None:
-    """A transfer that the server may still answer has no verdict after a second. One look is never enough."""
+    """After a second there is no verdict on a transfer that the server may still answer. One look never suffices."""
     states = once(wedged.twice, NEWEST, *engine)
     found = only(states, seconds)
     assert (found.code, found.request, found.message) == (code, "r", message)
@@ -78,8 +78,8 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> N
 
 @pytest.mark.parametrize("what", ["", "computed", "total", "preemptions"])
 def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
-    """what: between the looks it has had the first one, and was preempted: the second one has only been planned.
-    "": the connector's transfers are not known."""
+    """No verdict: the request's counter `what` changed between the looks, so its load may be a new, only planned one.
+    "": the connector's transfers are unknown."""
     states = copy.deepcopy(once(wedged.twice, NEWEST, "engine_without_load"))
     (row,) = states[1]["scheduler"]["requests"]
     assert waits_for(liveness.engines(states)[1], row) == "no worker has its load"
@@ -92,7 +92,7 @@ def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
 
 @pytest.mark.parametrize("connector", ["v1", "v1-async", "mp"])
 def test_a_healthy_engine_has_no_verdict(connector: str, once: Once) -> None:
-    """Each pair of looks some steps apart, a second for each step: slower than engines are."""
+    """There is no verdict on any two looks that are some steps apart. A step takes a second: engines are faster."""
     states = once(wedged.healthy, NEWEST, connector, 240)
     rows = [row for state in states for row in state["scheduler"]["requests"]]
     assert any(row["preemptions"] for row in rows)
@@ -126,20 +126,20 @@ def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, locked_ou
     assert found.code == "KVD203"
     assert found.message.startswith(f"the scheduler waits 3 s for each lookup; {why}")
     assert show.fixes(found, states[-1:]) == ["KVF015"]
-    assert not [each for each in verdicts(looks(states, 2)) if each.code == "KVD203"]  # not long enough
+    assert not [each for each in verdicts(looks(states, 2)) if each.code == "KVD203"]  # too short for a verdict
     states[1]["scheduler"]["steps"] = 40
     assert not [each for each in verdicts(looks(states, 7)) if each.code == "KVD203"]
 
 
 def test_a_rank_whose_thread_for_lookups_has_ended(locked_out: States) -> None:
-    """Whatever call the scheduler is in at the looks."""
+    """The verdict does not depend on the call in which a look finds the scheduler."""
     rank = {"threads": {"lookup_server": False}}
     states = [{**each, "hook": "", "in_step": False} for each in in_lookup(locked_out, rank)]
     found = verdicts(looks(states, 1))[0]
     assert found.code == "KVD203"
     assert found.message.endswith(" each lookup; rank 0 does not answer: its thread for lookups has ended")
     idle = [{**each, "scheduler": {**each["scheduler"], "requests": []}} for each in states]
-    assert verdicts(looks(idle, 1)) == []  # the engine ends, and its threads with it
+    assert verdicts(looks(idle, 1)) == []  # the engine ends, and so do its threads
     states[-1]["connectors"][1]["threads"] = {"lookup_server": True}
     assert [each.code for each in verdicts(looks(states, 1))] == ["KVD202"]
 
@@ -152,7 +152,7 @@ def test_a_hook_may_hold_up_what_the_queues_lack(locked_out: States) -> None:
 
 
 def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
-    """No step asks for the lookup's answer meanwhile: what stands is the hook, not the server."""
+    """During the hook no step asks for the lookup's answer. So the hook stands still, not the server."""
     before, after = once(wedged.twice, NEWEST, "lookup_without_answer", "mp")
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C", "stack": []}
     inside = [after, {**worker, "hook": "start_load_kv"}]
@@ -161,7 +161,7 @@ def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
         seen.append(Look(at, inside))
         assert [each.code for each in verdicts(seen)] == ["KVD213"] * (at > 3)
         assert (seconds_to_look(seen) > 1) is (at <= 3)
-    brief = [*seen[:1], Look(6, inside)]  # the last look happened to find it in a hook
+    brief = [*seen[:1], Look(6, inside)]  # by chance, the last look found the worker in a hook
     assert [each.code for each in verdicts(brief)] == ["KVD204"]
 
 

@@ -1,4 +1,4 @@
-"""The watchdog reports each engine that stands still, once, and none that works, waits for work or computes."""
+"""The watchdog reports an engine that stands still once, and never one that works, waits for work or computes."""
 
 import os
 import tempfile
@@ -20,16 +20,16 @@ from tests import late
 from tests.conftest import RELEASES, Once, answers
 from tests.engine_state import wedged
 
-#: Seconds that the clock of these cases advances with each step: twelve in the limit.
+#: Seconds that the clock advances with each step. Twelve steps make the limit of 60 s.
 STEP = 5.0
-#: vLLM's EngineCore, as the stack of a main thread shows it, around a call.
+#: A function `step` in a file named like EngineCore's. A call inside it has EngineCore's frame in its stack.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
 
 
 def prepare() -> None:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp()
-    os.environ[watchdog.SECONDS] = "0"  # no thread
+    os.environ[watchdog.SECONDS] = "0"  # start no watchdog thread
     kvfix.apply("observe")
 
 
@@ -41,7 +41,7 @@ class Clock:
 
 
 def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambda call: call()) -> float:
-    """Seconds after which the watchdog reports, when `act` is done again and again; 0: never."""
+    """Call `act` again and again. Return the seconds after which the watchdog reports; 0: never."""
     clock = Clock()
     dog = watchdog.Watchdog(60.0, clock)
     for _ in range(steps):
@@ -53,14 +53,14 @@ def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambd
 
 
 def logged_reports() -> list[str]:
-    """The reports of a standstill that kvfix logs from now on."""
+    """Return a list that gets each report of a standstill that kvfix logs from now on."""
     reports: list[str] = []
     vars(watchdog.engine_log)["warning"] = lambda line: reports.extend([line] * ("State, stacks and events" in line))
     return reports
 
 
 def wedge(name: str) -> dict[str, Any]:
-    """Return what a thread reports of an engine that makes empty steps."""
+    """Return what the watchdog's thread reports about an engine that makes empty steps."""
     prepare()
     engine = getattr(wedged, name)()
     seconds = due(engine.step, 40)
@@ -69,7 +69,7 @@ def wedge(name: str) -> dict[str, Any]:
     thread = watchdog.threading.Thread(target=dog.run)
     thread.start()
     until = time.monotonic() + 300
-    while not reports and time.monotonic() < until:  # the main thread does what EngineCore's does
+    while not reports and time.monotonic() < until:  # the main thread makes steps, as EngineCore's does
         engine.step()
     dog.stopped.set()
     thread.join()
@@ -85,9 +85,9 @@ def wedge(name: str) -> dict[str, Any]:
 
 @answers([0.0, 0.0, 0.0, True, 0.0])
 def test_what_is_no_hang() -> list[float]:
-    """Return seconds until a report: idle, under load, in a step at the workers, not there, and paused.
+    """Return seconds until a report: idle, under load, waiting inside a step, the same outside a step, and paused.
 
-    One is reported: else the others prove nothing.
+    The wait outside a step must be reported. Otherwise the other cases prove nothing.
     """
     prepare()
     engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
@@ -107,9 +107,9 @@ def test_what_is_no_hang() -> list[float]:
     return [*found, due(engine.step, 40)]
 
 
-@answers([0.0, 70.0])  # the first two looks only begin
+@answers([0.0, 70.0])  # the first two looks only start the measured time
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
-    """Seconds until it is reported: while the decode engine makes steps, and while it makes none."""
+    """Return seconds until a report: while the decode engine makes steps, and while it makes none."""
     prepare()
     pair = late.Pair(Options(connector="mooncake", block_size=16, num_blocks=40, max_num_batched_tokens=64))
     prefill = pair.prefill.scheduler
@@ -149,14 +149,14 @@ def test_each_standstill_is_reported_once() -> list[int]:
     [
         ("build_connector_meta", 20, 1, ["build_connector_meta of LMCacheMPConnector"]),
         ("build_connector_meta", 2, 1, []),
-        # One step waits in many hooks: LMCache is in process, and each waiting request costs the scheduler 3 s.
+        # One step can wait in many hooks, as with in-process LMCache, where each waiting request costs seconds.
         ("get_num_new_matched_tokens", 2, 20, ["requests"]),
         ("get_num_new_matched_tokens", 1, 2, []),
     ],
 )
 @answers(also="answer")
 def test_a_hook_that_does_not_come_back(hook: str, times: int, requests: int) -> list[Any]:
-    """The hook looks at the clock so often before it comes back. Return the reports."""
+    """The hook advances the clock `times` times before it returns. Return the reports."""
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 
     original, found = getattr(LMCacheMPConnector, hook), []
@@ -170,9 +170,9 @@ def test_a_hook_that_does_not_come_back(hook: str, times: int, requests: int) ->
         return original(self, *args)
 
     setattr(LMCacheMPConnector, hook, slow)
-    prepare()  # kvfix's wrapper is around the slow one
+    prepare()  # kvfix wraps the slow hook
     engine = wedged.empty_engine()
-    vars(kvfix.clock)["now"] = clock  # a call is known by its start
+    vars(kvfix.clock)["now"] = clock  # the watchdog recognizes a call by its start time
     for number in range(requests):
         engine.admit(f"r{number}", prompt(200, seed=number), max_tokens=40)
     engine.step(40)
@@ -204,13 +204,13 @@ def test_a_start_that_hangs() -> list[Any]:
 )
 def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> None:
     found = once(wedge, RELEASES / "0.5.6", engine)
-    assert (found["seconds"], found["reason"]) == (65.0, "standstill")  # the first look only begins
+    assert (found["seconds"], found["reason"]) == (65.0, "standstill")  # the first look only starts the measured time
     assert "no request has made progress for " in found["line"]
     assert verdict in found["line"]
     assert found["events"] > 0
     assert "r" in found["requests"]
     assert "watchdog.py" in found["stacks"]
-    assert "in wedge" in found["stacks"]  # of the main thread, wherever it was
+    assert "in wedge" in found["stacks"]  # the main thread's stack, wherever it was
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 60.0), ("5", 5.0), ("0", 0.0), ("-1", 0.0), ("soon", 60.0)])

@@ -1,7 +1,7 @@
-"""Engines of the lab that cannot move, and what `collect` reads in them: run in a fork, with vLLM and an LMCache.
+"""Engines of the lab that stand still, and what `collect` reads from them. They run in a fork with vLLM and an LMCache.
 
 `python -m tests.engine_state.wedged NAME` runs an engine in a loop like EngineCore's. It prints a line when the engine
-is in that state, and goes on.
+stands still, and continues the loop.
 """
 
 import json
@@ -36,7 +36,7 @@ def one_look(name: str) -> dict[str, Any]:
 
 
 def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
-    """Look at this engine of the module, and again twelve steps later."""
+    """Return two looks at this engine of the module, the second one twelve steps later."""
     engine, full = globals()[name](*arguments), name == "locked_out_engine"
     first = look(engine, full)
     engine.step(12)
@@ -45,7 +45,7 @@ def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
 
 def _engine(options: Options) -> Any:
     engine = late.LabEngine(options)
-    if "enable_async_loading" in options.lmcache:  # lookups have the lab's time
+    if "enable_async_loading" in options.lmcache:  # lookups use the lab's time
         now: Any = SimpleNamespace(time=lambda: engine.connector.now, monotonic=time.monotonic)
         vars(lmcache_readers)["time"] = now
     return engine
@@ -61,14 +61,14 @@ def locked_out_engine() -> Any:
 
 
 def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """When each request came, in seconds since 1970, and the rows."""
+    """Return {request: its arrival in seconds since 1970}, and the rows."""
     engine = locked_out_engine()
     rows = look(engine)["scheduler"]["requests"]
     return {name: request.arrival_time for name, request in engine.requests.items()}, rows
 
 
 def busy_engine() -> Any:
-    """One request generates, one loads, one waits."""
+    """Return an engine in which one request generates, one loads, and one waits."""
     engine = _engine(MP)
     engine.admit("running", prompt(100, seed=1), max_tokens=40)
     engine.step(6)
@@ -119,7 +119,7 @@ def lookup_without_answer(connector: str) -> Any:
 
 
 def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
-    """Looks after each step of a schedule without faults: few blocks, and what was evicted is asked for again."""
+    """Return a look after each step of a schedule without faults. Blocks are few, and evicted prompts come again."""
     lmcache: dict[str, Any] = {"enable_async_loading": True} if connector == "v1-async" else {}
     kind = "mp" if connector == "mp" else "v1"
     engine = _engine(Options(connector=kind, delay=3, num_blocks=48, chunk_size=64, lmcache=lmcache))
@@ -136,7 +136,7 @@ def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
 
 
 def planted_fault() -> dict[str, Any]:
-    """A scheduler of another release: what cannot be read is named, and nothing raises."""
+    """Read a scheduler that looks like another release's. The state names what cannot be read, and nothing raises."""
     engine = _engine(MP)
     engine.admit("r", prompt(200), max_tokens=4)
     engine.step()
@@ -145,7 +145,7 @@ def planted_fault() -> dict[str, Any]:
 
 
 def with_recorder() -> dict[str, Any]:
-    """kvfix records in this process."""
+    """Return the state of a process in which kvfix records."""
     from kvfix.session import session
 
     kvfix.apply("observe")
@@ -180,7 +180,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
         if waits:
             whole, *step = counts if reserve else [0, *counts]
             assert done is None or step
-            if step:  # else the whole request is too large, and vLLM counts no further
+            if step:  # otherwise the request is too large, and vLLM stops counting
                 found.append((ours, max(whole, step[0] + named["reserved_blocks"])))
         return done
 
@@ -192,7 +192,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
 
 
 class EngineCore:
-    """In place of vLLM's, which needs a model. A step takes a hundredth of a second and more."""
+    """Replaces vLLM's EngineCore, which needs a model. A step takes a hundredth of a second or more."""
 
     model_executor = None
 

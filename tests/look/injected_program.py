@@ -1,4 +1,4 @@
-"""A process into which code is injected. The first argument is what its main thread does meanwhile."""
+"""A process into which tests inject code. The first argument says what its main thread does at that time."""
 
 import ctypes
 import platform
@@ -19,17 +19,17 @@ if sys.argv[1] == "computes":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTRAP})
     numbers = numpy.arange(1_000_000, dtype=float)
     right, wrong = float(numbers.sum()), 0
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background processes ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background processes ignore SIGINT
 print("ready", flush=True)
-if sys.argv[1] == "c":  # with the GIL and without a bytecode, until there is a line on stdin
+if sys.argv[1] == "c":  # keep the GIL and run no bytecode, until a line comes on stdin
     ctypes.PyDLL(None).getchar()
-if sys.argv[1] == "own-lock":  # FUTEX_WAIT, on what is in Python's own state
+if sys.argv[1] == "own-lock":  # FUTEX_WAIT on an address in Python's own state
     state = ctypes.c_int.in_dll(ctypes.pythonapi, "_PyRuntime")
     number = {"x86_64": 202, "aarch64": 98}[platform.machine()]
     ctypes.CDLL(None).syscall(number, ctypes.byref(state), 0, state.value, None)
 if sys.argv[1] == "read":
     ctypes.CDLL(None).getchar()
-if sys.argv[1] == "reads":  # two system calls
+if sys.argv[1] == "reads":  # two system calls, one after the other
     sys.stdin.buffer.raw.read(1)
     print("goes on", flush=True)
     sys.stdin.buffer.raw.read(2)

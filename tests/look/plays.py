@@ -1,4 +1,4 @@
-"""The lab's engine in a separate process, without kvfix: it holds a request until the file of a flag is there.
+"""The lab's engine in a separate process, without kvfix. It holds a request until the file FLAG exists.
 Then another request comes.
 
 `plays.py LMCACHE FLAG`

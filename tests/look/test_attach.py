@@ -1,4 +1,4 @@
-"""`kvfix attach` and `detach` on the real scheduler and connector, with a request that began before.
+"""`kvfix attach` and `detach` on the real scheduler and connector, with a request that began before the attach.
 
 tests/engine attaches to engines under load.
 """
@@ -42,7 +42,7 @@ def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
         assert found["KVF002"]["verdict"] == found["KVF024"]["verdict"] == "applied"
         assert found["KVF024"]["reason"].endswith("; does not change 1 requests that began before")
         assert "before" not in found["KVF002"]["reason"]
-        assert "KVF017" not in found  # it was not asked for
+        assert "KVF017" not in found  # a fix that was not chosen
         flag.touch()
         assert real_engine.wait_for("ended", log, process, 120), log.read_text()
         assert attach.status(pid, json=True) == 0
@@ -51,8 +51,8 @@ def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
             "from kvfix.session import session; open(ANSWER, 'w').write(f'{session.violations} {len(session.events)}')"
         )
         violations, _, events = inject.run(pid, code, seconds=20).rpartition(" ")
-        assert violations == "{}"  # mode `check` reports nothing of the request that began before
-        assert int(events) > 4  # of the later one
+        assert violations == "{}"  # mode `check` reports nothing about the request that began before the attach
+        assert int(events) > 4  # events of the later request
         assert attach.detach(pid, 60, json=True) == 0
         assert not rows()
         assert attach.attach(pid, "fix", ["KVF002"], True, 60, json=True) == 0

@@ -32,7 +32,7 @@ def target(does: str, python: str = sys.executable) -> Iterator[subprocess.Popen
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe, text=True) as process:
         try:
-            remove_files(process)  # of a process of an earlier run, with the same number
+            remove_files(process)  # files of an earlier process with the same pid
             assert process.stdout.readline() == "ready\n"
             yield process
         finally:
@@ -58,11 +58,11 @@ def test_the_main_thread_answers(does: str) -> None:
 
 
 def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
-    """It may be about to take the GIL. Called then, it waited for itself, and EngineCore stood still."""
+    """The thread may be about to take the GIL. A call then waited for its own thread, and EngineCore stood still."""
 
     class GoesOn(Process):
         def wait(self) -> str:
-            while not (found := super().wait()):  # "ready" comes before it reads
+            while not (found := super().wait()):  # the program prints "ready" before it reads
                 pass
             program.stdin.write("x")
             program.stdin.flush()
@@ -76,7 +76,7 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
 
 
 def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
-    """It may hold the mutex of the GIL meanwhile. Called then, it waited for itself, and all threads for it."""
+    """The thread may hold the GIL's mutex. A call then waited for its own thread, and all threads for the call."""
     with target("own-lock") as process:
         with pytest.raises(inject.Silent):
             inject.run(process.pid, "pass", seconds=0.5)
@@ -97,7 +97,7 @@ def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvfix reads the maps of the process once, also if its memory changes meanwhile. With CUDA there are thousands."""
+    """kvfix reads the process's memory maps once, even if they change between calls. With CUDA there are thousands."""
     read: list[Path] = []
     mapped = other_process._mapped_files
     monkeypatch.setattr(other_process, "_mapped_files", lambda process: read.append(process) or mapped(process))
@@ -106,8 +106,8 @@ def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> No
         counted = [int(value(process, "__main__.counted")) for _ in range(100)]
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert counted == sorted(counted)
-    assert counted[-1] > counted[0]  # the loop went on between them
-    assert maps.count("6b76000") == 2  # start and end of one line
+    assert counted[-1] > counted[0]  # the program's loop ran between the calls
+    assert maps.count("6b76000") == 2  # start and end of one page's line
     assert len(read) == 1
 
 
@@ -145,7 +145,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """As vLLM's, up to 0.11: it raises SystemExit, and must not end in the code that it happens to interrupt."""
+    """The handler of vLLM up to 0.11 raises SystemExit. The exception must not end in the injected code by chance."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "
@@ -177,7 +177,7 @@ def test_a_process_that_ends_meanwhile() -> None:
 
 
 def test_the_end_of_the_looker_is_not_that_of_the_call(tmp_path: Path) -> None:
-    """A thread that nothing waits for runs into the breakpoint, and the process ends."""
+    """If nothing traced the called thread, it would run into the breakpoint, and the process would end."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = "import sys; from kvfix_tools.look import inject; inject.run(int(sys.argv[1]), sys.argv[2], seconds=60)"

@@ -15,7 +15,7 @@ LINK = "Not a directory|Too many levels"
 
 @pytest.fixture
 def tmp(tmp_path: Path) -> Path:
-    """/tmp of the process, to which its user may write. Next to it is a file of root."""
+    """Return the /tmp of the process, to which its user may write. Next to it is a file of root."""
     (tmp_path / "secret").write_text("of root")
     (tmp_path / "tmp").mkdir()
     return tmp_path / "tmp"

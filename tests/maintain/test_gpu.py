@@ -133,7 +133,7 @@ def test_resume_runs_what_has_no_result(fakes: Fakes) -> None:
     assert fakes.run("77", "1", "0", resume=True) == 1
     assert fakes.ran == ["77", "1", "0"]
     assert fakes.run("77", "1", "0", resume=True) == 1
-    assert fakes.ran == ["77"]  # it could not be checked: here it may
+    assert fakes.ran == ["77"]  # its result was "not checked", so it runs again
     assert fakes.run("0") == 0
     assert fakes.ran == ["0"]
 
@@ -164,7 +164,7 @@ def result(verdict: str, kinds: tuple[str, ...] = (), layout: str = "nhd") -> Re
 
 
 def large(**changes: Any) -> RunReport:
-    """Return the report of a large transfer, which reaches both goals but for these changes."""
+    """Return the report of a large transfer that reaches both goals, with these changes."""
     seconds = {"store": 0.7, "load": 0.7, "plain_store": 0.69, "plain_load": 0.69, "check_seconds": 2.0}
     return report(result("passed"), speeds=(replace(result("passed"), **{**seconds, **changes}),))
 
@@ -190,7 +190,7 @@ KNOWN = result("passed"), result("failed", layout="packed")  # LMCache issue 446
         (roundtrips.found, report(STALE, result("failed", ("bit flip",))), False),
         (roundtrips.found, report(STALE, result("passed")), False),
         (roundtrips.found, report(result("refused")), False),
-        # Only a known bug is right as released, and an engine as released must be wrong.
+        # Without fixes, no failure but the known bug is right, and an engine must answer wrong.
         (roundtrips.known, report(*KNOWN), True),
         (roundtrips.known, report(*KNOWN, result("crashed")), False),
         (roundtrips.differs, engine(DIFFER, 576), True),

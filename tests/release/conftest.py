@@ -1,4 +1,4 @@
-"""A machine of somebody who has just heard of kvfix: a fresh Python, an empty home, and a checkout."""
+"""The machine of a new user of kvfix: a fresh Python, an empty home, and a checkout."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 from maintain import release
 
-#: What tells pip and git where things are on this machine; the rest of the environment stays behind.
+#: Prefixes of the variables that tell pip and git where things are on this machine. No other variable is kept.
 _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -19,13 +19,13 @@ Shell = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, next to the source archive, as `make release` makes them."""
+    """Build the wheel and, next to it, the source archive, as `make release` does. Return the wheel."""
     return release.build(tmp_path_factory.mktemp("dist"))[1]
 
 
 @pytest.fixture(scope="session")
 def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source archive, unpacked."""
+    """Return the folder of the unpacked source archive."""
     place = tmp_path_factory.mktemp("checkout")
     (sdist,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -36,9 +36,9 @@ def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
-    """Runs a line as a user types it, which must end with `code`. kvfix is installed as the README says.
+    """Return a function that runs a line as a user types it. The line must end with exit code `code`.
 
-    The packages that kvfix needs come from pip's index.
+    kvfix is installed as the README says. The packages that kvfix needs come from pip's index.
     """
     place = tmp_path_factory.mktemp("machine")
     home = place / "home"

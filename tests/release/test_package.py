@@ -24,14 +24,14 @@ def test_the_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT / "patches/upstream")) for path in (ROOT / "patches/upstream").rglob("*.patch")
     }
     assert {name.partition("upstream_patches/")[2] for name in names if name.endswith(".patch")} == patches
-    # `maintain` is not among them: what only maintainers run.
+    # The wheel does not have `maintain`, which only maintainers run.
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kvfix", "kvfix_tools"}
     assert wheel.name.split("-")[1] == kvfix.__version__
     assert f"\n## {kvfix.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def imported(folder: Path) -> set[str]:
-    """Names of all modules that the files in this folder import, anywhere in them."""
+    """Return the names of all modules that the files in this folder import, also inside functions."""
     nodes = [node for file in folder.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
@@ -48,7 +48,7 @@ def test_no_package_needs_what_is_not_installed_with_it(folder: str, never: set[
 
 
 def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
-    """The wheel was built from it, and is the one that the tree itself gives."""
+    """The wheel was built from the source archive, and equals the wheel built from the tree itself."""
     again = release._built(ROOT, "wheel", wheel.parent / "again")
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
         assert {(each.filename, each.CRC) for each in one.infolist()} == {
@@ -59,7 +59,7 @@ def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
 
 
 def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    """As `make release` tries it; and the trial can fail."""
+    """Install and try the wheel as `make release` does. A broken installation fails the trial."""
     programs = release.install(wheel, tmp_path / "venv")
     assert list(release.failures(programs, kvfix.__version__)) == []
     package = next((tmp_path / "venv").rglob("site-packages/kvfix_tools/diagnose/diagnosis.py"))

@@ -19,7 +19,7 @@ from tests.release.conftest import Shell
 
 
 class Block(NamedTuple):
-    """Code that the README shows. language: "" where it is indented: a shell's lines, or text of a log."""
+    """A code block of the README. language: "" if the block is indented: lines for a shell, or text of a log."""
 
     section: str
     language: str
@@ -39,8 +39,8 @@ def blocks(text: str) -> list[Block]:
 README = blocks((ROOT / "README.md").read_text())
 DIED, ELSE, UPSTREAM, MORE = "EngineCore died with this?", "Another problem?", "Send the fix upstream", "More"
 
-#: What a program does after the README's two lines: vLLM's plugins, as each of its processes loads them; then the steps
-#: of the first report.
+#: The rest of a program after the README's two lines. It loads vLLM's plugins, as each process of vLLM does, and then
+#: makes the steps of the first report.
 ENGINE = """
 import sys
 from vllm.plugins import load_general_plugins
@@ -85,7 +85,7 @@ def died(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempPath
 
 
 def test_kvfix_is_installed_as_the_readme_says() -> None:
-    """The fixture `shell` has run this line. Nothing says that the index has kvfix: there it is somebody else's."""
+    """The fixture `shell` has run this line. No text installs kvfix from the index: its kvfix is somebody else's."""
     assert "pip install ." in [block.text for block in of(DIED)]
     patterns = "README.md", "docs/*.md", "patches/**/*.py", "tools/**/*.py"
     pages = [page for pattern in patterns for page in ROOT.glob(pattern)]

@@ -1,4 +1,4 @@
-"""`kvfix status --released`: what the newest releases of a package index have changed. The index is a folder."""
+"""`kvfix status --released` lists what the newest releases of a package index have changed. Here it is a folder."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ ADAPTER = "lmcache/integration/vllm/vllm_v1_adapter.py"
 
 
 def root(dist: str) -> Path:
-    """Where the released files of the newest release that is here lie."""
+    """Return the folder with the files of the newest installed release."""
     if dist == "lmcache":
         return RELEASES / "0.5.6"
     newest = applicability.fingerprints()[dist]["releases"][-1]
@@ -33,7 +33,7 @@ def root(dist: str) -> Path:
 
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
-    """A small wheel of the released files that kvfix's fixes are for, in an index as pip reads it. None: left out."""
+    """Put a wheel of the files that kvfix's fixes change into a pip index. changes: {file: text; None: left out}."""
     names = {_file(target) for fix in catalogue.fixes() for target in fix.targets if target.dist == dist}
     texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
     texts = {name: text for name, text in {**texts, **(changes or {})}.items() if text is not None}
@@ -88,7 +88,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     changed = f"{text[:body]}\n        logger.debug('new')\n{text[body:]}"
     gone = next(_file(target) for fix in catalogue.fixes() for target in fix.targets if fix.code == "KVF016")
     publish(index, "lmcache", "0.5.7", {ADAPTER: changed, gone: None})
-    publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # no release, and so not the newest
+    publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # a candidate is no release, and so not the newest
     publish(index, "vllm", "0.34.0", {SCHEDULER: "this is no Python"})
     rows = rows_of(fresh, index, 1)
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.34.0")}

@@ -1,6 +1,6 @@
-"""The cells: which ones are run, that the torch backend passes all, and the backend's code for CUDA.
+"""The command runs the right cells, and the torch backend passes all of them. The backend has code for CUDA.
 
-For the code for CUDA, `torch.cuda` is a stand-in. So these tests do not show that a GPU does the same.
+For the CUDA code, a stand-in replaces `torch.cuda`. So these tests do not show that a GPU does the same.
 """
 
 from functools import partial
@@ -38,13 +38,13 @@ def test_the_torch_backend_passes() -> None:
     assert [(result.cell, *map(str, result.findings)) for result in results if result.verdict != "passed"] == []
     for result in results:
         cell, (source, target) = result.cell, result.cell.mappings()
-        assert len(set(source.tolist()) | set(target.tolist())) == 2 * cell.count  # no slot in common
+        assert len(set(source.tolist()) | set(target.tolist())) == 2 * cell.count  # source and target share no slot
         assert result.moved == cell.geometry().token_bytes(cell.count) > 0
-        assert result.verified > 4 * result.moved  # the whole KV cache and the host, more than once
+        assert result.verified > 4 * result.moved  # all of KV cache and host, more than once
 
 
 def test_what_is_compared_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large regions are looked at in parts."""
+    """Large regions are compared in parts. The size of the parts changes no result."""
     monkeypatch.setattr(region, "AT_ONCE", 7)
     check = CellCheck(Cell("torch", layout="hnd", tokens="33"), CPU)
     assert check.run(TorchCopy(check)).verdict == "passed"
@@ -59,12 +59,12 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(stream: CudaStream) -> list[str]:
-    """The methods of CUDA's stream that were called."""
+    """Return the methods of CUDA's stream that were called."""
     return [name for name, _, _ in stream.native.method_calls]
 
 
 def staged(copy: TorchCopy) -> TorchCopy:
-    """As on a GPU: streams, and a staging buffer for each."""
+    """Give the copy streams with a staging buffer each, as on a GPU."""
     copy.streams = [CudaStream(CUDA) for _ in range(IN_FLIGHT)]
     copy.staging = [torch.empty_like(copy.buffers[0]) for _ in range(IN_FLIGHT)]
     return copy
@@ -73,9 +73,9 @@ def staged(copy: TorchCopy) -> TorchCopy:
 @pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
 @pytest.mark.parametrize(("skip", "loads"), [("none", [2, 2]), ("chunk", [2, 1])])
 def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> None:
-    """A store of four chunks and two loads.
+    """Run a store of four chunks, and two loads.
 
-    Each chunk waits for the current stream; each store or load waits for its end.
+    Each chunk waits for the current stream. Each store or load waits until its own streams have ended.
     """
     check = CellCheck(Cell("torch", layout=layout, skip=skip), CPU)
     copy = staged(TorchCopy(check))
@@ -88,7 +88,7 @@ def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> No
 
 
 def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
-    """Its content from the previous chunk is copied to the host."""
+    """The planted error copies the buffer's content from the previous chunk to the host."""
 
     class Stale(TorchCopy):
         def gather(self, number: int, slots: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 
 def test_a_stream_of_a_race_is_one_of_cuda() -> None:
-    """Its work runs after the current stream's work, which made the operands. They live until its work has ended.
+    """The stream's work runs after the current stream's work, which made the operands. It keeps the operands alive.
 
     A stream does not stop the host from writing to a buffer that the stream still reads. So the host waits too.
     """

@@ -1,4 +1,4 @@
-"""The command: exit codes, JSON, the line that runs a cell again, and that it needs torch alone."""
+"""`kvfix roundtrip`: exit codes, JSON, the command that runs a cell again, and that it needs only torch."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ from tests.conftest import Fresh
 
 SIZES = ["--gib", "0", "--layout", "nhd", "--block", "16", "--chunk", "32", "--heads", "2", "--tokens", "33"]
 QUICK = ["--backend", "torch", *SIZES]
-#: A cell of which nothing is left to choose.
+#: Options that leave exactly one cell.
 ONE = [*QUICK, "--dtype", "uint8", "--slots", "random", "--skip", "none"]
 
 
@@ -100,7 +100,7 @@ def test_speed_and_that_of_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> N
     assert speed["verdict"] == "passed"
     rates = ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")
     assert min(speed[rate] for rate in rates) > 0
-    assert min(answer["cells"][0][rate] for rate in rates) > 0  # of each cell, too
+    assert min(answer["cells"][0][rate] for rate in rates) > 0  # each cell has its rates, too
     command.main([*ONE, "--device", "cpu"])
     assert re.search(r"nhd  1 passed  store [\d.]+ GB/s \d+ %  load [\d.]+ GB/s \d+ %\n", capsys.readouterr().out)
 
@@ -126,7 +126,7 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def with_backend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs one cell with a backend that opens like this."""
+    """Return a function that runs one cell with a backend that opens with the function `opens`."""
 
     def run_one(opens: Any, *more: str, missing: str | None = None) -> Any:
         backend = backends.Backend("mine", "", opens, lambda device: missing)
@@ -159,7 +159,7 @@ def test_a_backend_that_refuses_and_one_that_crashes(with_backend: Any) -> None:
 def test_kvfixes_fixes_are_applied_while_it_runs(
     with_backend: Any, monkeypatch: pytest.MonkeyPatch, more: list[str], before: str | None, inside: str
 ) -> None:
-    """And not after it. The environment is what the engines that it starts read."""
+    """After the run the fixes are removed. The engines that the command starts read the fixes from the environment."""
     monkeypatch.delenv("KVFIX", raising=False)
     if before is not None:
         monkeypatch.setenv("KVFIX", before)
@@ -175,7 +175,7 @@ def test_kvfixes_fixes_are_applied_while_it_runs(
 
 
 def test_what_was_found_before_an_error_is_not_lost(with_backend: Any) -> None:
-    """A store that moves nothing, and then a load that says that it cannot: that is no refusal."""
+    """A store moves nothing, and then a load raises that it cannot move KV. The verdict is not a refusal."""
 
     class Half(TorchCopy):
         def store(self, slots: torch.Tensor) -> None: ...

@@ -1,4 +1,4 @@
-"""The backend `engine`: its judgement of an engine's answers. The engines themselves are those of tests/engine."""
+"""How the backend `engine` judges an engine's answers. The engines are those of tests/engine."""
 
 import functools
 import os
@@ -28,7 +28,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
     [
         ({}, "None"),
         ({"violations": ["KVR001 wrong"]}, "kvfix reports a violation: KVR001 wrong"),
-        # vLLM computes what was not promised, and what a load has not brought.
+        # The outputs do not show this: vLLM computes tokens that were not promised, or not loaded.
         ({"warm": {"hits": 0}}, "warm: no token came from the external cache"),
         ({"warm": {"loaded": 512}}, "warm: 576 tokens were promised, but only 512 loaded"),
         ({"warm": {"failed": 2}}, "warm: the load of 2 blocks failed"),
@@ -53,9 +53,9 @@ def test_judgement(changes: dict[str, Any], text: str) -> None:
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:
-    """So what the last round reads and does not compute was loaded: of what the first held little is left."""
+    """Little is left of the first round's KV. So the last round loads nearly all KV that it does not compute."""
     usable = BLOCKS - 1
-    assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all at once
+    assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all run at the same time
     written = sum((len(prompt) + GENERATE - 1) // BLOCK for prompt in OTHERS)  # whole blocks
     held = sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in ASKED)
     assert usable - written < held / 4
@@ -96,7 +96,7 @@ def test_the_error_that_came_first_is_reported() -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 class TestOnRealEngines:
-    """LMCache's own connector V2 moves the KV of vLLM's attention. (Multi-process: tests/engine, the same set-up.)"""
+    """LMCache's own connector V2 moves the KV of vLLM's attention. (tests/engine has the multi-process mode.)"""
 
     def run(self, *more: str) -> tuple[int, dict[str, Any]]:
         answer = output_of("--backend", "engine-v1", *more)
@@ -104,8 +104,8 @@ class TestOnRealEngines:
         return answer["exit"], cell
 
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """LMCache issue 4463: everything is promised and loaded, nothing is logged, and the answers differ. (0.5.6 is
-        the first whose torch operations refuse the layout that vLLM for the CPU has.)"""
+        """LMCache issue 4463: all tokens are promised and loaded, nothing is logged, and the answers differ. (LMCache
+        0.5.6 is the first release whose torch operations refuse the layout of vLLM for the CPU.)"""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))

@@ -14,7 +14,7 @@ from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
 
 def every_identity(seed: int) -> torch.Tensor:
-    """[rows, 16] words: four layers, K and V, 64 slots, 3 heads."""
+    """Return the words [rows, 16] of every row: four layers, K and V, 64 slots, 3 heads."""
     grid = torch.cartesian_prod(*(torch.arange(size) for size in (2, 4, 2, 64, 3)))
     return element.rows(Identity(*grid.unbind(1), 0).number(), 16, seed)
 
@@ -41,7 +41,7 @@ def test_every_kind_of_float_occurs(name: str) -> None:
     held = every_identity(0).view(DTYPES[name]).float()
     assert bool(held.isnan().any())
     assert bool((held < 0).any())
-    if DTYPES[name].itemsize < 4:  # too few floats of four bytes are here to have -0.0
+    if DTYPES[name].itemsize < 4:  # too few floats of four bytes for a -0.0
         assert bool(((held == 0) & held.signbit()).any())
 
 

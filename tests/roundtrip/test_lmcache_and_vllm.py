@@ -1,6 +1,6 @@
-"""The installed LMCache's and vLLM's own code moves KV on CPU tensors: what comes back, and what is refused.
+"""The code of the installed LMCache and vLLM moves KV on CPU tensors: what comes back, and what is refused.
 
-Everything is real but what the report names as a stand-in: `torch.cuda`, and the driver's batched copy.
+All is real except the stand-ins that the report names: `torch.cuda`, and the driver's batched copy.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ RIGHT = {
 
 @pytest.fixture(scope="module")
 def run(fork_server: ForkServer) -> Any:
-    """`kvfix roundtrip` where vLLM has been imported already."""
+    """Return a function that runs `kvfix roundtrip` in a fork, in which vLLM is already imported."""
     return lambda *arguments, lmcache=None: fork_server(output_of, lmcache, *arguments, "--gib", "0")
 
 
 def verdicts(answer: dict[str, Any], backend: str) -> dict[str, set[str]]:
-    """{layout: verdicts of its cells}"""
+    """Return {layout: verdicts of its cells}."""
     found: dict[str, set[str]] = {}
     for cell in answer["cells"]:
         if cell["cell"]["backend"] == backend:
@@ -73,11 +73,11 @@ def test_the_default_matrix_passes(run: Any) -> None:
 
 
 def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, Any]) -> None:
-    """LMCache issue 4463, on CPU tensors: the default connector, alone and under the cache engine. It is named."""
+    """LMCache issue 4463 on CPU tensors: the default connector, alone and under the cache engine, and named."""
     assert (as_released["exit"], as_released["fixes"]) == (1, [])
     for backend in ("lmcache-v2", "lmcache-engine"):
         found = verdicts(as_released, backend)
-        assert found["packed"] == {"failed"}  # never right, and never an error
+        assert found["packed"] == {"failed"}  # always wrong, and never an error
         assert {layout for layout, verdict in found.items() if verdict & {"failed", "crashed"}} <= set(PACKED)
     for cell in of(as_released, "packed"):
         assert cell["known"].startswith("LMCache issue 4463: wrong KV from the packed layout")
@@ -89,7 +89,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, An
 
 
 def test_the_layerwise_connector_takes_heads_for_tokens(as_released: dict[str, Any]) -> None:
-    """Its torch operation (0.5.6 torch_ops/mem_kernels.py:323) indexes HND as NHD, where the other one refuses."""
+    """The layerwise torch operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. The other refuses HND."""
     for layout in ("hnd", "hnd-block-first"):
         assert "passed" not in verdicts(as_released, "lmcache-layerwise")[layout]
     crashed = of(as_released, "hnd", "crashed")
@@ -122,7 +122,7 @@ def test_whole_blocks_only(run: Any) -> None:
 
 
 def test_races_with_lmcaches_own_streams(run: Any) -> None:
-    """With LMCache's waiting each is sound; without, each is found."""
+    """With LMCache's waits no race has a finding. Without the waits each race has its finding."""
     some = ["--backend", "lmcache-v2", "lmcache-v3"]
     sound, without = run(*some, "--race"), run(*some, "--inject", "missing-event")
     assert (sound["exit"], without["exit"]) == (0, 1)
@@ -138,7 +138,7 @@ def test_races_with_lmcaches_own_streams(run: Any) -> None:
 
 
 def test_an_older_lmcache(run: Any) -> None:
-    """0.5.3, the newest whose compiled operations load on torch 2.11 with CUDA 13."""
+    """LMCache 0.5.3 is the newest release whose compiled operations load on torch 2.11 with CUDA 13."""
     answer = run("--backend", "lmcache", lmcache=release("0.5.3"))
     assert answer["exit"] == 0
     found = verdicts(answer, "lmcache-v2")
@@ -148,14 +148,14 @@ def test_an_older_lmcache(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
-    """0.4.5 does not know this layout, and 0.5.0 to 0.5.2 treat it as another one. With the fix it is moved."""
+    """LMCache 0.4.5 does not know this layout, and 0.5.0 to 0.5.2 mistake it for another. The fix moves it."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0
 
 
 def test_fp8_of_deepseek(run: Any) -> None:
-    """fp8_ds_mla: 656 bytes for a token."""
+    """fp8_ds_mla, DeepSeek's format, has 656 bytes for a token."""
     some = ["--layout", "mla", "--dtype", "uint8", "--head-size", "656", "--tokens", "1", "chunk+1", "prime"]
     answer = run("--backend", "torch", "lmcache-v2", "lmcache-v3", "lmcache-mp", "lmcache-engine", *some)
     assert answer["exit"] == 0

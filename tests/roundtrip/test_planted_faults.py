@@ -1,4 +1,4 @@
-"""The tool can fail: planted faults, and errors in the tool's own copy, are found and called by their names."""
+"""`kvfix roundtrip` finds and names planted faults, and errors planted in its own copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,14 +37,14 @@ def ran(cell: Cell, fault: str | None = None) -> Result:
 @pytest.mark.parametrize(("axis", "value"), SOME)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "missing-event"])
 def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
-    """An element of eight bits cannot say who it is; its word can."""
+    """An element of eight bits is too small to hold its identity. A word of several elements holds it."""
     result = ran(Cell("torch", **{axis: value}), fault)
     assert result.verdict == "failed"
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}
 
 
 def test_what_lies_where() -> None:
-    """`layer 3 V, slot 21 holds layer 4 K, slot 5`: what lies where, and what should."""
+    """A finding says what a place holds and what it should hold: `layer 3 V, slot 21 holds layer 4 K, slot 5`."""
     result = ran(Cell("torch", slots="contiguous", tokens="3", heads="1", layers=5), "wrong-layer")
     assert result.findings[1].first == (
         "wrong layer: layer 0 K, slot 19 holds layer 1 K, slot 16; it should hold layer 0 K, slot 16"
@@ -57,13 +57,13 @@ def test_what_lies_where() -> None:
 
 
 def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
-    """{check: classes} of a cell with another copy in place of the tool's own."""
+    """Return {check: classes} of a cell with this copy in place of the tool's own."""
     check = CellCheck(Cell("torch", **cell), CPU)
     return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
 
 
 def spoiled(move: str, spoil: Callable[[Region, Region], object]) -> type[TorchCopy]:
-    """A copy that spoils the KV cache or the host after each store or load."""
+    """Return a copy that spoils the KV cache or the host after each store or load."""
 
     class Spoiled(TorchCopy):
         def __init__(self, check: CellCheck) -> None:
@@ -92,7 +92,7 @@ def test_k_and_v_swapped_both_ways() -> None:
 
 
 def test_the_other_layout_of_the_same_shape() -> None:
-    """LMCache issue 4463: nothing about the tensor tells the two apart."""
+    """LMCache issue 4463: nothing about the tensor tells the two layouts apart."""
 
     class Mistaken(TorchCopy):
         def __init__(self, check: CellCheck) -> None:
@@ -128,12 +128,12 @@ def test_rows_shifted_by_a_byte() -> None:
 
     found = classes(spoiled("store", crooked))["store, host"]
     assert "shifted by bytes" in found
-    assert found <= {"shifted by bytes", "unknown"}  # a tensor's first word holds the end of its last
+    assert found <= {"shifted by bytes", "unknown"}  # a tensor's first word gets the end of its last word
 
 
 @pytest.mark.parametrize(("name", "kind"), WITHOUT.items())
 def test_with_its_events_it_is_sound_and_without_it_is_found(name: str, kind: str) -> None:
-    """On the CPU the streams of a race are queues of deferred work: each event counts every time."""
+    """On the CPU the streams of a race are queues of deferred work. So a missing event is noticed every time."""
     assert races.run(name, Cell("torch"), CPU).findings == []
     [finding] = races.run(name, Cell("torch"), CPU, events=False).findings
     assert set(finding.classes) == {kind}

@@ -1,4 +1,4 @@
-"""The decision on a fix from the verdicts on its functions, without any release."""
+"""kvfix decides on a fix from the verdicts on its functions. These tests need no release."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
 FIX = Fix(FIRST, SECOND, HELPER, effect="crash")
 
-#: (state of a function, state of a fix with this function and two wrong ones)
+#: OTHERS: {name: (verdict on a function, state of a fix with this function and two wrong functions)}
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))
 OTHERS = {
     "unknown code": (Applicability("unknown", "second is unknown"), "unknown"),
@@ -55,7 +55,7 @@ def test_a_helper_counts_only_if_the_bug_is_there() -> None:
 
 
 def test_a_release_of_each_distribution() -> None:
-    """The releases of vLLM and of LMCache have nothing to do with each other."""
+    """A release number of LMCache need not be one of vLLM: the numbers are independent."""
     assert decided(FIX, {HELPER: WRONG._replace(releases=frozenset({"7"}))}) == [
         ("applicable", {FIRST, SECOND, HELPER})
     ]

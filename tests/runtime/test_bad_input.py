@@ -1,6 +1,6 @@
 """Missing, old, odd or broken input: one clear line (what, where, what to do), no traceback, no fix applied.
 
-Other installations are right: kvfix as bytecode only, or in a zip; an editable LMCache with its own finder.
+Unusual installations work: kvfix as bytecode only, or in a zip; an editable LMCache with its own finder.
 """
 
 import compileall
@@ -25,12 +25,12 @@ STATUS = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.st
 
 
 def test_nothing_installed(fresh: Fresh) -> None:
-    """Neither vLLM nor LMCache nor anything else: with -S there is only the standard library."""
+    """No package is installed: with -S there is only the standard library."""
     assert fresh(STATUS, "-S") == ["not-installed"]
 
 
 def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
-    """A release from before the connector: without the module, and of a version that kvfix does not know."""
+    """The release is older than the connector: it has no such module, and kvfix does not know its version."""
     (tmp_path / "lmcache").mkdir()
     (tmp_path / "lmcache/__init__.py").touch()
     (tmp_path / "lmcache-0.1.4.dist-info").mkdir()
@@ -80,7 +80,7 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
         ("installed_source", "file_hash", True),
         ("applicability", "decide", True),
         ("catalogue", "fixes_of", True),
-        ("installed_source", "version", False),  # only for the log line
+        ("installed_source", "version", False),  # needed only for the log line
     ],
 )
 @answers(also="answer", release="0.3.10")
@@ -105,13 +105,13 @@ def without_stderr() -> str:
 
 
 def test_a_closed_stderr_stops_nothing(fork_server: ForkServer) -> None:
-    """Not in the lab, where nothing is logged."""
+    """This does not run in the lab, which logs nothing."""
     assert fork_server(without_stderr, release("0.3.10")) == "applied"
 
 
 # ---------------------------------------------------------------------- installations
 
-#: A configuration with a fix by name, the catalogue, and a status that needs the fingerprints.
+#: This program needs the catalogue, for a configuration that names a fix, and the fingerprints, for the status.
 INSTALLED = """
 import sys; sys.path.insert(0, {lmcache!r})
 import kvfix, kvfix.fixes
@@ -122,7 +122,7 @@ result = [kvfix.__file__, len(kvfix.fixes.modules()), rows.get("KVF001")]
 
 
 def package(folder: Path) -> Path:
-    """A copy of the package, without bytecode."""
+    """Return a copy of the package, without bytecode."""
     return shutil.copytree(ROOT / "patches/kvfix", folder / "kvfix", ignore=shutil.ignore_patterns("__pycache__"))
 
 
@@ -184,5 +184,5 @@ def test_an_editable_lmcache_is_installed(tmp_path: Path, fresh: Fresh) -> None:
     (wheel,) = (project / "wheel").glob("*.whl")
     shutil.unpack_archive(wheel, site, "zip")
     assert not (site / "lmcache").exists()
-    (site / "packaging").symlink_to(packaging.__path__[0])  # -S: site-packages has another LMCache
+    (site / "packaging").symlink_to(packaging.__path__[0])  # -S hides site-packages, which has another LMCache
     assert fresh(EDITABLE.format(site=str(site)), "-S") == [["applicable", "0.3.10"], False]

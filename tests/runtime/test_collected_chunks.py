@@ -9,15 +9,15 @@ import pytest
 import kvfix
 from tests.conftest import answers
 
-#: Where the thread hangs, `__del__` of the other chunk would hang too.
+#: Keeps the other chunk alive: if the thread hangs, `__del__` of this chunk would hang too.
 KEPT: list[Any] = []
 
 
 def host_memory() -> Any:
-    """LMCache's allocator of 1 MiB of host memory."""
+    """Return LMCache's allocator with 1 MiB of host memory."""
     try:
         from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
-    except ModuleNotFoundError:  # up to 0.5.1
+    except ModuleNotFoundError:  # LMCache up to 0.5.1
         from lmcache.v1.memory_management import HostMemoryAllocator
     return HostMemoryAllocator(1 << 20)
 
@@ -31,7 +31,7 @@ def host_memory() -> Any:
 )
 @answers(also="fixes release answer")
 def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> list[Any]:
-    """Return whether the thread hangs, and otherwise the chunks allocated then and after the next release or `revert`.
+    """Return True if the thread hangs; otherwise the chunks allocated then, and after the next release or `revert`.
 
     limit: maximum seconds to wait for the thread.
     """

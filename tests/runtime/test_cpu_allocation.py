@@ -27,7 +27,7 @@ class Never(Exception): ...
         (FIXED, 1, 0, 0, {"busy_loop": False}, [[0, 0], [0, 0]]),
         (FIXED, 1, 0, 0, {"eviction": False}, [[0, 0], [0, 0]]),
         (FIXED, CHUNKS, 20, 0, {}, [[20, 10], [0, 10]]),
-        (FIXED, CHUNKS, 0, 3, {}, [[3, 10], [3, 10]]),  # memory comes, and slowly: the load would take six minutes
+        (FIXED, CHUNKS, 0, 3, {}, [[3, 10], [3, 10]]),  # memory comes slowly: the load would take six minutes
     ],
 )
 @answers(also="fixes release answer")

@@ -16,7 +16,7 @@ from kvfix.session import session
 
 @pytest.fixture(autouse=True)
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time of the log's limits, which stands still unless a test moves it."""
+    """Return the clock of the log's limits, which stands still unless a test moves it."""
     clock = [0.0]
     monkeypatch.setattr(session, "reported", {})
     monkeypatch.setattr(session, "lines", {})
@@ -50,7 +50,7 @@ def test_texts_of_a_kind_do_not_flood_the_log(caplog: pytest.LogCaptureFixture, 
 
 @pytest.fixture
 def memory() -> Iterator[Callable[[], int]]:
-    """The bytes that were allocated during the test and are kept. Nothing is logged meanwhile."""
+    """Yield a function that returns the bytes that the test has allocated and still keeps. Logging is off."""
     logging.disable(logging.CRITICAL)
     tracemalloc.start()
     yield lambda: tracemalloc.get_traced_memory()[0]
@@ -79,7 +79,7 @@ def test_ids_of_clients_are_not_kept_whole(memory: Callable[[], int]) -> None:
 
 
 def test_a_forked_child_has_a_free_lock() -> None:
-    """Another thread of the parent holds the lock at the fork, and is not in the child."""
+    """Another thread of the parent holds the lock at the fork. The child does not have this thread."""
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(session.lock.acquire).result()
         pid = os.fork()

@@ -45,9 +45,9 @@ class Nothing:
 
 @EVERY
 def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
-    """The engine is sacred: the hook's own answer, its own exception, the arguments as they were passed.
+    """The engine gets the hook's own answer or exception, and the hook gets the arguments as they were passed.
 
-    A fix of wrong KV may give a closed answer instead, and leave the hook out.
+    A fix of wrong KV may instead fail closed: it gives a safe answer, and does not call the hook.
     """
     is_closed = found.on_fault == "closed"
     for target in found.targets:
@@ -102,7 +102,7 @@ def targets(dist: str, release: str) -> list[tuple[str, Target]]:
 
 
 def probed(dist: str, release: str) -> list[list[Any]]:
-    """The answers of the probes for the installed functions. None may show the bug once its fix is applied."""
+    """Return the answers of the probes for the installed functions. With its fix applied, no probe may show the bug."""
     result: list[list[Any]] = []
     for code, target in targets(dist, release):
         path = installed_source.source_file(target.dist, target.module)
@@ -115,7 +115,7 @@ def probed(dist: str, release: str) -> list[list[Any]]:
             try:
                 shows: Any = target.probe(found[2], module)
             except Exception as error:  # noqa: BLE001
-                # In a release from before the bug the probe does not fit.
+                # The probe may not fit a release that is older than the bug.
                 bounds = [Version(each.version) for each in SpecifierSet(target.broken)]
                 shows = repr(error) if dist == "lmcache" and Version(release) >= min(bounds) else False
             result.append([code, target.name, shows])
@@ -125,7 +125,7 @@ def probed(dist: str, release: str) -> list[list[Any]]:
 
 
 def wrong(dist: str, release: str) -> list[list[Any]]:
-    """The right answers of the probes for the functions of this release."""
+    """Return the right answers of the probes for the functions of this release."""
     return [
         [code, target.name, release in SpecifierSet(target.broken, prereleases=True)]
         for code, target in targets(dist, release)
@@ -166,7 +166,7 @@ class Future:
 
 
 def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, int]) -> None:
-    """A worker without the list of failed blocks."""
+    """The worker lacks the list of failed blocks."""
     load = kvf103.load(SimpleNamespace(), Future(False), [3])
     assert load.result(timeout=1, strict=True) is False
     assert load.cancel() == "cancelled"
@@ -176,7 +176,7 @@ def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, i
 
 
 def test_thousands_of_stores_as_one() -> None:
-    """A long prompt in small steps. `query` of one future within another ended in a RecursionError."""
+    """A long prompt in small steps has thousands of stores. Nested calls of `query` ended in a RecursionError."""
     stores = [Future(False) for _ in range(5000)]
     both: Any = stores[0]
     for store in stores[1:]:

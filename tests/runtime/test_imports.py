@@ -29,7 +29,7 @@ class WithoutTypes(ast.NodeTransformer):
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Modules of kvfix that this file imports, also in functions; without those for type checking only."""
+    """Yield the modules of kvfix that this file imports, also in functions, but not those only for type checking."""
     for node in ast.walk(WithoutTypes().visit(ast.parse(path.read_text()))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -43,13 +43,13 @@ NEEDS = {name: {each for each in imported(path) if each in FILES} for name, path
 
 
 def test_there_is_no_cycle() -> None:
-    """A CycleError has the modules."""
+    """A cycle raises CycleError, which names the modules."""
     order = list(TopologicalSorter(NEEDS).static_order())
     assert order.index("kvfix.session") < order.index("kvfix.applying") < order.index("kvfix")
 
 
 def test_pure_modules_do_not_import_the_session() -> None:
-    """Neither directly nor through another module."""
+    """They import it neither directly nor through another module."""
 
     def all_of(name: str) -> set[str]:
         return NEEDS[name].union(*map(all_of, NEEDS[name]))
@@ -59,7 +59,7 @@ def test_pure_modules_do_not_import_the_session() -> None:
         assert "kvfix.session" not in all_of(name), name
 
 
-#: kvfix begins to watch a connector in this mode.
+#: In this program kvfix begins to watch a connector, in a given mode.
 WATCHES = """
 from kvfix.config import Config
 from kvfix.connector_events import hooks

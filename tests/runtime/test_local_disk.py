@@ -19,7 +19,7 @@ from tests.conftest import answers
 from tests.runtime.test_collected_chunks import host_memory
 
 CHUNKS = 3
-#: Of a chunk: one page, so that the allocator does not round it up.
+#: Bytes of a chunk: one page, so that the allocator does not round it up.
 BYTES = 2 * 2 * 16 * 16 * 4
 
 
@@ -46,7 +46,7 @@ class Disk:
         threading.Thread(target=loop.run_forever, daemon=True).start()
         folder = tempfile.mkdtemp(prefix="kvfix-test-")
         config = LMCacheEngineConfig.from_defaults(local_disk=folder, max_local_disk_size=1.0, cache_policy="LFU")
-        with contextlib.suppress(ModuleNotFoundError):  # in 0.3.9
+        with contextlib.suppress(ModuleNotFoundError):  # LMCache 0.3.9 has no such module
             from lmcache.v1.pin_monitor import PinMonitor
 
             PinMonitor.GetOrCreate(config)
@@ -65,7 +65,7 @@ class Disk:
         self._loop = loop
 
     def store(self, chunk: int) -> str:
-        """The error of the write; "" if it has succeeded, "not submitted" if there was none."""
+        """Return the error of the write: "" if it has succeeded, "not submitted" if there was no write."""
         memory = self.cpu.allocate(*self._shape)
         memory.tensor.fill_(chunk + 1)
         self.backend.submit_put_task(self.keys[chunk], memory)
@@ -102,7 +102,7 @@ class Disk:
         return answers
 
     def state(self) -> list[Any]:
-        """The known chunks, their pins, allocated chunks, LMCache's two counts of chunks on the disk, and the files."""
+        """Return known chunks, their pins, allocated chunks, LMCache's two counts of chunks on disk, and the files."""
         backend = self.backend
         return [
             [self.keys.index(key) for key in backend.dict],
@@ -116,7 +116,7 @@ class Disk:
 NEWEST = "0.5.6"
 RIGHT, WRONG, NONE = ["right"] * 3, ["right", "wrong", "right"], ["right", "none", "right"]
 LEFT, WHOLE = [[0, 2], [0, 0], 0, [2, 2], [0, 2]], [[0, 1, 2], [0, 0, 0], 0, [3, 3], [0, 1, 2]]
-#: Sizes of the file of chunk 1. None: it is deleted.
+#: Sizes of the file of chunk 1. None: the file is deleted.
 SIZES = [0, 1000, BYTES - 1, None, BYTES]
 GOOD, BAD, SHORT = [RIGHT, WHOLE, RIGHT], [WRONG, WHOLE, WRONG], [NONE, LEFT, RIGHT]
 FIXED = {"one by one": SHORT, "batched": SHORT, "prefetched": [["right"], LEFT, RIGHT]}
@@ -140,7 +140,7 @@ AS_RELEASED = {
 )
 @answers(also="release fixes answer")
 def test_a_short_or_missing_file_is_no_chunk(way: str) -> list[Any]:
-    """For each size of the file of chunk 1: the answers, the state, and the answers after a new store."""
+    """Return for each size of the file of chunk 1: the answers, the state, and the answers after a new store."""
     found: list[Any] = []
     for size in SIZES:
         disk = Disk()
@@ -162,7 +162,7 @@ def test_a_short_or_missing_file_is_no_chunk(way: str) -> list[Any]:
 
 @answers([["right", "wrong", "right"], [True], [0, 1, 2]], fixes=["KVF037"])
 def test_a_load_by_layers_has_all_chunks_and_a_warning() -> list[Any]:
-    """The chunks of one layer, as `use_layerwise` loads them; kvfix's warnings; the chunks that remain."""
+    """Return the chunks of one layer, as `use_layerwise` loads them; kvfix's warnings; the chunks that remain."""
     disk = Disk()
     disk.keys = [key.split_layers(2)[1] for key in disk.keys]
     assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
@@ -224,7 +224,7 @@ NOTHING, LEAKED, STORED = [[], [], 0, [0, 0], []], [[], [], 1, [1, 1], [0]], [[0
 )
 @answers(also="fixes release answer")
 def test_a_failed_write() -> list[Any]:
-    """The write of chunk 0 fails after 100 bytes; the state; then it is stored again, where there is room."""
+    """Let the write of chunk 0 fail after 100 bytes, then store it with enough room. Return each error and state."""
     disk = Disk()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

@@ -63,7 +63,7 @@ def test_order(steps: tuple[str, ...]) -> list[str | None]:
 @pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
 @answers([False, True, False, 3, "applied"], release="0.3.10")
 def test_another_tool_wraps_the_same_hook(kvfix_first: bool) -> list[Any]:
-    """The other tool's wrapper is called in every state. Ours is added and removed inside or outside of it."""
+    """The other tool's wrapper is always called. kvfix's wrapper is added and removed inside or outside of it."""
     if kvfix_first:
         kvfix.apply()
     adapter = importlib.import_module(ADAPTER)
@@ -102,7 +102,7 @@ def test_the_probe_decides_on_a_replaced_hook(promised: int | None) -> str:
 
 
 def applied_in_between(early: bool) -> list[str]:
-    """The status after the import of a module that calls `kvfix.apply()` itself, and after one more call."""
+    """Return the status after the import of a module that calls `kvfix.apply()` itself, and after one more call."""
     if early:
         kvfix.apply()
     importlib.import_module(ADAPTER)
@@ -126,7 +126,7 @@ def test_applied_while_the_module_is_half_imported(early, statuses, tmp_path, fo
 
 @answers([False, "applied"] * 4 + [True], release="0.3.10")
 def test_a_reloaded_module_is_fixed_again() -> list[Any]:
-    """By importlib.reload, and by a new import after its removal from sys.modules."""
+    """The module is reloaded by importlib.reload, and by a new import after its removal from sys.modules."""
 
     def wrong() -> bool:
         return shows_bug(vars(sys.modules[ADAPTER].LMCacheConnectorV1Impl)[HOOK], sys.modules[ADAPTER])

@@ -1,6 +1,6 @@
 """KVF020 and KVF021 move the right rows: of every size, in every order in memory, to a device and back.
 
-tests/roundtrip shows on LMCache's real connectors that they are right with these fixes and wrong without.
+tests/roundtrip shows that LMCache's real connectors are right with these fixes and wrong without them.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ SLOTS = torch.tensor([7, 0, 19, 5, 12])
 
 
 def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
-    """vLLM's tensors [blocks, heads, block, 2 * width] of random bytes; `order`: of the axes in memory."""
+    """Return vLLM's tensors [blocks, heads, block, 2 * width] of random bytes. order: that of the axes in memory."""
     size = BLOCKS * HEADS * BLOCK * 2 * width * LAYERS
     held = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     if order == "HND":
@@ -33,7 +33,7 @@ def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
 
 
 def rows(caches: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
-    """The bytes of K and V at the places where vLLM's attention reads them: [2, layers, tokens, all heads]."""
+    """Return the bytes of K and V where vLLM's attention reads them: [2, layers, tokens, all heads]."""
     found = torch.stack([cache[slots // BLOCK, :, slots % BLOCK] for cache in caches])
     return found.unflatten(3, (2, -1)).permute(3, 0, 1, 2, 4).flatten(3).contiguous().view(torch.uint8)
 
@@ -110,12 +110,12 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
 
 
 @answers(
-    # LMCache releases what it has stored
+    # LMCache releases the memory object that it has stored, too
     {"stored": ["of right"], "released": ["wrong", "right"], "retrieved": [False, False, False, True, True]},
     fixes=True,
 )
 def test_what_cannot_be_moved_is_not_stored_and_not_loaded() -> dict[str, Any]:
-    """Memory objects of another size than the KV cache, through LMCache's own connector and storage manager."""
+    """LMCache's own connector and storage manager get a memory object whose size does not fit the KV cache."""
     connectors = import_module("lmcache.v1.gpu_connector.gpu_connectors")
     manager = import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
     connector = connectors.VLLMPagedMemGPUConnectorV2.__new__(connectors.VLLMPagedMemGPUConnectorV2)
@@ -147,7 +147,7 @@ def test_what_cannot_be_moved_is_not_stored_and_not_loaded() -> dict[str, Any]:
 @pytest.mark.parametrize("fixed", [False, True])
 @answers(True)
 def test_kvf021_leaves_stored_chunks_readable(fixed: bool) -> bool:
-    """Whole blocks that have as many tokens as there are heads, stored as released, come back by this operation."""
+    """Whole blocks with as many tokens as heads, stored without the fix, are loaded right with and without the fix."""
     operations = import_module(kvf021.FIX.targets[-1].module)
     function = operations.single_layer_kv_transfer
     load = kvf021.fix(operations)(function) if fixed else function

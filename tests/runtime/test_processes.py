@@ -1,4 +1,4 @@
-"""How the configuration reaches other processes, and which text of KVFIX is valid. Without one nothing happens.
+"""How the configuration reaches other processes, and which text of KVFIX is valid. Without KVFIX nothing happens.
 
 These processes import no vLLM: the tests check whether kvfix is active in them. tests/engine checks real engines.
 """

@@ -32,7 +32,7 @@ SIGNS = "/+._~!@#$%^*|-"
 
 
 def corpus() -> list[tuple[str, str]]:
-    """(text, secret), of random letters. Each name stands in some forms, and each form has several names."""
+    """Return (text, secret), of random letters. Each name is in some forms, and each form has several names."""
     draw = random.Random(0)
 
     def letters(count: int, of: str = LETTERS) -> str:
@@ -56,7 +56,7 @@ def corpus() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("words", "secret"), corpus())
 def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
-    """The tools and the engine hide all of it. The engine does not parse JSON."""
+    """The tools and the engine hide the whole secret. The engine does not parse JSON."""
     for hide in (redact.text, kvfix.redact.text):
         found = hide(words)
         assert [secret[at : at + 5] for at in range(len(secret) - 4) if secret[at : at + 5] in found] == []
@@ -80,7 +80,7 @@ def test_other_text_stays_the_same(words: str) -> None:
 @pytest.mark.parametrize("name", ["healthy-0.5.6.log.gz", "mp-0.5.6.server.log.gz", "crash-0.3.10.log.gz"])
 def test_a_log_stays_the_same(name: str) -> None:
     lines = gzip.decompress((LOGS / name).read_bytes()).decode(errors="replace").splitlines()
-    lines = [line for line in lines if not line.lstrip().startswith(("{", "["))]  # JSON is formatted anew
+    lines = [line for line in lines if not line.lstrip().startswith(("{", "["))]  # redaction formats JSON anew
     assert len(lines) > 50
     assert [line for line in lines if redact.text(line) != line] == []
 

@@ -34,7 +34,7 @@ def settled() -> dict[str, Any]:
 
 
 def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: text, version: str = "") -> Path:
-    """A release with its adapter edited, and metadata that may claim another version."""
+    """Make a copy of a release with an edited adapter, and with metadata that may claim another version."""
     (metadata,) = folder.glob("lmcache-*.dist-info")
     for part in (folder / "lmcache", metadata):
         shutil.copytree(part, into / part.name, copy_function=os.link)
@@ -47,7 +47,7 @@ def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: tex
 
 def rewrite(file: Path, edit: Callable[[str], str]) -> None:
     text = file.read_text()
-    file.unlink()  # a hard link to the file of the release
+    file.unlink()  # the file is a hard link to that of the release
     file.write_text(edit(text))
 
 
@@ -69,7 +69,7 @@ UNFIXED = {found.code for found in catalogue.fixes() if not found.fixable}
 
 @pytest.fixture(scope="module")
 def rows() -> list[list[str]]:
-    """The status of every fix on the files of every release, in one process."""
+    """Return the status of every fix on the files of every release, read in one process."""
     folders = {name: str(release(name)) for name in release_names()}
     return list(Fresh()(SURVEY.format(folders=folders, dist="lmcache")))
 
@@ -103,7 +103,7 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
 @pytest.mark.parametrize("release", ["0.3.10", "0.4.6", "0.5.2", "0.5.3", "0.5.5", "0.5.6"])
 @answers([], also="release")
 def test_no_fix_is_refused_on_released_code() -> list[list[str]]:
-    """The fixes that are not decided or refused once every module of theirs is imported that can be.
+    """Import every module of the fixes that can be imported. Return the fixes that are then refused or unknown.
 
     A class may inherit a function, or be known under an older name of a class in another file.
     """
@@ -125,10 +125,10 @@ def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest
 
 
 def test_code_of_broken_releases_is_broken_code_only() -> None:
-    """No fingerprint belongs to a broken and to a right release: the status would be an accident."""
+    """No fingerprint belongs to both a broken and a right release. Otherwise it could not decide the status."""
     for found in catalogue.fixes():
         for target in found.targets:
-            if target.helper:  # says nothing about the bug, and is applied only with another target
+            if target.helper:  # a helper says nothing about the bug, and is applied only with another target
                 continue
             known = fingerprints()[target.dist]["functions"][target.name]
             broken = SpecifierSet(target.broken, prereleases=True)
@@ -138,7 +138,7 @@ def test_code_of_broken_releases_is_broken_code_only() -> None:
 
 
 def probed() -> dict[str, Any]:
-    """As `kvfix status --probe` decides, which imports the module."""
+    """Return {code: row of `kvfix status --probe`}. The probe imports the module."""
     from kvfix_tools.status import _probed
 
     return {row.code: row for row in fix_status.rows(_probed)}

@@ -18,7 +18,7 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
     context = zmq.Context()
-    context.linger = 0  # what cannot be sent any more is dropped
+    context.linger = 0  # messages that can no longer be sent are dropped
     context.rcvtimeo = 30_000
     server = context.socket(zmq.ROUTER)
     port = server.bind_to_random_port("tcp://127.0.0.1")
@@ -32,8 +32,8 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """A load and a question are in flight when the server goes. Return whether KVF122 sees a connection (at first,
-    after an answer, and after the loss), whether the load has failed, and whether the question has an answer.
+    """A load and a question are in flight when the server ends. Return True or False for each: KVF122 sees a connection
+    (at first, after an answer, and after the loss); the load has failed; the question has an answer.
 
     A stream of LMCache ends when its client notices that the server is gone.
     """
@@ -45,7 +45,7 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
     stream = client.subscribe_kv_events(1, "model", 0, 8)
     requests = {decode_operation(message[2]): message for message in (server.recv_multipart() for _ in range(4))}
     found = [getattr(queue, "_kvfix_connected", False)]
-    server.send_multipart([*requests["ping"][:3], b"\xc3"])  # true
+    server.send_multipart([*requests["ping"][:3], b"\xc3"])  # True in msgpack
     ping.wait()
     found.append(getattr(queue, "_kvfix_connected", False))
     server.close(linger=0)
@@ -68,9 +68,9 @@ def answered(in_flight: list[str], lost: list[str], sent: list[str]) -> dict[str
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> dict[str, list[str]]:
-    """Return the answered operations: those in flight when the server goes, those sent then, and later ones.
+    """Return the answered operations: those in flight when the server ends, those sent while it is gone, later ones.
 
-    The later ones are sent after a registration.
+    The later operations are sent after a registration.
     """
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
@@ -95,7 +95,7 @@ def test_a_lost_connection(fixes: Fixes) -> dict[str, list[str]]:
         operations: list[str] = []
         while len(operations) < count:
             message = server.recv_multipart()
-            if message[2]:  # else it cancels the stream
+            if message[2]:  # an empty part cancels the stream
                 operations.append(decode_operation(message[2]))
         return operations
 
@@ -106,7 +106,7 @@ def test_a_lost_connection(fixes: Fixes) -> dict[str, list[str]]:
     stream = client.subscribe_kv_events(1, "model", 0, 8)
     received(len(in_flight) + 1)
     server.close(linger=0)
-    assert list(stream) == []  # LMCache ends the stream when it notices
+    assert list(stream) == []  # LMCache ends the stream when it notices the loss
     lost = send_all()
     server = context.socket(zmq.ROUTER)
     server.bind(f"tcp://127.0.0.1:{port}")
@@ -127,7 +127,7 @@ def test_a_restarted_server(patience: float) -> list[bool]:
     """Return three flags, True if a store succeeded: before the server restarts, after that, and after a heartbeat.
 
     patience: seconds to wait for the server. Without an answer the second store waits twice as long. With the fix
-    nothing waits for the answer: a wait would take 600 seconds, and the test may take less.
+    nothing waits for the answer: a wait would take 600 seconds, more than the test may take.
     """
     import torch
     import zmq

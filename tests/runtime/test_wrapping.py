@@ -98,7 +98,7 @@ def raises_after_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any
     raise ValueError("planted")
 
 
-#: A wrapper, and how often the function is called: a wrapper that fails closed before it does not call it.
+#: {name: (kind of wrapper, its code, calls of the function if the wrapper fails closed)}
 FAULTS = {
     "before": (before, raises, 0),
     "after": (after, raises, 1),
@@ -118,7 +118,7 @@ FAULTS = {
 def test_the_answer_of_code_that_raises(
     kind: Any, code: Any, calls: int, when: Any, on_fault: Any, answer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The code of the wrapper, or its `when`. If the closed answer raises too, all is as released."""
+    """The wrapper's code or its `when` raises. If the closed answer raises too, the hook works as without the fix."""
     hooked = Hooked(kind(code, when=when, on_fault=on_fault))
     calls = calls if when is None else kind is after
     assert hooked(1) == answer
@@ -129,7 +129,7 @@ def test_the_answer_of_code_that_raises(
 
 
 class Counted:
-    """A hook of a class, with wrappers of two fixes."""
+    """A class with a hook, which gets wrappers of two fixes."""
 
     def hook(self, request: Any, tokens: int) -> Any:
         return tokens
@@ -204,7 +204,7 @@ def as_any(*args: Any, **kwargs: Any) -> str:
 
 @pytest.mark.parametrize("hook", [as_named, as_any])
 def test_when_decides(hook: Callable[..., Any]) -> None:
-    """It gets the wrapper's parameters, whatever their names in the function."""
+    """`when` gets the wrapper's parameters, whatever their names in the hook."""
 
     def changes(hooked: Hooked, answer: str, one: int) -> str:
         return answer + str(one)

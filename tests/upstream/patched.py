@@ -27,14 +27,14 @@ from kvfix.ledger.events import Asked
 from maintain import peers
 from tests.healthy import events, violated
 
-#: Random schedules without faults, and with faults.
+#: Number of random schedules without faults, and with faults.
 SEEDS, FAULTY = 24, 4
-#: Scenarios whose requests end only with other fixes too: {code: those fixes}.
+#: {code of a fix: other fixes that the requests of its scenarios also need to end}
 BESIDE = {"KVF325": ["KVF322"]}
 
 
 def touched(patch: str) -> list[str]:
-    """Files that the patch changes or creates."""
+    """Return the files that the patch changes or creates."""
     return [line.partition(" b/")[2] for line in patch.splitlines() if line.startswith("diff --git a/")]
 
 
@@ -48,7 +48,7 @@ def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
 
 
 def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
-    """`folder` as the release with the patch applied; AssertionError if it does not apply cleanly."""
+    """Make `folder` the release with the patch applied. Raise AssertionError if it does not apply cleanly."""
     git_apply(patch, released, folder)
     link(released, folder)
     return folder
@@ -71,7 +71,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
     release, *tests = released
     (folder / "tests").mkdir(exist_ok=True)
     parents = {parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}
-    # Not next to the packages: other packages are imported from the release.
+    # No links next to the packages: all other packages are imported from the release.
     for parent in sorted(parents - {Path()} | {Path("tests")}):
         for place in tests if parent.parts[0] == "tests" else [release]:
             for other in (place / parent).iterdir() if (place / parent).is_dir() else ():
@@ -82,7 +82,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 def prefer(folder: Path) -> None:
     """In a process that has imported the release: import the touched modules again, from the folder.
 
-    Also all modules of LMCache, the lab, vLLM's connectors, its scheduler and its KV cache manager that import them.
+    Do so also for modules of LMCache, the lab, vLLM's connectors, scheduler and KV cache manager that import them.
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
@@ -102,7 +102,7 @@ def prefer(folder: Path) -> None:
     for name in gone:
         del sys.modules[name]
         package, _, module_name = name.rpartition(".")
-        if package in sys.modules:  # `from package import module` would find it there
+        if package in sys.modules:  # else `from package import module` finds the old module
             vars(sys.modules[package]).pop(module_name, None)
     registry = sys.modules["prometheus_client"].REGISTRY  # LMCache would register the same metrics again, and fail
     for collector in list(registry._collector_to_names):
@@ -113,9 +113,9 @@ _OURS = (
     "lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.",
     "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.", "vllm.v1.kv_cache_spec_registry",
 )  # fmt: skip
-#: A package that hands on what its modules have. The lab has replaced what they know of time and threads.
+#: A package that re-exports names of its modules. In these modules the lab has replaced time and threads.
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-#: Of it the lab has replaced asyncio and the settings: upstream's tests would wait for minutes, as released too.
+#: In this module the lab has replaced asyncio and the settings: with these, upstream's tests would wait for minutes.
 _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 
@@ -142,14 +142,14 @@ def fuzzer() -> Iterator[Any]:
 
 
 def prepare(lmcache: str, connectors: list[str]) -> None:
-    """Imports of a process, once for all patches of a release of LMCache, whose folder it is."""
+    """Import and play once, for all patches of a release. lmcache: folder of the LMCache release."""
     from kvfix_tools.lab import runner
 
     runner.prepare(lmcache)
     with fuzzer() as (draw, play):
         for connector in connectors:
             play(draw(0, connector, plain=True))
-    _imports_of_ours()  # every fork asks for them
+    _imports_of_ours()  # cached for all forks
 
 
 def tried(
@@ -188,8 +188,8 @@ def _imports_of_ours() -> dict[str, frozenset[str]]:
 
 @functools.cache
 def _imports(file: Path) -> frozenset[str]:
-    """Names that this module imports anywhere, but for types: modules, and attributes that may be modules."""
-    if file.suffix != ".py" or file.name == "__init__.py":  # not of packages: their modules count
+    """Return all names that this module imports, except for types: modules, and attributes that may be modules."""
+    if file.suffix != ".py" or file.name == "__init__.py":  # a package does not count, only its modules
         return frozenset()
     found = set()
     for node in _run_nodes(ast.parse(file.read_text())):
@@ -201,7 +201,7 @@ def _imports(file: Path) -> frozenset[str]:
 
 
 def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those for type checkers only."""
+    """Yield all nodes except those only for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
             yield node
@@ -209,16 +209,16 @@ def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
-    """Outcome of each regression test file of the folder: {file: [passed, failed, messages of the failed ones]}.
+    """Return {regression test file of the folder: [passed, failed, messages of the failed tests]}.
 
-    A test that is the release's own and does not pass without kvfix, as of the GPU that it needs, is left out."""
+    The release's own tests that fail without kvfix, for example because they need a GPU, are left out."""
 
     class Count:
         def __init__(self) -> None:
             self.found: dict[str, list[Any]] = {file: [0, 0, ""] for file in tests}
 
         def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-            """Without LMCache's shared allocator (tests/conftest.py 0.5.6:785): it fills 5 GB in each process."""
+            """Turn off LMCache's shared allocator (tests/conftest.py 0.5.6:785), which fills 5 GB in each process."""
             for item in items:
                 item.add_marker("no_shared_allocator")
 
@@ -234,22 +234,22 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # Not for theirs(): with it a run of vLLM's tests of MooncakeConnector ends early, and says nothing.
+    # theirs() lacks this plugin: with it, vLLM's tests of MooncakeConnector would end early without a message.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 
 
 def theirs(place: str, dist: str, tests: list[str]) -> dict[str, str]:
-    """{test: outcome} of the released test files in this folder."""
+    """Return {test: outcome} of the released test files in this folder."""
     import torch
 
     torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
     folder = Path(place)
-    if dist == "vllm":  # it is imported already
+    if dist == "vllm":  # vLLM is already imported
         prefer(folder)
     outcomes = folder / "outcomes"
     outcomes.unlink(missing_ok=True)
-    os.environ.pop("PYTEST_XDIST_WORKER", None)  # of the parent process: the plugin writes only in the first worker
+    os.environ.pop("PYTEST_XDIST_WORKER", None)  # the parent's; the plugin writes only in the first worker
     os.environ["KVFIX_PEERS"] = json.dumps({"mode": "", "outcomes": str(outcomes), "dist": dist})
     _run(folder, ["-p", "maintain.peers_plugin", *tests], plugins=[])
     return peers.read(outcomes)
@@ -268,7 +268,7 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
     os.chdir(folder)
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
     wanted = [option for plugin in ("pytest_asyncio", "pytest_mock", "pytest_timeout") for option in ("-p", plugin)]
-    # vLLM's tests would walk after each one all that was imported before the fork (parallel_state.py 0.32.0:2516).
+    # Else the collector walks all that was imported before the fork, after each test (parallel_state.py 0.32.0:2516).
     with mock.patch.object(gc, "unfreeze"):
         pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
     for name in list(filter(_is_test, sys.modules)):
@@ -278,7 +278,7 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
 
 
 def status_of(code: str, dist: str) -> str:
-    """The status of the patched copy in a process that has imported it, by fingerprint and probe."""
+    """Return the status of the patched copy, by fingerprint and probe, in a process that has imported it."""
     known = catalogue.find(code)
     assert known is not None
 
@@ -292,7 +292,7 @@ def status_of(code: str, dist: str) -> str:
 
 
 def scenarios(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
-    """{scenario of the fix: its outcome here, with these fixes}; only scenarios that the release violates."""
+    """Return {scenario of the fix: its outcome with these fixes}, only for scenarios that the release violates."""
     from kvfix_tools.lab import runner
 
     played = {scenario.slug: runner.play(scenario, bool(fixes), fixes) for scenario in _violated(code, connectors)}
@@ -308,7 +308,7 @@ def _violated(code: str, connectors: list[str]) -> list[Any]:
 
 
 def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
-    """{schedule: digest of its events, with these fixes}: the scenarios of the fix, and random schedules."""
+    """Return {schedule: digest of its events with these fixes}: the scenarios of the fix, and random schedules."""
     found = {}
     with fuzzer() as (draw, play):
         kvfix.revert()
@@ -323,7 +323,7 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
 
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
-    """All events. A promise of 0 is the same event with and without a lookup."""
+    """Return all events. A promise of 0 is the same event with and without a lookup."""
     log = [
         (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
         for step, event in done.log
@@ -336,7 +336,7 @@ def _digest(events: list[Any]) -> str:
 
 
 def healthy(connector: str, fixes: list[str]) -> list[str]:
-    """For each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
+    """Return for each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
     with fuzzer() as (draw, play):
         if fixes:
             kvfix.apply(only=fixes)

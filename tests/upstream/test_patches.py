@@ -1,8 +1,8 @@
 """The patches for upstream on the released code: they apply, they fix the bug, and their own tests can fail.
 
-One process for each release of LMCache imports it, the lab and vLLM. A fork of it tries each patch: the release with
-the patch applied, its regression test, kvfix's status, the fix's scenarios and plain schedules. One more fork runs the
-release without the patches.
+For each release of LMCache, one process imports LMCache, the lab and vLLM. A fork of this process tries each patch: it
+runs the patch's regression test, kvfix's status, the fix's scenarios and plain schedules on the patched release. One
+more fork runs the release without the patches.
 """
 
 from collections.abc import Iterator
@@ -24,18 +24,18 @@ from tests.healthy import changing
 from tests.lab import test_async_release
 from tests.upstream import patched
 
-#: vLLM's copy of the multi-process connector does not work with later releases.
+#: The newest LMCache with which vLLM's copy of the multi-process connector works.
 FOR_IN_TREE = "0.4.6"
-#: Codes of fixes for vLLM's own connectors begin so, longer ones first: the connector of the lab that runs the code.
+#: {start of the codes of fixes for a vLLM connector: the lab's connector that runs this code}. Longer starts first.
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
-#: Fixes below the cache engine that the lab replaces: {code: mode of test_async_release that shows the bug}.
+#: {fix of code below the cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
-#: {(code, dist): why the events differ}. The scenarios are clean and plain schedules the same with these too.
+#: {(code, dist): why events differ between patch and fix}. Still the scenarios are clean, and plain schedules equal.
 DIFFERS = {
     ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011"
 }
 
-#: Imports of a process, once for all patches of a release.
+#: The process of a release runs this once, for all patches.
 FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {connectors!r})"
 
 
@@ -46,7 +46,7 @@ def fix_of(row: upstream.Ready) -> Fix:
 
 
 def released_tests(row: upstream.Ready) -> Path:
-    """The folder with the tests of the release; older releases have no such folder."""
+    """Return the folder with the tests of the release. It does not exist for older releases."""
     return ROOT / ".cache/peers" / f"{row.dist}-{row.version}"
 
 
@@ -56,14 +56,14 @@ def released(row: upstream.Ready) -> tuple[Path, Path]:
 
 
 def lmcache_of(row: upstream.Ready) -> str:
-    """The LMCache release with which the patch is tried."""
+    """Return the LMCache release with which the patch is tried."""
     if row.dist == "lmcache":
         return row.version
     return FOR_IN_TREE if row.code < "KVF200" else release_names()[-1]
 
 
 def connectors(row: upstream.Ready) -> list[str]:
-    """Connectors of the lab that run the changed code."""
+    """Return the connectors of the lab that run the changed code."""
     if row.code < "KVF100":
         return ["v1"]
     if row.code < "KVF200":
@@ -107,7 +107,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """The right digests of plain schedules with the patch of this fix: as released, or as with kvfix's fix."""
+        """Return the right digests of plain schedules with a fix's patch: those without fixes, or with kvfix's fix."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
@@ -121,7 +121,7 @@ def regression_tests(row: upstream.Ready) -> list[str]:
 
 @pytest.fixture(scope="module")
 def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """One at a time: each needs almost a gigabyte."""
+    """Yield one release at a time: each needs almost a gigabyte."""
     made = Release(request.param, tmp_path_factory.mktemp("unpatched"))
     yield made
     made.fork_server.close()
@@ -144,7 +144,7 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
     assert all((released_tests(row) / file).exists() for file in set(tests) - set(can_fail)), (
         "a new test passes without it"
     )
-    # For code that no release has and that no probe can check, the status is unknown.
+    # kvfix refuses code that no release has and that no probe can check.
     assert found["status"].startswith("refused" if has_no_probe(row) else "fixed-upstream"), found["status"]
     outcomes = set(found["scenarios"].values())
     assert outcomes == ({"clean"} if fix_of(row).scenarios else set()), found["scenarios"]
@@ -161,7 +161,7 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
 
 @pytest.mark.parametrize("row", [row for row in PATCHES if row.code in ENGINE], ids=lambda row: str(row.slug))
 def test_chunks_after_one_load(row: upstream.Ready, fork_server: ForkServer, tmp_path: Path) -> None:
-    """On LMCache's own cache engine, which the lab replaces."""
+    """Try the patch on LMCache's own cache engine, which the lab replaces."""
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
     mode = ENGINE[row.code]
     found = fork_server(call(test_async_release.after_one_load, mode, 0), folder)
@@ -175,7 +175,7 @@ def has_no_probe(row: upstream.Ready) -> bool:
 
 
 def test_every_fix_has_a_patch_or_a_reason() -> None:
-    """On the newest releases, which are installed here. A function that is right there needs no patch."""
+    """The newest releases decide, which are installed here. A function that is right in them needs no patch."""
     wrong = {
         (known.code, target.dist)
         for known in catalogue.fixes()
@@ -196,12 +196,12 @@ def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 #: If more test files than this import a changed module, only those named after a changed file run.
 MANY = 20
-#: Depends on time, and fails on a busy machine. `python -m maintain.peers` runs it, and again alone where it fails.
+#: This test depends on time, and fails on a busy machine. `python -m maintain.peers` runs a failed test again, alone.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 
 
 def theirs(row: upstream.Ready) -> list[str]:
-    """Upstream's tests of the changed files: those that import one; if they are many, those named after one."""
+    """Return upstream's test files that import a changed file; if they are more than MANY, those named after one."""
     if not released_tests(row).is_dir():
         return []
     files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
@@ -213,7 +213,7 @@ def theirs(row: upstream.Ready) -> list[str]:
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A process without network for upstream's tests, which look up models."""
+    """Yield a process without network for upstream's tests, which look up models."""
     process = ForkServer(**peers.environment(tmp_path_factory.mktemp("peers")))
     yield process
     process.close()
@@ -238,5 +238,5 @@ def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -
 
     for file in {
         name.partition("::")[0] for name in failing(folder, theirs(row))
-    }:  # one file at a time: some disturb others
+    }:  # one file at a time: some files disturb others
         assert failing(folder, [file]) <= failing(tmp_path / "released", [file])

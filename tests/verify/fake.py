@@ -1,7 +1,7 @@
-"""A stand-in for vLLM's HTTP server: two caches of prompts, and log probabilities drawn from the prompt. No model.
+"""A stand-in for vLLM's HTTP server without a model: two caches of prompts, and log probabilities from the prompt.
 
-It answers inside httpx, without a socket. It shows what `kvfix verify` does with servers that refuse, hide or end. Real
-engines: tests/verify/trials.py.
+It answers inside httpx, without a socket. Tests use it for servers that refuse requests, lack endpoints or end early.
+tests/verify/trials.py has real engines.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class Engine:
             self.counts["external_prefix_cache_queries"] += (len(prompt) - here) * self.connector
             self.counts["external_prefix_cache_hits"] += hit
             self.counts["request_success"] += 1 + self.others
-            self.gpu = [each for each in self.gpu if each != (model, prompt)]  # the blocks of a prompt are there once
+            self.gpu = [each for each in self.gpu if each != (model, prompt)]  # a prompt's blocks are cached once
             self.gpu.append((model, prompt))
             while sum(len(one) for _, one in self.gpu) > self.blocks * BLOCK:
                 del self.gpu[0]
@@ -135,7 +135,7 @@ class Engine:
 
 
 def longest(cache: list[tuple[str, list[int]]], model: str, prompt: list[int]) -> int:
-    """Tokens of the prompt that are cached."""
+    """Return the number of the prompt's tokens that are cached."""
     both = (zip(prompt, other, strict=False) for owner, other in cache if owner == model)
     return max((sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) for pairs in both), default=0)
 

@@ -1,4 +1,4 @@
-"""The decision: what counts as a difference, and how often noise alone is called one."""
+"""`kvfix verify` decides what counts as a difference, and rarely calls noise alone a difference."""
 
 import random
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
     """Judge one run as rounds.py does. wrong: draws the differences of every twelfth prompt, and of new requests."""
-    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # a request alone, and among others
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # alone, and with other requests
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
         return True
@@ -82,7 +82,7 @@ def test_one_wrong_prompt_in_twelve_is_found(name: str) -> None:
 
 
 def test_the_stated_rate() -> None:
-    """With more controls fewer fresh prompts are needed; the bound holds for any number."""
+    """More controls need fewer fresh prompts. The bound on false alarms holds for any number of controls."""
     for controls in (12, 36, 100):
         judge = Judge([1.0] * controls)
         assert judge.error_rate(96) <= FALSE_ALARMS

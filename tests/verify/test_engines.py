@@ -18,7 +18,7 @@ REQUESTS = ("--requests", "24", "--prompt-tokens", "500", "--seconds", "800")
 
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With kvfix's fixes in it."""
+    """Yield a server with kvfix's fixes."""
     with Server(tmp_path_factory.mktemp("verify") / "fixed", IN_PROCESS, "fix").running() as server:
         yield server
 

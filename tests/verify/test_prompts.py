@@ -1,4 +1,4 @@
-"""The prompts: their lengths, their fresh starts, and their ends."""
+"""The prompts have the right lengths, fresh starts and the right ends."""
 
 import random
 from collections import Counter

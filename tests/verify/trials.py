@@ -1,8 +1,8 @@
-"""Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. Each prints a line for each run.
+"""Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. It prints a line per run.
 
 NAME is one of these:
 
-    connectors   LMCache in process as released and with kvfix, LMCache's server, OffloadingConnector, none
+    connectors   LMCache in process without and with kvfix, LMCache's server, OffloadingConnector, none
     faults       every planted fault, on LMCache in process with kvfix
     partial      the last chunk of a prompt stored in part: healthy, and wrong
     noisy        faults on an engine whose logits have noise
@@ -34,11 +34,11 @@ from tests.engine import start, vllm_server
 from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Server
 from tests.verify import test_compare
 
-#: With the exit codes that are right. A bit flip changes one element of all that are loaded: bit 30 is the exponent's
-#: highest, bit 23 its lowest, bit 0 the mantissa's lowest.
+#: {fault: the right exit codes}. A bit flip changes one of all loaded elements. Bit 30 is the exponent's highest bit,
+#: bit 23 its lowest, and bit 0 is the mantissa's lowest bit.
 FAULTS = {
     "": (0,),
-    "two_chunks_swapped": (0, 1),  # a sum in another order: the last bits, on a server that computes exactly
+    "two_chunks_swapped": (0, 1),  # only the last bits differ, because a sum has another order
     "k_of_two_chunks_swapped": (1,),
     "chunk_of_another_prompt": (1,),
     "chunk_shifted_by_one": (1,),
@@ -83,7 +83,7 @@ def planted(
     options: Sequence[str] = (),
     **environment: str,
 ) -> bool:
-    """Plant these faults in a server, one after the other. Return True if all answers are right."""
+    """Plant these faults in a server, one after the other. Return True if all exit codes are right."""
     print(f"KVFIX={mode!r}, {transfer and transfer['kv_connector']}:", flush=True)
     with Server(Path(tempfile.mkdtemp(dir=folder)), transfer, mode, options, **environment).running() as server:
         results = [plant(server, fault, expected, server.url, *arguments) for fault, expected in faults.items()]
@@ -96,7 +96,7 @@ def plant(server: Server, fault: str, expected: tuple[int, ...], *arguments: str
 
 
 def connectors(folder: Path) -> bool:
-    """LMCacheConnectorV1 as released and with kvfix, LMCacheMPConnector, OffloadingConnector, none."""
+    """Try LMCacheConnectorV1 without and with kvfix, LMCacheMPConnector, OffloadingConnector, and no connector."""
     with start.server() as mp:
         cases: list[tuple[str, Any, int]] = [
             ("off", IN_PROCESS, 1), ("fix", IN_PROCESS, 0), ("off", mp, 0), ("off", OFFLOADING, 0), ("off", None, 77),
@@ -129,7 +129,7 @@ def kill_within_an_answer(server: Server) -> None:
 
 
 def lora(folder: Path) -> bool:
-    """KVFIX=fix, and with KVF017."""
+    """Try an adapter with KVFIX=fix, and then also with KVF017."""
     write_adapter(folder / "adapter")
     options = ["--enable-lora", "--lora-modules", f"adapter={folder / 'adapter'}"]
     ways = [("fix", 1), ("fix plus=KVF017", 0)]
@@ -138,7 +138,7 @@ def lora(folder: Path) -> bool:
 
 
 def write_adapter(folder: Path) -> None:
-    """A LoRA of every layer's projections to queries and values, with weights that change each answer."""
+    """Write a LoRA of every layer's projections to queries and values, with weights that change each answer."""
     import torch
     from safetensors.torch import save_file
 
@@ -185,7 +185,7 @@ def healthy(folder: Path, count: int) -> bool:
 
 
 def other_client(url: str, seed: int, ended: threading.Event) -> None:
-    """Requests of someone else, one after the other with pauses."""
+    """Send requests of another client, one after the other with pauses."""
     drawn = random.Random(seed)
     while not ended.is_set():
         prompt = [drawn.randrange(256) for _ in range(drawn.randrange(50, 500))]

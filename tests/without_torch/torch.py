@@ -1,4 +1,4 @@
-"""In place of torch, for `make quick`: the test is skipped. A program of a test ends, and makes a file that says so."""
+"""Replaces torch for `make quick`. In pytest it skips the test. In a test's program it makes a file and ends."""
 
 import os
 

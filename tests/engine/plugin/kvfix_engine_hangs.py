@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
-#: What is planted, and the processes of the LMCache server.
+#: The function of this module to plant, and the pids of the LMCache server.
 WHAT, SERVER = os.environ.get("KVFIX_TEST_HANG", ""), os.environ.get("KVFIX_TEST_SERVER", "")
 
 
@@ -33,17 +33,17 @@ def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
 
 
 def lookup_thread_ends(connector: Any) -> None:
-    """LMCache's thread of the worker that answers lookups ends, as of an exception that it does not catch."""
+    """The worker's LMCache thread that answers lookups ends, as after an exception that it does not catch."""
     _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit)
 
 
 def lookup_thread_waits(connector: Any) -> None:
-    """The same thread hangs in its next lookup."""
+    """The worker's LMCache thread that answers lookups hangs in its next lookup."""
     _before(connector._lmcache_engine.lmcache_engine, "lookup", threading.Event().wait)
 
 
 def server_stops(connector: Any) -> None:
-    """The LMCache server runs, but does not answer from the next lookup on."""
+    """The LMCache server runs, but answers nothing from the next lookup on."""
 
     def stop() -> None:
         for pid in SERVER.split():
@@ -61,8 +61,8 @@ def load_is_lost(connector: Any) -> None:
 def abort_comes_first(connector: Any) -> None:
     """EngineCore makes no step before it has handled a first abort.
 
-    So vLLM has never asked the connector about the aborted request. After a step it might have: if the lookup of the
-    running request is not answered in that step, vLLM asks about the next request.
+    So vLLM never asks the connector about the aborted request. In a step vLLM might ask: if the connector does not
+    answer the lookup of the running request at once, vLLM asks about the next request.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -84,7 +84,7 @@ def abort_comes_first(connector: Any) -> None:
 
 
 def locked_out(connector: Any) -> None:
-    """Two loads, of which the second is as fast as the first is slow."""
+    """Two requests load. The worker reports the end of neither load before both have ended."""
     adapter = connector.worker_adapter
     begin, finished, held = adapter.batched_submit_retrieve_requests, adapter.get_finished, set[str]()
     begun: list[str] = []
@@ -109,7 +109,7 @@ def locked_out(connector: Any) -> None:
 
 
 def hook_waits(connector: Any) -> None:
-    """A hook of the worker waits in a C function that does not come back."""
+    """A hook of the worker waits in a C function that never returns."""
     reading, _ = os.pipe()
     read, buffer = ctypes.CDLL(None).read, ctypes.create_string_buffer(1)
     _before(connector.worker_adapter, "create_recorded_event", lambda: read(reading, buffer, 1))

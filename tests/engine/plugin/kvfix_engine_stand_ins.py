@@ -1,8 +1,8 @@
 """A stand-in for LMCache's GPU connector on a machine without a GPU: whole KV blocks are copied on the CPU.
 
 All other parts of LMCache are real. vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per
-layer and packs K rows and V rows inside each block, so a token is not a row. The stand-in copies whole blocks, and the
-chunk size must be a multiple of the block size.
+layer. Each block holds K rows and V rows packed together, so a token is not a row. The stand-in copies whole blocks, so
+the chunk size must be a multiple of the block size.
 """
 
 import os
@@ -13,13 +13,13 @@ import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
 
-#: While this file exists, 1.0 is added to what is loaded: a negative control. The outputs must then differ, or the
-#: comparison proves nothing.
+#: While this file exists, 1.0 is added to all loaded KV. This is a negative control: if the outputs do not differ then,
+#: the comparison proves nothing.
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
 
 
 def make(interface: Any, metadata: Any) -> Any:
-    """The connector, as a subclass of the installed release's interface."""
+    """Return the connector, as a subclass of the installed release's interface."""
     layers, two, _, heads, head_size = metadata.kv_shape
 
     class BlockCopy(interface):  # type: ignore[misc]
@@ -59,7 +59,7 @@ def make(interface: Any, metadata: Any) -> Any:
 
 
 def current_releases(gpu_connector: Any) -> None:
-    """0.4 and later: one function makes the connector. (In 0.3 the module is another; it has no such function.)"""
+    """LMCache 0.4 and later: one function makes the connector. (In 0.3 this module has another purpose.)"""
     if hasattr(gpu_connector, "CreateGPUConnector"):
         gpu_connector.CreateGPUConnector = lambda config, metadata, *rest, **more: make(
             gpu_connector.GPUConnectorInterface, metadata
@@ -67,7 +67,7 @@ def current_releases(gpu_connector: Any) -> None:
 
 
 def early_releases(adapter: Any) -> None:
-    """0.3: the adapter itself makes engine and connector, and refuses without a GPU."""
+    """LMCache 0.3: the adapter itself makes engine and connector, and refuses to do so without a GPU."""
     if not hasattr(adapter, "_init_lmcache_engine"):
         return
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
@@ -90,19 +90,19 @@ def early_releases(adapter: Any) -> None:
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
-    # vLLM 0.32's side of the connector calls functions that the early LMCache does not have. The early LMCache would
-    # look for the tensors in vLLM's forward context, under a name that is gone.
+    # vLLM 0.32 calls functions of the connector that the early LMCache does not have. The early LMCache would look for
+    # the tensors in vLLM's forward context, under a name that vLLM 0.32 does not have.
     impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     impl.get_kv_events = lambda self: []
 
 
 def in_tree(connector: Any) -> None:
-    """vLLM's own multi-process connector: it marks each step with an event of CUDA, which a copy on the CPU ignores.
+    """vLLM's own multi-process connector marks each step with a CUDA event. A copy on the CPU ignores the event.
 
-    And LMCache 0.4.6 does not know how vLLM for the CPU packs a block. It moves whole ones, so it is shown one that has
-    the K rows and then the V rows, of as many bytes.
+    LMCache 0.4.6 does not know how vLLM for the CPU packs a block, but moves only whole blocks. So it gets a view of
+    the block with the K rows and then the V rows, of the same number of bytes.
     """
-    if isinstance(connector.torch, cuda_stand_in.Torch):  # this process is a fork of one that has done it
+    if isinstance(connector.torch, cuda_stand_in.Torch):  # the parent of this fork has done it
         return
     connector.torch = cuda_stand_in.Torch()
     owner = connector.LMCacheMPConnectorUpstream
@@ -119,6 +119,6 @@ def in_tree(connector: Any) -> None:
 
 
 def patient_pings(module: Any) -> None:
-    """A busy machine may take more than 10 s, after which LMCache continues without its server."""
+    """Wait longer for the server: after 10 s without an answer LMCache would continue without it."""
     send_ping = module.send_ping
     module.send_ping = lambda client, timeout, **more: send_ping(client, timeout=100.0, **more)

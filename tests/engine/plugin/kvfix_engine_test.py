@@ -1,8 +1,8 @@
 """A vLLM plugin of the test suite: it reads EngineCore and worker, and replaces LMCache's GPU connector.
 
-For each connector it writes a line of JSON with the pid, the process and `kvfix.status()`, and then a line for each
-grant and each load. It patches no function that kvfix fixes. It does not import LMCache, which would break the start of
-vLLM's CPU platform: the stand-in is set after LMCache's own import.
+For each connector the plugin writes a line of JSON with the pid, the process and `kvfix.status()`, then a line for each
+grant and load. It patches no function that kvfix fixes. It sets the stand-in after LMCache's own import: an import of
+LMCache by the plugin would break the start of vLLM's CPU platform.
 """
 
 import itertools
@@ -23,7 +23,7 @@ STAND_INS = {
 
 
 def platform() -> str | None:
-    """vLLM asks for it in every process, before it has a platform."""
+    """vLLM calls this function in every process, before it has a platform."""
     return "kvfix_engine_ray.RayCpuPlatform" if "KVFIX_TEST_RAY" in os.environ else None
 
 
@@ -58,7 +58,7 @@ def load() -> None:
 
 
 def stand_in() -> None:
-    """Call the stand-in's function for a module when it has been executed."""
+    """Call the stand-in's function for a module after the module has been executed."""
     execute = SourceFileLoader.exec_module
 
     def exec_module(loader: SourceFileLoader, module: Any) -> None:
@@ -72,9 +72,9 @@ def stand_in() -> None:
 
 
 def override_kernels_beside_llvmlite() -> None:
-    """vLLM for the CPU looks at `vars()` of all that there is in all modules (triton_utils/dispatcher.py 0.32.0:139),
-    and fails at llvmlite's, whose names are all functions. LMCache imports llvmlite, so a worker that is forked, or is
-    in the program's own process, would not start."""
+    """vLLM for the CPU calls `vars()` on every object of every module (triton_utils/dispatcher.py 0.32.0:139).
+    The call fails for llvmlite, which LMCache imports. A worker that is forked, or in the program's own process, would
+    not start."""
     from vllm.triton_utils import dispatcher
 
     def of(value: Any) -> Any:
@@ -85,7 +85,7 @@ def override_kernels_beside_llvmlite() -> None:
 
 
 def plant_faults() -> None:
-    """All that kvfix does in a hook raises."""
+    """Make all code of kvfix in hooks raise."""
     from kvfix.connector_events import dump, hooks, recorder, watched
     from kvfix.engine_state import lmcache_readers
 
@@ -108,7 +108,7 @@ def note(what: str, **more: Any) -> None:
 
 
 def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
-    """Call `act` with the answer and the arguments of this method, on the instance."""
+    """Call `act` with the answer and the arguments after each call of this method on this instance."""
     original = getattr(connector, name)
 
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def note_grants_and_loads(connector: Any) -> None:
             note("load", request=request)
 
     impl = getattr(connector, "_lmcache_engine", None)
-    client = getattr(impl, "lookup_client", None)  # in the scheduler only
+    client = getattr(impl, "lookup_client", None)  # only in the scheduler
     kept: list[int] = []
 
     def keep(*_: Any) -> None:
@@ -147,7 +147,7 @@ def note_grants_and_loads(connector: Any) -> None:
 
 
 def note_own_time(connector: Any) -> None:
-    """Write the seconds of kvfix after every so many steps. In a process with both roles, the worker's comes first."""
+    """Write kvfix's seconds every 64 steps. In a process with both roles, the worker's connector calls this first."""
     from kvfix_engine_times import OwnTime
 
     from kvfix.session import session

@@ -1,6 +1,6 @@
 """The processor time that kvfix itself takes in the functions that it wraps.
 
-Each call times the wrapper and the original. Whole runs with and without kvfix differ by more than kvfix takes.
+Each call times the wrapper and the original: the times of whole runs would differ by more than kvfix takes.
 """
 
 import functools
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class OwnTime:
-    """`seconds`, and `calls` of wrapped functions, since this was made."""
+    """`seconds` of kvfix, and `calls` of wrapped functions, since this object was made."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
-        """functions: WrappedFunction, with wrappers."""
+        """functions: objects of WrappedFunction that have wrappers."""
         self._outside: list[float] = []
         self._inside: list[float] = []
-        #: Inside of the timer inside: what a timer takes.
+        #: Times of the innermost of two nested timers. The difference to `_inside` is the time of one timer.
         self._within: list[float] = []
         for function in functions:
             function._function = timed(timed(function._function, self._within), self._inside)

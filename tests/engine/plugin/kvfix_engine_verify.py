@@ -1,11 +1,11 @@
-"""LMCache in process on the CPU as on a GPU, with faults for `kvfix verify` planted where KV has just been loaded.
+"""LMCache in process on the CPU as on a GPU. It plants faults for `kvfix verify` in KV that has just been loaded.
 
-LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). It gets KV as vLLM has it on a
-GPU from 0.26 on: K and V of each token and head packed, heads inside of tokens. vLLM for the CPU holds K transposed and
-then V in each block and head (float32), so a copy in the GPU's layout stands between the two.
+LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). It gets KV in the GPU layout
+of vLLM 0.26 and later: K and V of each token and head packed, heads inside of tokens. vLLM for the CPU holds K
+transposed and then V in each block and head (float32), so KV is copied between the two layouts.
 
-K carries its position (RoPE), so rows of K and V that change places together change no answer. The faults therefore
-move K without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "" is none.
+K carries its position (RoPE), so swapped rows change no answer if K and V move together. The faults therefore move K
+without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "": none.
 """
 
 import os
@@ -22,7 +22,7 @@ FAULT = Path(os.environ.get("KVFIX_TEST_FAULT", "/nonexistent"))
 CHUNK = 64
 #: KV of the first chunk of an earlier request.
 EARLIER: list[torch.Tensor] = []
-#: Deviation of what is added to every logit, as the sums of a GPU differ between batches.
+#: Standard deviation of the noise added to every logit. On a GPU the sums differ between batches in this way.
 NOISE = float(os.environ.get("KVFIX_TEST_NOISE", "0"))
 if NOISE:
     from vllm.v1.sample.sampler import Sampler
@@ -82,7 +82,7 @@ class Faulty(InProcess):
             packed[blocks] = torch.cat([k, v.reshape(-1, heads, size, both // 2)], dim=3)
 
     def blocks(self, mappings: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The engine's tensor of each layer, the packed one, and the blocks of these slots."""
+        """Yield for each layer the engine's tensor, the packed tensor, and the blocks of these slots."""
         slots = [mapping[mapping >= 0] for mapping in mappings]
         if slots:
             used = torch.unique(torch.cat(slots) // self.engine[0].shape[2])
@@ -91,7 +91,7 @@ class Faulty(InProcess):
 
 
 class Copied(Faulty):
-    """The KV is in the GPU's layout when `wait_for_save` begins, as on a GPU."""
+    """Copy the KV into the GPU's layout before `wait_for_save` begins."""
 
     def save_kv_layer(self, layer_name: str, *arguments: Any, **more: Any) -> None:
         super().save_kv_layer(layer_name, *arguments, **more)
@@ -100,7 +100,7 @@ class Copied(Faulty):
 
 
 def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, K then V]"""
+    """Return [tokens, heads, K then V]."""
     return cache[slots // cache.shape[2], :, slots % cache.shape[2]]
 
 
@@ -116,8 +116,8 @@ def plant(fault: str, kv: torch.Tensor, argument: str) -> None:
         last_chunk_wrong(kv, chunks, "")
 
 
-# A function below is a fault. It changes `kv` in place: [K and V, layers, tokens, ...] of the loaded chunks. argument:
-# the text after the name and a colon; otherwise the number of requests for which the step loads.
+# Each function below is a fault. It changes `kv` in place: [K and V, layers, tokens, ...] of the loaded chunks. The
+# last argument is the text after `NAME:`; without it, the number of requests for which the step loads.
 
 
 def is_whole(chunk: slice) -> bool:
@@ -125,7 +125,7 @@ def is_whole(chunk: slice) -> bool:
 
 
 def two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    """Changes the order of a sum, and so the last bits only."""
+    """Change only the order of a sum, and so only the last bits of the answer."""
     if len(chunks) > 1 and is_whole(chunks[1]):
         one, other = (kv[:, :, chunk].clone() for chunk in chunks[:2])
         kv[:, :, chunks[0]], kv[:, :, chunks[1]] = other, one
@@ -148,17 +148,17 @@ def chunk_shifted_by_one(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
 
 
 def last_chunk_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    """K of its tokens in reverse order, V as it was."""
+    """Reverse the order of the last chunk's tokens in K, but not in V."""
     kv[0, :, chunks[-1]] = kv[0, :, chunks[-1]].flip(1)
 
 
 def other_weights(kv: torch.Tensor, _: list[slice], share: str) -> None:
-    """KV as weights that differ by this share make it."""
+    """Change KV as if the weights differed by this share."""
     kv *= 1 + float(share) * torch.randn(kv.shape, generator=torch.Generator().manual_seed(0))
 
 
 def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
-    """V as an adapter of rank 4 on the values makes it."""
+    """Change V as an adapter of rank 4 on the values does."""
     noise = torch.Generator().manual_seed(0)
     for v in kv[1]:
         width = v.shape[-1]
@@ -171,7 +171,7 @@ def one_layer_wrong(kv: torch.Tensor, _: list[slice], __: str) -> None:
 
 
 def one_bit(kv: torch.Tensor, _: list[slice], bit: str) -> None:
-    """One bit of one element: V of the first loaded token, in the first layer and head."""
+    """Flip one bit of one element: V of the first loaded token, in the first layer and head."""
     kv[1, 0, 0, 0, -1:].view(torch.int32).bitwise_xor_(1 << int(bit))
 
 
@@ -188,7 +188,7 @@ def zeros(kv: torch.Tensor, _: list[slice], __: str) -> None:
     kv.zero_()
 
 
-#: {fault: when it is last_chunk_wrong. Its arguments are those of a fault, without `kv`}
+#: {fault: condition under which it does last_chunk_wrong}. The condition gets a fault's arguments without `kv`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
     "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,
