@@ -1,7 +1,8 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
 This concerns the blocks of a sliding window and blocks with a state. A store's blocks are compared with vLLM's list for
-the request in the step of the store and in the next one. Later the store may have ended, and the scheduler cannot know.
+the request in the step of the store and in the next one. After that the store may have ended: the scheduler cannot
+know.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ class Read(NamedTuple):
 def stores(connector: Any) -> "Stores | None":
     """Return a Stores for the scheduler's connector, or None.
 
-    None: the model has one KV group, or no windows or states; or vLLM does not call `bind_kv_cache_manager`.
+    None if the model has one KV group, or no windows or states, or if vLLM does not call `bind_kv_cache_manager`.
     """
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
@@ -38,7 +39,7 @@ def stores(connector: Any) -> "Stores | None":
 
 
 class Stores:
-    """The reads of windows and states by the stores of the last step."""
+    """The blocks of windows and states that the stores of the last step read."""
 
     def __init__(
         self, manager: Any, sizes: list[int], windows: dict[int, tuple[int, int]], states: dict[int, int], chunk: int

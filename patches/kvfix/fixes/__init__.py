@@ -7,7 +7,7 @@ component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its mu
 
 from __future__ import annotations
 
-#: {code of a fix, rule or finding that is gone, and never used again: why it is gone, and what to read instead}
+#: {retired code of a fix, rule or finding, which is never used again: why it is gone, and what to read instead}
 RETIRED = {
     "KVF368": (
         "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 describes "

@@ -18,7 +18,7 @@ def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
-    """Return True if this call raises this error, with this text in it. Another error: the probe does not fit the hook.
+    """Return True if this call raises this error with this text. Another error is raised: the probe does not fit.
 
     error: a type, or a tuple of types.
     """
@@ -130,7 +130,7 @@ def step(
 ) -> Any:
     """Return a scheduler output with one request, `new` or a cached one; without a request if `tokens` is 0.
 
-    computed, blocks: of a cached request. resumed: the request was preempted. preempted: in this step it is preempted.
+    computed, blocks: of a cached request. resumed: the step resumes it. preempted: the step preempts the request.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(
