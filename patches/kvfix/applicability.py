@@ -1,8 +1,8 @@
 """Judges one function of the installed code: is it wrong, right, or unknown? Then decides whether a fix is applied.
 
-The version number never decides: LMCache changed these functions in post releases, and people edit them. kvfix looks
-for a release that has the same file (by a hash) or, if there is none, the same function (by its fingerprint). If no
-release has it, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
+The version number alone decides nothing: LMCache changed these functions in post releases, and people edit them. kvfix
+looks for a release that has the same file (by a hash) or, if there is none, the same function (by its fingerprint). If
+no release has it, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
 
 kvfix wraps all functions of a fix or none. A fix may have several groups of functions, one for each copy of the same
 code (`Owner.copy`). Each group is decided by itself. A group is refused if one of its functions is unknown, missing or
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
 #: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
-#: that imports the function. Only a fix can be "unfixable" (a new release must fix the bug) or "opt-in" (`plus=` must
-#: name it).
+#: that imports the function. Only a fix is "unfixable" (a new release must fix the bug) or "opt-in" (used if named).
 STATES = (
     "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
     "not-installed",

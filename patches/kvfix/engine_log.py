@@ -1,9 +1,8 @@
 """Writes kvfix's lines to the engine's log: few lines, each once in a process, and never an exception.
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
-number of remembered texts, and the number of lines of one kind. The lines go to the logger `kvfix`, or to stderr
-without configured logging. Only the first line imports `logging`, because `kvfix.apply()` is on the start-up path of
-every process.
+remembered texts, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
+configured. Only the first line imports `logging`, because each process calls `kvfix.apply()` when it starts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
 
-One object has it all: the other modules of kvfix have no state. This module imports little, for a fast `apply()`.
+One object holds all of it: the other modules of kvfix have no state. This module imports little, for a fast `apply()`.
 """
 
 import os
@@ -24,7 +24,7 @@ EVENTS = 8192
 
 
 class Session:
-    """`session` is the only instance in this process."""
+    """The state of kvfix in this process. `session` is the only instance."""
 
     def __init__(self) -> None:
         #: None: kvfix does nothing here.
@@ -55,7 +55,7 @@ class Session:
         self.outcomes: dict[Target, Applicability] = {}
         #: The verdict on each function of a wanted fix, judged without the wrappers of kvfix (applying).
         self.judged: dict[Target, Applicability] = {}
-        #: Modules whose import has ended, as kvfix has seen it.
+        #: {name: module} of the modules whose import kvfix has seen ending.
         self.complete: dict[str, Any] = {}
         #: {module: codes of fixes that were applied to it and are not logged yet}.
         self.newly_applied: dict[str, dict[str, None]] = {}
@@ -84,7 +84,7 @@ class Session:
         # Reports (violations, dump, signals, metrics).
         #: Violations by rule, reported or not.
         self.violations: dict[str, int] = {}
-        #: Monotonic seconds of the last report of a kind, and how many there were.
+        #: {kind of report: monotonic seconds of its last one}, and the number of reports of all kinds.
         self.report_times: dict[str, float] = {}
         self.reports = 0
         self.suppressed: list[tuple[str, str]] | None = None
@@ -102,7 +102,7 @@ class Session:
         return self.config.mode if self.config is not None else "fix"
 
     def restart_recording(self) -> None:
-        """Forget everything that was recorded and reported of connectors."""
+        """Forget everything that was recorded and reported about connectors."""
         self.generation += 1
         self.events.clear()
         if self.connectors is not None:

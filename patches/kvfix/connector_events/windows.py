@@ -1,8 +1,7 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
 This concerns the blocks of a sliding window and blocks with a state. A store's blocks are compared with vLLM's list for
-the request in the step of the store and in the next one. After that the store may have ended: the scheduler cannot
-know.
+the request in the step of the store and in the next one. Afterwards the scheduler cannot know if the store has ended.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Find out why a running engine stands still: take looks at its processes, return verdicts. Pure.
 
-A look is the states of all processes (`kvfix.engine_state`). They are read one after the other. A verdict needs two
+A look is the states of all processes (`kvfix.engine_state`), which are read one after the other. A verdict needs two
 looks or more: a report that is on its way at the first look has arrived at the second.
 """
 
@@ -12,7 +12,7 @@ from kvfix.ledger.liveness import LOAD, LOOKUP, Engine
 
 #: Seconds after which a hook counts as stuck.
 HOOK = 3.0
-#: Seconds after which a transfer or a lookup counts as not answered: if no request moves, and if other requests move.
+#: Seconds after which a transfer or lookup counts as not answered: LATE if no request moves, else LATER.
 LATE, LATER = 5.0, 30.0
 #: Fields of a request that do not change during one wait.
 _OF_A_WAIT = ("computed", "total", "preemptions")
@@ -21,7 +21,7 @@ _OF_SERVER = "result (multiprocess/futures.py:"
 
 
 class Look(NamedTuple):
-    """at: seconds of any monotonic clock. processes: their states.
+    """The states of all processes at one time. at: seconds of any monotonic clock.
 
     A process that could not be read has no "schema", but {"pid", "name", "silent": reason, "stack", "hook"}.
     """
@@ -81,7 +81,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if two steps have ended: then a report that was on its way at the first look has arrived."""
+    """Return True if two steps have ended. A report that was on its way at the first look has then arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 

@@ -18,7 +18,7 @@ from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, st
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
-    """The lookup is in flight and has no start time."""
+    """Return True if the lookup has timed out: it is in flight, and LMCache has deleted its start time."""
     return client.reqs_status.get(lookup_id, "unknown") is None and lookup_id not in client.first_lookup_time
 
 

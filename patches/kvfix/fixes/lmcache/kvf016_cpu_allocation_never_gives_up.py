@@ -25,7 +25,7 @@ from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, Wra
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
 #: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.
 RESTORED = 60.0
-#: Places of `eviction` and `busy_loop` among the arguments, in every release.
+#: Positions of `eviction` and `busy_loop` among the arguments, in every release.
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
@@ -41,7 +41,7 @@ class _Waits(threading.local):
         self.at = now
 
     def wait(self) -> bool:
-        """Wait a moment. False if the time is used up."""
+        """Wait a moment. Return False if the time is used up."""
         if self.left <= 0:
             return False
         time.sleep(BETWEEN)

@@ -33,7 +33,7 @@ class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
     `with load:` surrounds each stretch of the load's own code. Meanwhile other threads can release pins of the chunk,
-    and loads by layers run in turn. So a release counts for this load only in the thread of the stretch, and during it.
+    and loads by layers take turns. A release counts for this load only during a stretch, and only in its thread.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -68,7 +68,7 @@ class _Load:
 
 
 def _loads_of(chunk: Any) -> list[_Load]:
-    """Return the loads that are told when the chunk is unpinned."""
+    """Return the loads that are notified when the chunk is unpinned."""
     if _LOADS not in vars(chunk):
         loads: list[_Load] = []
         own = chunk.unpin

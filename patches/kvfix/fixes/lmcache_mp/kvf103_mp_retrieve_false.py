@@ -39,13 +39,13 @@ def load(adapter: Any, future: Any, blocks: Any) -> Any:
 
 
 def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
-    """The load is reported as failed, whatever it brings."""
+    """Report the load as failed, whatever its result is."""
     if request_id in adapter.retrieve_futures:
         adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
     return answer
 
 
-# If the server does not answer, no load starts, and its blocks are reported already.
+# If the server does not answer, no load starts, and LMCache has already reported the blocks.
 @fix_after(when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed)
 def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
     future, blocks = adapter.retrieve_futures[request_id]

@@ -33,7 +33,7 @@ _MOST = 1024
 class Stored:
     """Blocks of a window, from token `first` on, in a store that may be in flight.
 
-    computed: tokens of the request after the last step. By this number vLLM frees blocks when the request ends.
+    computed: tokens of the request after the last step. When the request ends, vLLM uses this number to free blocks.
     """
 
     window: tuple[int, int]
@@ -43,23 +43,23 @@ class Stored:
     computed: int
 
     def leave(self, computed: int) -> list[int]:
-        """The blocks that vLLM frees with so many computed tokens."""
+        """Remove and return the blocks that vLLM frees at this number of computed tokens."""
         size = self.window[1]
         out = max(0, _windows.kept_from(computed, *self.window) - self.first) // size
         left, self.blocks = self.blocks[:out], self.blocks[out:]
         self.first += out * size
-        return [block for block in left if block]  # null block 0 is no one's
+        return [block for block in left if block]  # null block 0 belongs to no request
 
 
 @dataclass
 class Stores:
-    """The blocks in stores that may be in flight: those that vLLM has not freed, and those that it has freed."""
+    """The blocks in stores that may be in flight. held: vLLM has not freed them. freed: vLLM has freed them."""
 
     held: list[Stored] = field(default_factory=list)
     freed: set[int] = field(default_factory=set)
 
     def step(self, computed: dict[str, int], scheduled: dict[str, int], open_requests: Any) -> None:
-        """A step begins. computed, scheduled: tokens of the requests in it."""
+        """Note what vLLM frees when a step begins. computed, scheduled: tokens of the requests in the step."""
         for stored in self.held:
             if stored.request in computed:
                 self.freed.update(stored.leave(computed[stored.request]))

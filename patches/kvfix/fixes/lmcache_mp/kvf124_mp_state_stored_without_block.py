@@ -26,7 +26,7 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    """In the stores of the step, set each state that vLLM does not have to null. For new and for running requests."""
+    """In the step's stores of new and running requests, set the blocks of states that vLLM does not have to null."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return
@@ -54,7 +54,7 @@ def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> b
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """The same for a request that continues at 256 tokens and has no store."""
+    """Like `new_shows_bug`, for a request that continues at 256 tokens and has no store."""
     return new_shows_bug(hook, module, computed=256, blocks=[])
 
 

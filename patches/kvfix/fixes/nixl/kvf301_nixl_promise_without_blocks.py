@@ -47,7 +47,7 @@ def _fix(owner: Owner) -> Fixing:
 
 
 def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
-    """True if the parameters name blocks, in a list of lists, and their engine."""
+    """Return True if the parameters name blocks, in a list of lists, and the engine that has them."""
     blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
     lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, part) for each in blocks)
     return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
@@ -60,7 +60,7 @@ def _fails_loads(module: Any) -> bool:
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """The keys that update_state_after_alloc of this release needs to start a transfer. Before 0.15: no request id."""
+    """Return the keys that this release's update_state_after_alloc needs for a transfer. Before 0.15: no request id."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 

@@ -27,7 +27,7 @@ def fix(worker: Any) -> None:
     for name, at in came.items():
         if now - at > float(timeout):
             note(__name__, f"the registration of request {name} is dropped")
-            worker._evict_finished_inbox.put(name)  # the thread that has them drops it
+            worker._evict_finished_inbox.put(name)  # the thread that owns the registrations drops it
 
 
 FIX = Fix(

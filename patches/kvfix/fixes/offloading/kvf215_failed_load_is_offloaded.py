@@ -25,7 +25,7 @@ from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, note, stubs
 
 
 def _failed_stores(scheduler: Any, output: Any) -> set[int]:
-    """The stores in flight of all requests that have a block whose load has failed."""
+    """Return the stores in flight of all requests that have a block whose load has failed."""
     blocks, jobs = output.invalid_block_ids, set[int]()
     if not blocks:
         return jobs
@@ -35,7 +35,7 @@ def _failed_stores(scheduler: Any, output: Any) -> set[int]:
             continue
         jobs.update(job for job in request.transfer_jobs if scheduler._jobs[job].is_store)
         for group in request.group_states if request.req.is_finished() else ():
-            group.block_ids.clear()  # so that nothing more of it is stored
+            group.block_ids.clear()  # so that nothing more of the request is stored
     return jobs
 
 

@@ -46,7 +46,7 @@ def update_connector_output(scheduler: Any, output: Any) -> None:
 
 
 def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
-    """These blocks, and later blocks of their requests. With `lazy_offload` no request is known."""
+    """Return these blocks, and all later blocks of their requests. With `lazy_offload`, stores have no request."""
     bad = set(failed)
     for state in scheduler._reqs_to_store.values():
         for blocks in state.block_ids:
@@ -69,10 +69,10 @@ def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
 def _process_store_event(scheduler: Any, event: int) -> None:
     lost = getattr(scheduler, _GIVEN_UP).pop(event)
     whole = scheduler._store_event_to_blocks.get(event)
-    if whole is not None:  # else given up at a reset
+    if whole is not None:  # else a reset has dropped the store
         kept, gone = _part(whole, lambda block: block not in lost), _part(whole, lambda block: block in lost)
         scheduler._in_flight_store_gpu_blocks.difference_update(lost)
-        # In one statement: an error does not come between the two.
+        # One statement, so that no error can occur between the two changes.
         scheduler._store_event_to_blocks[event], _ = kept, scheduler._release_transfer_refs(gone)
 
 

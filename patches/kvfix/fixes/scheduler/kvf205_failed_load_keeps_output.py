@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # If no lookup has read the mark of an earlier failure, another preemption would load and fail for ever.
+            # No lookup reads an earlier mark that is still there: another preemption would load and fail for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -108,7 +108,7 @@ _CURRENT = "_kvfix_current_step"
 
 
 def _drop(scheduler: Any, request: Any) -> None:
-    """Drop all outputs in flight of this request: it is computed again."""
+    """Drop all outputs in flight of this request, because vLLM computes it again."""
     if hasattr(request, "drop_stale_output"):  # newer vLLM: a preemption marks the steps in flight as stale
         request.drop_stale_output = request.num_stale_output_tokens > 0
     elif request.num_output_placeholders:

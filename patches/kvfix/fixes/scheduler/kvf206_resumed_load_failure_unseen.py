@@ -15,7 +15,7 @@ from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_around, note,
 
 
 def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
-    """vLLM looks at all computed tokens of each request."""
+    """Let vLLM look at all computed tokens of each request."""
     for request in scheduler.running:
         request.num_cached_tokens = request.num_computed_tokens
     return GO_ON

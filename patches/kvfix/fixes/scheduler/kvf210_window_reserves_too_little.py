@@ -42,7 +42,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         with replaced(manager, **dict.fromkeys(names)):
             needed = yield
         reserved = min(needed, max(0, limit - _in_use(manager, request, hit, computed)))
-        if reserved > limit - len(manager.req_to_blocks.get(request, ())) - len(hit):  # what vLLM subtracts
+        if reserved > limit - len(manager.req_to_blocks.get(request, ())) - len(hit):  # vLLM subtracts these lengths
             note(__name__, f"request {request}: {reserved} blocks are reserved")
         return reserved
 
@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
         @functools.wraps(function)
         def wrapper(manager: Any, *args: Any, **more: Any) -> int:
-            # Each step asks for each request and KV group. The limit applies only to a request that is admitted.
+            # vLLM calls this for each request and KV group in each step. The limit applies only to an admission.
             call = limited if more.get("apply_admission_cap", True) else function
             return call(manager, *args, **more)
 
