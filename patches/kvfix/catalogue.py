@@ -20,7 +20,7 @@ REINSTALL = "Install kvfix again, from its wheel or its checkout."
 
 @functools.lru_cache(maxsize=1)
 def fixes() -> tuple[Fix, ...]:
-    """Every fix, sorted by code. A fix that cannot be loaded is skipped, with a warning."""
+    """Return every fix, sorted by code. Skip a fix that cannot be loaded, with a warning."""
     found = [fix for _, module in folder.modules().values() if (fix := _load(module)) is not None]
     if not found:
         engine_log.warning(
@@ -54,7 +54,7 @@ def modules_of_fixes() -> dict[str, list[str]]:
 
 
 def loaded() -> list[Fix]:
-    """The fixes whose modules are loaded in this process."""
+    """Return the fixes whose modules are loaded in this process."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("kvfix.fixes.")]
     return [module.FIX for module in modules if hasattr(module, "FIX")]
 

@@ -30,7 +30,7 @@ def package_dir(dist: str) -> Path | None:
 
 
 def _found(dist: str) -> ModuleSpec | None:
-    """The spec that an import would find: an editable install may have its own finder. Imports nothing."""
+    """Return the spec that an import would find. An editable install may have its own finder. Import nothing."""
     try:
         return importlib.util.find_spec(dist)
     except Exception:  # noqa: BLE001  a finder of another tool
@@ -58,7 +58,7 @@ def _version(dist: str, folder: Path | None) -> str:
 
 
 def source_file(dist: str, module: str) -> Path | None:
-    """The module's file in the installed package; None if there is no such module."""
+    """Return the module's file in the installed package; None if there is no such module."""
     folder = package_dir(dist)
     if folder is None:
         return None

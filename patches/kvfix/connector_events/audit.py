@@ -156,7 +156,7 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
 
 
 def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[Any, Any]:
-    """Squared norms of the difference between cache and vLLM, and of vLLM's KV: [layers, parts, tokens] on the CPU.
+    """Return squared norms of the difference cache minus vLLM, and of vLLM's KV: [layers, parts, tokens] on the CPU.
 
     held: the chunk in the cache [parts, layers, tokens, width]. caches: vLLM's tensor of each layer. slots: the slots
     of the chunk's tokens. The parts are K and V; MLA has one part.
@@ -177,7 +177,7 @@ def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[An
 
 
 def _computed(cache: Any, slots: Any) -> Any:
-    """vLLM's KV in these slots [parts, tokens, width], as its attention reads it."""
+    """Return vLLM's KV in these slots [parts, tokens, width], as vLLM's attention reads it."""
     if not getattr(cache, "is_floating_point", bool)() or cache.element_size() == 1:
         raise NotAudited(f"vLLM's KV is {_kind(cache)}")
     if cache.ndim == 3:  # MLA: [blocks, block, width]

@@ -1,6 +1,6 @@
 """Recorder files: JSON lines, written atomically, in a directory that only its owner can read.
 
-The first line describes the file. The others follow in any order, each with its `kind`:
+The first line describes the file. The other lines follow in any order, each with its `kind`:
 
     {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
      "node": "n1", "boot": "...", "began": 1, ...}

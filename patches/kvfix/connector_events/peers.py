@@ -48,7 +48,7 @@ class _Peer(Reader):
         return metadata.reqs_to_recv.items()
 
     def _span(self, name: str, meta: Any) -> Span:
-        """The metadata has only the blocks after the prefix hit (`relative`)."""
+        """Return the span of all blocks. The metadata has only the blocks after the prefix hit (`relative`)."""
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
@@ -68,12 +68,12 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """The lease of a decode instance is longer: it is for the next turn (nixl/pull_scheduler.py 0.32.0:250)."""
+        """Return the seconds. Decode keeps blocks longer, for the next turn (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
     def sends(self, request: str) -> bool:
-        """The worker lists a request from its first batch to the end of its lease."""
+        """Return True while the worker lists the request: from its first batch to the end of its lease."""
         return request in getattr(self._worker, "_reqs_to_process", ())
 
     def _span(self, name: str, meta: Any) -> Span:
@@ -95,7 +95,7 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """A registration is valid until its deadline, also after an abort. KVF322 then reports the load as failed."""
+        """Return True until the registration's deadline, also after an abort. KVF322 then reports a failed load."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 
@@ -183,7 +183,7 @@ def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any
 
 
 def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-    """MooncakeConnector expires leases in this call: compare the unsent requests before and after it."""
+    """Record the leases that MooncakeConnector expires in this call: compare the unsent requests before and after."""
     before = list(worker.reqs_need_send.values())
     answer = yield
     if answer[0]:

@@ -30,7 +30,7 @@ def stores(connector: Any) -> "Stores | None":
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
     if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):
         return None
-    from kvfix.fixes import _mp, _windows  # only for such models
+    from kvfix.fixes import _mp, _windows  # only for models with several KV groups
 
     states = _windows.states(connector)
     windows = {**_windows.of(connector), **{group: (size, size) for group, size in states.items()}}

@@ -14,7 +14,7 @@ _ALL = 1 << 40
 
 
 def no_hit(*_: Any, **__: Any) -> int:
-    """The answer of LMCache's `get_num_new_matched_tokens` and `lookup`: nothing is found."""
+    """Answer LMCache's `get_num_new_matched_tokens` or `lookup`: nothing is found."""
     return 0
 
 
@@ -52,7 +52,7 @@ def set_to(name: str, value: Any) -> Callable[..., Any]:
 
 
 def refuse(*_: Any, **__: Any) -> bool:
-    """The answer of a reset: the cache was not emptied."""
+    """Answer a reset: the cache was not emptied."""
     return False
 
 
@@ -65,7 +65,7 @@ def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> A
 
 
 def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """From this step on, store nothing for its requests. (LMCache in process, after `build_connector_meta`.)"""
+    """Store nothing for the metadata's requests, now and later (LMCache in process, after `build_connector_meta`)."""
     for meta in metadata.requests:
         if meta.req_id in impl._request_trackers:
             impl._request_trackers[meta.req_id].skip_save = True

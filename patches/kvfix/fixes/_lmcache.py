@@ -24,7 +24,7 @@ def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> 
 
 
 def _done_events(engine: Any) -> Any:
-    """LMCache's own dict of finished fetches, by lookup id (0.5.6 event_manager.py:61)."""
+    """Return LMCache's own dict of finished fetches, by lookup id (0.5.6 event_manager.py:61)."""
     events = sys.modules["lmcache.v1.event_manager"]
     return engine.event_manager.events[events.EventType.LOADING][events.EventStatus.DONE]
 

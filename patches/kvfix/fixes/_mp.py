@@ -11,7 +11,7 @@ from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, Any, Probe, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
-    """The tracker's `num_stored`, `num_vllm_hit` or `num_lmcache_hit` in tokens. Probes have blocks of 16 tokens."""
+    """Return the tracker's `num_stored`, `num_vllm_hit` or `num_lmcache_hit` in tokens. Probes have blocks of 16."""
     found = getattr(tracker, f"{name}_tokens", None)
     return int(found if found is not None else getattr(tracker, f"{name}_blocks") * block_size)
 

@@ -181,13 +181,13 @@ class Fix:
 
     @property
     def groups(self) -> list[tuple[str, tuple[Target, ...]]]:
-        """(copy, functions that are wrapped together or not at all) of each copy of the code."""
+        """Return (copy, functions that are wrapped together or not at all) for each copy of the code."""
         copies = dict.fromkeys(target.copy for target in self.targets if target.copy) or [""]
         return [(copy, tuple(each for each in self.targets if each.copy in ("", copy))) for copy in copies]
 
     @property
     def dists(self) -> tuple[str, ...]:
-        """Distributions that have the bug, without those that have only helpers."""
+        """Return the distributions that have the bug, without those that have only helpers."""
         return tuple(dict.fromkeys(target.dist for target in self.targets if not target.helper))
 
     @property
@@ -201,7 +201,7 @@ class Fix:
 
     @functools.cached_property
     def _texts(self) -> dict[str, str]:
-        """{section or fact: its text}, with the facts that the docstring leaves out."""
+        """{section or fact: its text}, including the facts that the docstring leaves out."""
         _, *parts = _PART.split(self.docstring)
         texts = {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
         facts = {name: texts.pop(name, "") or self._known(name) for name in FACTS}

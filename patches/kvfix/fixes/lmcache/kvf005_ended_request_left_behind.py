@@ -20,7 +20,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 def _kept(impl: Any) -> Any:
-    """A waiting request with a lookup is in the first or second state. A resumed request can be in the last two."""
+    """Return what can keep the request: the first two until its admission, the last two after it has resumed."""
     return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
 
 

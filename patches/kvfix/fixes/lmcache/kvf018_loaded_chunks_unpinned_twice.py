@@ -33,7 +33,7 @@ class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
     `with load:` surrounds each stretch of the load's own code. Meanwhile other threads can release pins of the chunk,
-    and loads by layers take turns. A release counts for this load only during a stretch, and only in its thread.
+    and loads by layers take turns. A release counts for this load only during a stretch, in that thread.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -107,7 +107,7 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 @fix_after()
 def fix_layers(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
-    """The hook is a generator: it loads while it is iterated, a layer at a time."""
+    """Add the pins for a load by layers. The hook is a generator, which loads one layer in each iteration."""
     load = _pinned(engine, more.get("req_id"))
     return _layers(layers, load) if load else layers
 

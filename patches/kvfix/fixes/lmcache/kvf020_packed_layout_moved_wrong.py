@@ -139,7 +139,7 @@ def gather(torch: Any, tensor: Any, caches: Any, slots: Any) -> None:
 
 
 def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None:
-    """Copy in the other direction than `gather`, without the first `skip` tokens."""
+    """Copy from the tensor into vLLM's slots, the reverse of `gather`, without the first `skip` tokens."""
     slots = slots.to(caches[0].device)
     wanted = slots >= 0
     wanted[:skip] = False
@@ -150,7 +150,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Yield of each layer: its tensor [tokens, 2, heads, n], cache [blocks, block, 2, heads, n], and block size."""
+    """Yield each layer's tensor [tokens, 2, heads, n], its cache [blocks, block, 2, heads, n], and its block size."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)

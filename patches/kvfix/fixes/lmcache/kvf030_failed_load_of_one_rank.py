@@ -30,7 +30,7 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, st
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
 _UNSAVED = "_kvfix_unsaved"
-#: Attribute of a request's metadata: the worker of a kv_producer stores nothing of it in this step.
+#: Attribute of a request's metadata: the worker of a kv_producer does not store the request in this step.
 _STORE_NOTHING = "_kvfix_store_nothing"
 
 

@@ -25,7 +25,7 @@ def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
         return save(*args, **kwargs)
     except OSError as error:
         engine_log.guarded(f"{__name__}.undo", lambda cause: _undo(cause, *positional(save)(args, kwargs)[0]), error)
-        raise  # as without the fix: a future keeps it, and nobody reads that
+        raise  # as without the fix: a future keeps the exception unread
 
 
 def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:

@@ -56,14 +56,14 @@ def wait(connector: Any, metadata: Any) -> None:
 
 
 def _store() -> Any:
-    """A store in flight that records whether the hook waited for it."""
+    """Return a store in flight that records whether the hook waited for it."""
     store = stubs.Stub(query=lambda: False, waited=False)
     store.wait = lambda timeout=None: setattr(store, "waited", True)
     return store
 
 
 def _worker(store: Any) -> Any:
-    """A worker's connector with this store in flight."""
+    """Return a worker's connector with this store in flight."""
     adapter = stubs.Stub(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
     return stubs.Stub(worker_adapter=adapter, mq_timeout=1.0)
 

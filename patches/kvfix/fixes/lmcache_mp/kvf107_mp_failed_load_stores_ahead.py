@@ -1,7 +1,7 @@
 """Hits return wrong text after a failed load: LMCache stores blocks whose KV was never computed.
 
-Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Every later hit on a chunk with such
-blocks is wrong. Other requests with the same prompt return wrong text, until the chunk is evicted.
+Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Every later hit on a chunk with
+these blocks is wrong. Other requests with the same prompt return wrong text, until the chunk is evicted.
 
 Cause: The tracker calculates the number of computed tokens: the larger of the two hits (vLLM's and LMCache's) plus the
 tokens that were scheduled after the lookup (lmcache_mp_metadata.py 0.5.6:275). For example, vLLM had 64 tokens and the

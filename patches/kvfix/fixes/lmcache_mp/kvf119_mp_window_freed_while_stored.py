@@ -8,8 +8,8 @@ step the window begins at a later token. vLLM frees the blocks before the window
 v1/core/single_type_kv_cache_manager.py 0.32.0:672). vLLM may give these blocks to another request in the same step. For
 layers with states, vLLM keeps only the state of the last step and frees the earlier states.
 
-At the end of a request, vLLM also frees such blocks at once (scheduler.py 0.32.0:3025). vLLM frees the other blocks of
-the request only when the stores have ended. LMCache waits for its stores only after a preemption
+At the end of a request, vLLM also frees the blocks before the window at once (scheduler.py 0.32.0:3025). vLLM frees the
+other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
 Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has already freed. When a

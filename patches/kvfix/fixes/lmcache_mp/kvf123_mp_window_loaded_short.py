@@ -13,7 +13,7 @@ Fix: The fix registers a longer window with the server: the window plus these to
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The engines register the sliding
 window with the server. If a window is shorter than a chunk, the stored chunks have other sizes or keys. Stop the
 engines, empty the server's L2, and start all of them with the fix.
-- Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with such models.
+- Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with these models.
 - Remove when: `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
 

@@ -47,7 +47,7 @@ def _drop(worker: Any, transfer: str) -> None:
         dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
             p_req_id="", transfer_id=transfer, local_block_ids=[], ready=asyncio.Event()
         )
-    elif dropped.ready.is_set():  # another request of it is sent, or the transfer is dropped already
+    elif dropped.ready.is_set():  # it is sent for another request, or was dropped before
         return
     dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
     dropped.ready.set()

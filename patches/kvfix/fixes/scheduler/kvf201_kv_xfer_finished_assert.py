@@ -13,7 +13,7 @@ requests return wrong text, without an error.
 
 Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
 reports about unknown requests, and about requests that are neither finished nor waiting for a load.
-- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Releases before 0.26.0 were only read.
+- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Before 0.26.0, only the code was read.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
 - Remove when: vLLM counts the reports of a finished request.
 """

@@ -53,7 +53,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """If the head of the queue was refused: all requests before the first for which enough blocks are free."""
+    """Return all requests before the first one with enough free blocks, if the head of the queue was refused."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside
@@ -63,7 +63,7 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
             return []
         needs = scheduler._request_remaining_blocks(request)
         if request is refused and request.request_id not in scheduler.finished_recving_kv_req_ids:
-            needs += scheduler._inflight_prefill_reserved_blocks()  # a load must leave these reserved blocks (:1249)
+            needs += scheduler._inflight_prefill_reserved_blocks()  # a load must leave these blocks free (:1249)
         if needs <= free:
             return aside
         aside.append(request)

@@ -66,7 +66,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _place(function: Callable[..., Any]) -> int:
-    """The position of `apply_admission_cap` among the arguments, which differs between releases."""
+    """Return the position of `apply_admission_cap` among the arguments, which differs between releases."""
     names = list(inspect.signature(function).parameters)
     return names.index("apply_admission_cap") - 1 if "apply_admission_cap" in names else -1
 
