@@ -52,7 +52,7 @@ def fingerprints() -> dict[str, Any]:
 
     `make fingerprints` computes them from the released files.
     """
-    text = pkgutil.get_data("kvfix", "fingerprints.json")  # a file, or in a zip
+    text = pkgutil.get_data("kvfix", "fingerprints.json")  # kvfix may be in a zip
     return dict(json.loads(text or b""))
 
 
@@ -143,7 +143,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     owner, name, live = found
     is_elsewhere = name not in vars(owner) or getattr(owner, "__module__", module.__name__) != module.__name__
     if by_file.state == "not-affected" and is_elsewhere:
-        return by_file  # the function is inherited from another file, or its class is only an alias here
+        return by_file  # the function is inherited from another file, or this module only has an alias of its class
     function = function if function is not None else live
     if path is not None and not installed_source.is_from_file(function, path):
         other = getattr(function, "__module__", None) or "another tool"
@@ -216,7 +216,7 @@ def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) 
     common: dict[str, frozenset[str]] = {}
     for target in targets:
         releases = judged[target].releases
-        if releases is not None:  # else the probe has judged this function
+        if releases is not None:  # None: the probe has judged this function
             common[target.dist] = common.get(target.dist, releases) & releases
         if not common.get(target.dist, True):
             others = f"{target.function} and the other functions of the fix"

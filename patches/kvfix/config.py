@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Each mode includes the one before it: fixes; a flight recorder; rules, reports and dumps; exceptions for violations.
+#: Each mode adds to the one before: fixes; a flight recorder; rules, reports and dumps; exceptions for violations.
 MODES = ("fix", "observe", "check", "strict")
 
 
@@ -103,7 +103,7 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
     names = names.split(",") if isinstance(names, str) else list(names)
     if not names:
         return frozenset()
-    from kvfix import engine_log, fixes  # only here: these imports take 20 ms, and a process often does not need them
+    from kvfix import engine_log, fixes  # imported here: this takes 20 ms, and many processes do not need it
 
     known = {code: slug for code, (slug, _) in fixes.modules().items()}
     by_slug = {slug: code for code, slug in known.items()}

@@ -50,7 +50,7 @@ def _version(dist: str, folder: Path | None) -> str:
     from importlib import metadata
 
     nearest = [[str(folder.parent)]] if folder is not None else []
-    for path in [*nearest, sys.path]:  # sys.path: an editable install has its metadata elsewhere
+    for path in [*nearest, sys.path]:  # search sys.path too: an editable install has its metadata elsewhere
         for name in PROVIDERS.get(dist, (dist,)):
             for found in metadata.distributions(name=name, path=path):
                 return str(found.version)

@@ -116,7 +116,7 @@ def _without_user(url: str) -> str:
     ends = [place for sign in "/?#" if (place := url.find(sign, 0, at)) >= 0]
     if ends:
         colon = url.find(":", 0, min(ends))
-        if colon < 0 or _PORT.match(url, colon + 1):  # a host, and an @ in the path
+        if colon < 0 or _PORT.match(url, colon + 1):  # the URL has a host, and an @ in its path
             at = url.rfind("@", 0, min(ends))
     return f"{HIDDEN}{url[at:]}" if at >= 0 else url
 

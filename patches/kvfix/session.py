@@ -27,7 +27,7 @@ class Session:
     """The state of kvfix in this process. `session` is the only instance."""
 
     def __init__(self) -> None:
-        #: None: kvfix does nothing here.
+        #: None: kvfix does nothing in this process.
         self.config: Config | None = None
         #: {environment variable: its value before `apply()` changed it; None: not set}.
         self.environment: dict[str, str | None] = {}
@@ -66,7 +66,7 @@ class Session:
         #: Requests that began before kvfix was attached: no rule checks them, and fixes with NEW_REQUESTS skip them.
         self.before: Container[str] = ()
 
-        # Connector events, in modes that have them.
+        # Connector events, except in mode `fix`.
         #: `get_connector_class` of vLLM's factory, as (factory, original).
         self.factory: tuple[Any, Any] | None = None
         #: The last events (recorder.Entry).
@@ -76,7 +76,7 @@ class Session:
         self.numbers = count(1)
         #: Weak references to the schedulers that have run a watched function.
         self.schedulers: list[Callable[[], Any]] = []
-        #: Incremented by each restart: a WatchedConnector of an earlier generation is not used again.
+        #: `restart_recording` increments it. kvfix no longer uses a WatchedConnector of an earlier generation.
         self.generation = 0
         #: The last generation with an error in the connector events.
         self.failed_generation = -1

@@ -129,7 +129,7 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
     off, of: squared norms of the difference and of computed KV, [layers, parts, tokens] on the CPU. limits: by layer.
     """
     parts, computed = off.shape[1], of.sum(2)
-    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # not finite: the model's fault, and not the cache's
+    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # not finite: the model is wrong, not the cache
     norms = (off.sum(2) / computed).sqrt().masked_fill(is_right, 0)
     errors = norms.nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER).flatten().tolist()
     shares = [error / limits[number // parts] for number, error in enumerate(errors)]
@@ -172,7 +172,7 @@ def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[An
         there = held[:, layer].to(computed.device).float()
         computed = computed.float()
         rows.append(torch.stack([(there - computed).square().sum(2), computed.square().sum(2)]))
-    off, of = torch.stack(rows, dim=1).cpu()  # waits for the device
+    off, of = torch.stack(rows, dim=1).cpu()  # `.cpu()` waits for the device
     return off, of
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 #: Maximum bytes of one file: the oldest events are dropped.
 LARGEST = 8 << 20
-#: Maximum recorder files of this process, and of all processes in a folder, because each restart has a new pid.
+#: Maximum recorder files of this process, and of all processes in a folder: each restart has a new pid.
 FILES, FILES_OF_ALL = 32, 256
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"
@@ -254,7 +254,7 @@ def folder() -> Iterator[tuple[str, int]]:
     path = os.path.join(shared, f"kvfix-{os.getuid()}")
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    if os.path.islink(path):  # for a clear message: O_NOFOLLOW refuses it too
+    if os.path.islink(path):  # checked here for a clear message; O_NOFOLLOW refuses a link too
         raise PermissionError(errno.EPERM, f"{path} is a link")
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -43,7 +43,7 @@ def settle(module: ModuleType) -> None:
     if session.config is None or not session.config.watches:
         remove_all()
     elif hasattr(module, "Scheduler"):
-        for name in _SCHEDULER:  # to record exceptions, and running and waiting requests
+        for name in _SCHEDULER:  # wrapped to record exceptions, and the running and waiting requests
             if callable(vars(module.Scheduler).get(name)):
                 applying.attach(module.Scheduler, name, KEY, functools.partial(_around, name, "", ""))
     else:
@@ -175,7 +175,7 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
             session.schedulers[:] = [weakref.ref(connector), *alive]
         else:
             signals.announce()
-            metrics.settled()  # now that the modules of the connector are imported
+            metrics.settled()  # the modules of the connector are imported now
         return watched
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.connector_events.watched", error)

@@ -38,7 +38,7 @@ class _Peer(Reader):
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
         engine, name = params.get("remote_engine_id"), params.get(self._PEER_REQUEST)
         is_valid = all(isinstance(each, str) and 0 < len(each) <= LONGEST for each in (engine, name))
-        return (str(engine), str(name)) if is_valid else None  # a client may have sent something else
+        return (str(engine), str(name)) if is_valid else None  # a client may have sent values of other types
 
     def loads(self, metadata: Any) -> Spans:
         """Leave out requests without blocks: for these, decode only notifies prefill."""

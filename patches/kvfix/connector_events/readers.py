@@ -129,9 +129,9 @@ class SimpleOffload(Reader):
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
-        #: None in the worker, and without prefix caching.
+        #: The scheduler's manager. None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: {request: the tokens that vLLM had when a hit was found}, and {request: the end of its last store}.
+        #: {request: tokens that vLLM had computed when a hit was found}, and {request: the end of its last store}.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 

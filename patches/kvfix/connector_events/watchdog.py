@@ -32,7 +32,7 @@ from kvfix.session import session
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
 #: Number of looks within SECONDS.
 _LOOKS = 12
-#: Maximum tries to read a state while the scheduler does not work, and seconds between two tries.
+#: Maximum tries to read a state outside of the scheduler's functions, and seconds between two tries.
 _TRIES, _PAUSE = 200, 0.003
 #: If the main thread is in the same call at this many tries, the call is the standstill: use the last state.
 _STANDS = 50
@@ -78,7 +78,7 @@ class Watchdog:
         self._since: dict[tuple[Any, ...], float] = {}
         #: The last reported item of `_since`.
         self._told: tuple[tuple[Any, ...], float] | None = None
-        #: Computed tokens of each request, and steps that the connectors have seen, at the last look.
+        #: At the last look: {request: its computed tokens}, and the number of steps that the connectors had seen.
         self._computed: dict[str, int] = {}
         self._steps = 0
 

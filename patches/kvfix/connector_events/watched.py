@@ -51,7 +51,7 @@ class WatchedConnector:
         self.steps = 0
         #: Time of the scheduler's last step, in monotonic seconds.
         self.stepped = 0.0
-        #: The leases of its worker, if the worker keeps blocks for a peer.
+        #: The leases of the connector's worker, if the worker keeps blocks for a peer.
         self.leases: Leases | None = None
         #: Set if the configuration has `audit`, and the hits of this connector can be audited.
         self.audit: Audit | None = None
@@ -323,7 +323,7 @@ class WatchedConnector:
             for where in self.reader.left(name):
                 if name in self._unanswered and where.startswith("lookup_client."):
                     continue
-                if where != PINS or self.reader.pinned(name) is pinned:  # else the id is reused
+                if where != PINS or self.reader.pinned(name) is pinned:  # else another request has the same id
                     self._record(ev.Left(name, where))
             if name not in self._given_up:
                 self._unanswered.discard(name)

@@ -7,7 +7,7 @@ of full attention and of sliding windows.
 from collections.abc import Sequence
 from typing import Any
 
-#: KV groups in which each token keeps its slot, and KV groups that free the slots behind a window.
+#: KV groups in which each token keeps its slot, and KV groups that free the slots before a window.
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
 
 
@@ -34,7 +34,7 @@ def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved:
         for manager, own in zip(managers, held(scheduler, request), strict=True):
             freed += count(own[: manager.get_num_skipped_tokens(local) // manager.block_size])
     elif any(request.request_id in manager.num_cached_block for manager in managers):
-        return None  # a step is admitting the request
+        return None  # a step is just admitting the request
     else:
         hits, local = _cached(scheduler, request, hits)
     total, computed = min(int(request.num_tokens), int(scheduler.max_model_len)), local + promised

@@ -18,7 +18,7 @@ RETIRED = {
 
 def modules() -> dict[str, tuple[str, str]]:
     """{code: (slug, module)}, sorted by code. Finds modules as Python does: as source, as bytecode, or in a zip."""
-    import pkgutil  # only here: the start of a process does not need it
+    import pkgutil  # imported only here: the start of a process does not need it
 
     found = []
     for folder in pkgutil.iter_modules(__path__):

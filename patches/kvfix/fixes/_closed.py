@@ -9,7 +9,7 @@ from typing import Any
 
 from kvfix.wrapping import GO_ON
 
-#: More tokens than any request has: a request with this count of stored tokens is not stored again.
+#: More tokens than any request has. LMCache stores nothing more of a request with this count of stored tokens.
 _ALL = 1 << 40
 
 

@@ -30,7 +30,7 @@ def _done_events(engine: Any) -> Any:
 
 
 def _chunk(fetched: Any) -> Any:
-    return fetched[1] if isinstance(fetched, tuple) else fetched  # later than 0.3.10: a pair of key and chunk
+    return fetched[1] if isinstance(fetched, tuple) else fetched  # after 0.3.10, a pair of key and chunk
 
 
 def unpin(chunk: Any) -> None:

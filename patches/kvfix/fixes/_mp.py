@@ -73,7 +73,7 @@ def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
     return len(gone)
 
 
-#: For probes: vLLM's blocks of 512 tokens, in `update_state_after_alloc`.
+#: For probes: the argument of `update_state_after_alloc` that has the request's blocks, here for 512 tokens.
 BLOCKS = stubs.Stub(get_block_ids=lambda: (list(range(32)),))
 
 

@@ -32,7 +32,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
     @fix_around(on_fault=all_stores_fail)
     def update_connector_output(scheduler: Any, output: Any) -> Steps:
         failed = find(scheduler, output)
-        if not failed and not getattr(scheduler, mark, None):  # almost all steps
+        if not failed and not getattr(scheduler, mark, None):  # true in almost all steps
             return (yield)
         known = vars(scheduler).setdefault(mark, set())
         known.update(failed)

@@ -79,7 +79,7 @@ def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
         more, kv_role="kv_both", use_layerwise=False, enable_blending=False, kv_caches={"layer": None},
         config=SimpleNamespace(), device="cpu", _lmcache_chunk_size=16, _block_size=16, current_layer=0,
         layerwise_storers=[], _layerwise_save_storers={}, _stats_monitor=Nothing(),
-        _recent_load_errors=(),  # of patches/upstream/failed-load-poisons-cache
+        _recent_load_errors=(),  # patches/upstream/failed-load-poisons-cache adds this
         _parent=SimpleNamespace(_connector_metadata=step, _get_connector_metadata=lambda: step),
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ class State:
     running: int | None
     #: Loads and stores that are not reported as ended, and reports that the scheduler has not used yet.
     in_flight: int | None
-    #: Lookups that will be answered.
+    #: Number of lookups that will be answered.
     lookups: int | None
 
 

@@ -336,7 +336,7 @@ def _sick(look: Look) -> dict[tuple[Any, ...], Verdict]:
     return found
 
 
-#: The worst first.
+#: The rules, with the worst verdicts first.
 _RULES: tuple[Callable[[Sequence[Look]], Iterator[Verdict]], ...] = (
     _lookup_blocks, _stands_in_hook, _load_without_worker, _load_not_answered, _lookup_not_answered, _cannot_move,
     _kept_after_end, _without_lmcache,

@@ -26,7 +26,7 @@ def _answered(client: Any, lookup_id: str) -> Steps:
     if given_up(client, lookup_id):
         return 0
     yield
-    if given_up(client, lookup_id):  # the hook gave up: cancel as in 0.4.1
+    if given_up(client, lookup_id):  # the lookup has just timed out: cancel it as 0.4.1 does
         client.cancel_lookup(lookup_id)
 
 

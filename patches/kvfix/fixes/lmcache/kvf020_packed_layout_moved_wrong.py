@@ -133,7 +133,7 @@ def _store(torch: Any, connector: Any, parts: Any, slots: Any) -> None:
 
 def gather(torch: Any, tensor: Any, caches: Any, slots: Any) -> None:
     """Copy the KV of the tokens in these slots [tokens] into a tensor [2, layers, tokens, heads * head size]."""
-    slots = slots.to(caches[0].device).clamp(min=0)  # -1: a token without a slot, its KV is not used
+    slots = slots.to(caches[0].device).clamp(min=0)  # -1 marks a token without a slot. Its KV is not used
     for held, cache, block in _layers(torch, tensor, caches):
         held.copy_(cache[slots // block, slots % block])
 

@@ -91,7 +91,7 @@ def step_shows_bug(hook: Any, module: Any) -> bool:
     request = stubs.request(2048)
     connector, _ = _mp.tracked(module, request, found=None)
     connector.scheduler_adapter._pending_lookups.add(request.request_id)
-    fix(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the other part of the fix
+    fix(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the fix of request_finished
     connector.scheduler_adapter.found = 512
     hook(connector, stubs.step())
     return "free_lookup_locks" not in connector.scheduler_adapter.names()

@@ -40,7 +40,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
     if tracker.num_scheduled_tokens or computed >= max(hits):
         return
     if computed == max(hits) - 1 == len(tracker.all_token_ids) - 1:
-        return  # the last token of a prompt that is hit whole is recomputed
+        return  # vLLM recomputes the last token of a full hit
     note(__name__, f"{computed} tokens are computed, not {max(hits)}")
     size, chunk = _mp.block_size(connector), _mp.chunk_size(connector)
     for name, found in zip(("num_vllm_hit", "num_lmcache_hit"), hits, strict=True):

@@ -197,7 +197,7 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 
 
 FIX = Fix(
-    # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads, and the functions below differ.
+    # 0.26.0 has the bug too, but its workers cannot name failed loads, and the functions below differ.
     api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
     api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
     api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 
 from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Any, Fix, fix_before, note, stubs
 
-#: Attribute of the scheduler. For each store, it names the GPU blocks that are given up when the store is over.
+#: Attribute of the scheduler. For each store, it has the GPU blocks that the scheduler drops when the store has ended.
 _GIVEN_UP = "_kvfix_given_up"
 
 

@@ -70,7 +70,7 @@ FIX = Fix(
     SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
     SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",
-    # If a report is kept back, its request waits for ever. After an error, vLLM handles all reports as without the fix.
+    # If a report is held back, its request waits for ever. After an error, vLLM handles all reports as without the fix.
     on_fault="original",
     evidence={"KVD109": "", "KVD303": "", "KVR011": "^update_from_output: AssertionError"},
     scenarios=("kv-xfer-finished-assert", "kv-xfer-finished-assert-in-tree"),

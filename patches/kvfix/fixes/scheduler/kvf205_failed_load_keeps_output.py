@@ -103,7 +103,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 #: Attribute of a scheduler: {request: its first step whose output is valid again; None until it is scheduled}.
 _VALID_FROM = "_kvfix_valid_from"
-#: Attribute of a scheduler: the step whose output it handles now, if a load failed in that step.
+#: Attribute of a scheduler: the step whose output the scheduler handles now, if a load failed in that step.
 _CURRENT = "_kvfix_current_step"
 
 

@@ -27,7 +27,7 @@ from types import ModuleType
 
 from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Any, Fix, around, note, replaced, stubs
 
-#: The attribute of a manager that is the limit: its name in 0.32.0, and its name up to 0.26.0.
+#: Names of the manager's attribute that holds the limit: in 0.32.0, and up to 0.26.0.
 _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
 
 

@@ -17,7 +17,7 @@ import inspect
 from kvfix.fixes import _scheduler
 from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_after, fix_around, note, replaced
 
-#: Of a scheduler: sessions that were preempted when their turn ended, in this step.
+#: Attribute of a scheduler: the sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
 
 
