@@ -6,8 +6,8 @@ hit of a request before the request loads it: `Num retrieved tokens: 0, num expe
 
 Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. `retrieve` (0.5.2 to 0.5.5
 cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` with `use_layerwise` (0.4.3 to 0.5.6,
-0.5.6:1139). This is right for chunks read from disk. But chunks of the CPU cache are the same objects that the lookup
-pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
+0.5.6:1139). This unpin is right for chunks read from disk. But chunks of the CPU cache are the same objects that the
+lookup pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
 the load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6

@@ -5,8 +5,8 @@ Symptom: LMCache logs nothing. A prompt served from the cache gets another answe
 at non-singleton dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
 
 Cause: vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]`, in any order in
-memory (0.26.0 flash_attn.py:141). LMCache's transfer operation reads this as a single plane. It takes the width of a
-row from the memory object, which has two planes: `[2, layers, tokens, heads * head size]` (0.5.6
+memory (0.26.0 flash_attn.py:141). LMCache's transfer operation reads this as a single plane. The operation takes the
+width of a row from the memory object, which has two planes: `[2, layers, tokens, heads * head size]` (0.5.6
 gpu_connectors.py:325). So it uses half of the real distance between slots, and never moves one of the planes.
 
 Fix: The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object

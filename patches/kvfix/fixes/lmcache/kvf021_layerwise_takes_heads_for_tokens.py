@@ -9,9 +9,9 @@ Cause: LMCache falls back to torch operations, without a warning, if its compile
 torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
-Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. It does not change
-a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in
-the same order, so their KV is right. Another order would make chunks wrong that are already stored.
+Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not
+change a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and
+loaded in the same order, so their KV is right. Another order would make chunks wrong that are already stored.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """

@@ -10,7 +10,7 @@ request's list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/sin
 For each chunk, the server stores the state that the chunk's last block holds. The server leaves the state out only if
 all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks an earlier
 block may hold a state. The server then stores the last block, although it is null. After a failed load, a store comes
-late. It then stores a block that already belongs to another request.
+late, and stores a block that already belongs to another request.
 
 Fix: The fix acts after the hooks that add stores to the step's metadata. If a chunk ends neither where the step begins
 nor where it ends, the fix sets all blocks of the chunk in the state group to null. The server then leaves the state

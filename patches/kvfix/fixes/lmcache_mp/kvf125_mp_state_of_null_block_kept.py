@@ -9,7 +9,7 @@ block 0. The server leaves a chunk out only if all blocks of all KV groups in it
 (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and
 the blocks of attention are never null. So the server stores the chunk with the null block as its state.
 
-Fix: The fix acts in the server. It also leaves a chunk out if the chunk's last block is null in any KV group of the
+Fix: The fix acts in the server. The server also leaves a chunk out if its last block is null in any KV group of the
 object. For a state, the server stores only this block. For a sliding window, a hit reads the part up to this block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of

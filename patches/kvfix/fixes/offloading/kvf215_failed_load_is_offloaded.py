@@ -1,7 +1,7 @@
 """Later requests return wrong text: OffloadingConnector stores blocks that another connector failed to load.
 
 Symptom: When the load fails, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is
-logged. Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+logged. Later, requests that begin with the same prompt return wrong text. The bug needs a MultiConnector with
 OffloadingConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
 Cause: OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector

@@ -2,7 +2,7 @@
 
 Symptom: The log has `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then EngineCore
 dies with an `AssertionError` in `_process_store_completion` of simple_kv_offload/manager.py. Or nothing more is logged,
-and later requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+and later requests that begin with the same prompt return wrong text. The bug needs a MultiConnector with
 SimpleCPUOffloadConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
 Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py

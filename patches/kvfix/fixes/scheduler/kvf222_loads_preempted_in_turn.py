@@ -1,7 +1,7 @@
 """A prefill engine makes no progress: loads hold all blocks, and each request in turn needs one more and is preempted.
 
 Symptom: The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. There is no throughput and no error, and
-`Preemptions` grows. This needs all of:
+`Preemptions` grows. The bug needs all of:
 
 - a prefill engine (role kv_producer) that generates more than one token
 - asynchronous scheduling (the default) or several pipeline stages
