@@ -1,7 +1,7 @@
-"""Counts, for each fix, how often it acted and how often its own code raised; logs the first time in a process.
+"""Count how often each fix acted and how often its own code raised. Log the first action of each fix in a process.
 
-A fix acts if it changes an outcome: an answer, an argument, a call that is skipped. `kvfix.wrapping` sees these without
-code in the fix. A fix that changes an object in place says so with `note`.
+A fix acts if it changes an answer or an argument, or skips a call. `kvfix.wrapping` notices these actions by itself. A
+fix that changes an object in place must report it with `note`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _ID = 80
 
 @dataclass(slots=True)
 class Tally:
-    """The counters of one fix, or of other wrappers with one key.
+    """The counters of one fix, or of all other wrappers that have the same key.
 
     acted, faults: how often the wrappers acted, and how often their code raised. first: what happened the first time.
     """
@@ -28,7 +28,7 @@ class Tally:
     first: str = ""
 
 
-#: While a `WrappedFunction` makes wrappers, under `session.lock`: their tally. At other times: NONE.
+#: The tally of the wrappers that a `WrappedFunction` makes now, under `session.lock`. NONE at other times.
 composing = NONE = Tally("")
 
 
@@ -59,7 +59,7 @@ def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[
 
 
 def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], answer: Any, now: Any) -> None:
-    """Count that the fix has changed the answer of this call, unless both are equal numbers or texts."""
+    """Count that the fix has changed the answer of this call, unless the two answers are equal numbers or texts."""
     if type(answer) is not type(now) or type(answer) not in _PLAIN or answer != now:
         what = "" if tally.acted else f"answered {_short(answer)}, corrected to {_short(now)}"
         acted(tally, function, args, what)

@@ -33,7 +33,7 @@ _ALLOWED_PLUGINS = "VLLM_PLUGINS"
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 #: Top-level packages with fixed functions. The first import from one of them loads the fixes.
 PACKAGES = ("lmcache", "vllm")
-#: Modules that the connector events wrap, in modes that have them: the factory of connectors, and the scheduler.
+#: Modules with functions that the connector events wrap, except in mode `fix`: the connector factory and the scheduler.
 WATCHED = ("vllm.distributed.kv_transfer.kv_connector.factory", "vllm.v1.core.sched.scheduler")
 
 
@@ -55,7 +55,7 @@ def apply(
     only, skip, plus: codes (`KVF001`) or slugs of fixes. Default: all that are not opt-in. only: these and no others.
     skip: all but these. plus: these opt-in fixes too.
     layers: also count the hooks that run once per layer and step, and record which of them hangs; not in mode `fix`.
-    audit: the fraction of hits that vLLM computes, to compare them with the cache; in `check` and `strict`.
+    audit: the fraction of hits that vLLM computes instead of loading, to check the cache. Needs `check` or `strict`.
     Raises ValueError for an unknown mode or fix, and nothing else.
     KVFIX=off in the environment keeps kvfix off, even if a program calls this function.
     """
@@ -92,7 +92,7 @@ def revert() -> None:
 
 
 def status() -> list[FixRow]:
-    """One row for each fix and distribution: its state in this process, and why. Imports neither vLLM nor LMCache."""
+    """Return one row per fix and distribution: the state in this process, and why. Import neither vLLM nor LMCache."""
     from kvfix import fix_status
 
     return fix_status.rows()
@@ -101,7 +101,7 @@ def status() -> list[FixRow]:
 def load() -> None:
     """Entry point of `vllm.general_plugins` and of `kvfix run`: activate the configuration of the environment, if any.
 
-    vLLM calls it unguarded in each of its processes, so it never raises.
+    vLLM calls this function in each of its processes and catches no exception. So this function never raises.
     """
     try:
         text = os.environ.get(ENV)
@@ -126,7 +126,7 @@ def _set(name: str, value: str) -> None:
 
 
 def _with(listed: str, item: str) -> str:
-    """A comma-separated list with `item` in it once."""
+    """Return the comma-separated list with `item` in it exactly once."""
     items = [part for part in (part.strip() for part in listed.split(",")) if part]
     return ",".join(items if item in items else [*items, item])
 
@@ -135,7 +135,7 @@ class Finder:
     """A meta path finder that lets the other finders find a module, and applies fixes after its execution."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        # The import system asks for thousands of modules: all except those of PACKAGES return here.
+        # The import system asks for thousands of modules. Return at once for modules that are not in PACKAGES.
         finding = get_ident(), name
         if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
             return None
@@ -156,7 +156,7 @@ _finder = Finder()
 
 
 def activate(config: Config) -> None:
-    """Activate this configuration in this process. Remove fixes that only an earlier configuration has."""
+    """Activate this configuration in this process. Remove fixes that only an earlier configuration wanted."""
     session.config = config
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -184,7 +184,7 @@ def _settle_imported() -> None:
 
 
 def _settle(modules: dict[ModuleType, bool]) -> None:
-    """modules: {module: whether its import has ended}."""
+    """Apply the fixes and the connector events. modules: {module: True if its import has ended}."""
     from kvfix import applying
 
     for module, complete in modules.items():
@@ -215,7 +215,7 @@ def _all_modules() -> frozenset[str]:
 
 
 def _settle_when_executed(spec: ModuleSpec) -> None:
-    """Replace `exec_module` of this one loader. The loader object, which tools inspect, stays the same."""
+    """Apply fixes after the loader has executed the module. Replace only `exec_module`: tools inspect the loader."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:

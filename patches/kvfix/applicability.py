@@ -1,10 +1,10 @@
 """Judges one function of the installed code: is it wrong, right, or unknown? Then decides whether a fix is applied.
 
-The version number alone never decides: LMCache changed these functions in post releases, and people edit them. The hash
-of the file decides whether a release has this file. If none has it, the fingerprint of the function decides. For code
-that no release has, the behaviour probe decides; if it cannot, the function is refused.
+The version number alone decides nothing: LMCache changed these functions in post releases, and people edit them. kvfix
+looks for a release that has the same file (by a hash) or, if there is none, the same function (by its fingerprint). If
+no release has it, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
 
-All functions of a fix are wrapped or none. A fix may have several groups of functions, one for each copy of the same
+kvfix wraps all functions of a fix or none. A fix may have several groups of functions, one for each copy of the same
 code (`Owner.copy`). Each group is decided by itself. A group is refused if one of its functions is unknown, missing or
 cannot be wrapped, or if no release has all of its functions. Pure: it does not read the session.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
 #: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
-#: that imports the function. Only a fix is "unfixable" (a new release must fix the bug) or "opt-in" (`plus=` names it).
+#: that imports the function. Only a fix is "unfixable" (a new release must fix the bug) or "opt-in" (used if named).
 STATES = (
     "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
     "not-installed",
@@ -50,14 +50,14 @@ def fingerprints() -> dict[str, Any]:
     """{dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}, "files": {module: {hash of the
     file: a version}}, "fixes": {module: [module of a fix]}}}, oldest version first.
 
-    Taken from the released files by `make fingerprints`.
+    `make fingerprints` computes them from the released files.
     """
-    text = pkgutil.get_data("kvfix", "fingerprints.json")  # a file, or in a zip
+    text = pkgutil.get_data("kvfix", "fingerprints.json")  # kvfix may be in a zip
     return dict(json.loads(text or b""))
 
 
 def judge(target: Target) -> Applicability:
-    """Judge by the installed file, without importing it. `applicable`: the code is known to be wrong."""
+    """Judge by the installed file, without importing it. `applicable`: the code is known to have the bug."""
     if installed_source.package_dir(target.dist) is None:
         return Applicability("not-installed", f"{target.dist} is not installed")
     path = installed_source.source_file(target.dist, target.module)
@@ -114,7 +114,7 @@ def wrong_releases(target: Target) -> frozenset[str]:
 def _judge_absent(target: Target, path: Path | None, same_file: str | None = None) -> Applicability:
     """Judge a function that the installed file does not have. same_file: a release that has the installed file.
 
-    The bug cannot be there if the function is absent from the release too.
+    If the release itself does not have the function, it does not have the bug.
     """
     what = f"{target.function} in {path}" if path is not None else f"the module {target.module}"
     known = fingerprints().get(target.dist, {})
@@ -122,7 +122,7 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
     having = set[str]().union(*known.get("functions", {}).get(target.name, {}).values())
     absent = frozenset(releases).difference(having)
     version = same_file or installed_source.version(target.dist)
-    # A release that is newer than kvfix is compared with the newest known one. The known one may lack the function too.
+    # If the release is newer than kvfix, look at the newest known release instead. It may lack the function too.
     compared = version if version in releases else next(reversed(releases), "")
     release = f"{target.dist} {version or '(version unknown)'}"
     if compared in absent:
@@ -143,7 +143,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     owner, name, live = found
     is_elsewhere = name not in vars(owner) or getattr(owner, "__module__", module.__name__) != module.__name__
     if by_file.state == "not-affected" and is_elsewhere:
-        return by_file  # the function is inherited from another file, or its class is only an alias here
+        return by_file  # the function is inherited from another file, or this module only has an alias of its class
     function = function if function is not None else live
     if path is not None and not installed_source.is_from_file(function, path):
         other = getattr(function, "__module__", None) or "another tool"
@@ -176,7 +176,7 @@ def _span(releases: list[str]) -> str:
 
 
 class Decision(NamedTuple):
-    """The decision for one group of a fix. outcome: the state of all its functions. wrapped: the functions to wrap."""
+    """The decision for one group of a fix. outcome: the state of the whole group. wrapped: the functions to wrap."""
 
     group: tuple[Target, ...]
     outcome: Applicability
@@ -188,7 +188,7 @@ class Decision(NamedTuple):
 
 
 def decide(fix: Fix, judge: Callable[[Target], Applicability]) -> list[Decision]:
-    """Return the decision for each group of the fix. judge: the verdict on a function."""
+    """Return the decision for each group of the fix. judge: function that returns the verdict on one target."""
     return [_decide(targets, {target: judge(target) for target in targets}) for _, targets in fix.groups]
 
 
@@ -216,7 +216,7 @@ def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) 
     common: dict[str, frozenset[str]] = {}
     for target in targets:
         releases = judged[target].releases
-        if releases is not None:  # else the probe has judged this function
+        if releases is not None:  # None: the probe has judged this function
             common[target.dist] = common.get(target.dist, releases) & releases
         if not common.get(target.dist, True):
             others = f"{target.function} and the other functions of the fix"

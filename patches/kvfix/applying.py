@@ -16,7 +16,7 @@ from kvfix.fixes.record import Fix, Target
 from kvfix.session import session
 from kvfix.wrapping import WrappedFunction, Wrapper
 
-#: Place of a wrapper outside of all fixes.
+#: Order of a wrapper that is outside of the wrappers of all fixes.
 OUTERMOST = 1000
 _HALF_IMPORTED = Applicability(
     "refused", "its module is half imported; call kvfix.apply() before the import, or once more after it"
@@ -24,11 +24,11 @@ _HALF_IMPORTED = Applicability(
 
 
 def settle(module: ModuleType, complete: bool) -> None:
-    """Apply the fixes that have a function in this module and that the configuration takes; remove the others.
+    """Apply the fixes that have a function in this module and that the configuration wants. Remove its other fixes.
 
     complete: False for a module whose import has not ended: no fix can be applied then.
     """
-    fixes = catalogue.fixes_of(module.__name__)  # imports, so without lock
+    fixes = catalogue.fixes_of(module.__name__)  # imports modules, so it is called without the lock
     with session.lock:
         _forget_reloaded(module)
         if complete:
@@ -43,7 +43,7 @@ def settle(module: ModuleType, complete: bool) -> None:
 
 
 def attach(owner: Any, name: str, key: str, wrapper: Wrapper) -> None:
-    """Put a wrapper that is no fix around a function, outside of all fixes."""
+    """Put a wrapper that belongs to no fix around a function, outside of the wrappers of all fixes."""
     at = (owner.__module__, f"{owner.__qualname__}.{name}")
     with session.lock:
         function = session.wrapped.get(at)
@@ -72,7 +72,7 @@ def remove_all() -> None:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Wrap the functions of this fix; unwrap them if it is unwanted or refused. imported: the module just imported."""
+    """Wrap the functions of this fix, or unwrap them if it is unwanted or refused. imported: module just imported."""
     is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
     if not is_taken or fix.code in session.held_back:
         for target in fix.targets:
@@ -195,7 +195,7 @@ def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> boo
     """Return True if the module has another function of this name now.
 
     If another tool has put its wrapper around ours, `inspect.unwrap` finds the same function: return False. If that
-    wrapper has no `__wrapped__`, its file or name differs: return False too.
+    wrapper has no `__wrapped__`, the file or name of the function differs: return False too.
     """
     found = installed_source.live_function(module, function)
     if found is None:
@@ -205,6 +205,6 @@ def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> boo
 
 
 def _source(function: Any) -> tuple[str, str]:
-    """File and name of a function as it was compiled."""
+    """Return the file and the name with which the function was compiled."""
     code = getattr(function, "__code__", None)
     return (code.co_filename, code.co_name) if code is not None else ("", "")

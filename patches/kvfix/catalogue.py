@@ -20,7 +20,7 @@ REINSTALL = "Install kvfix again, from its wheel or its checkout."
 
 @functools.lru_cache(maxsize=1)
 def fixes() -> tuple[Fix, ...]:
-    """Every fix, sorted by code. A fix that cannot be loaded is skipped, with a warning."""
+    """Return every fix, sorted by code. Skip a fix that cannot be loaded, with a warning."""
     found = [fix for _, module in folder.modules().values() if (fix := _load(module)) is not None]
     if not found:
         engine_log.warning(
@@ -30,7 +30,7 @@ def fixes() -> tuple[Fix, ...]:
 
 
 def fixes_of(module: str) -> list[Fix]:
-    """The fixes that have a function in this module, sorted by code. Loads no others."""
+    """Return the fixes that have a function in this module, sorted by code. Load no other fixes."""
     return [fix for fix in map(_load, modules_of_fixes().get(module, ())) if fix is not None]
 
 
@@ -38,7 +38,7 @@ def fixes_of(module: str) -> list[Fix]:
 def modules_of_fixes() -> dict[str, list[str]]:
     """{module of vLLM or LMCache: modules of the fixes that have a function in it}.
 
-    From fingerprints.json. This function loads only fixes that are newer than the file.
+    The pairs come from fingerprints.json. This function loads only the fixes that the file does not have.
     """
     found: dict[str, list[str]] = {}
     indexed = set()
@@ -54,7 +54,7 @@ def modules_of_fixes() -> dict[str, list[str]]:
 
 
 def loaded() -> list[Fix]:
-    """The fixes whose modules are loaded in this process."""
+    """Return the fixes whose modules are loaded in this process."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("kvfix.fixes.")]
     return [module.FIX for module in modules if hasattr(module, "FIX")]
 
@@ -70,8 +70,8 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Fixes that have this rule or finding as evidence, in any release. text: the message; None matches any.
+    """Return the fixes with this rule or finding as evidence, for any release. text: its message; None: any message.
 
-    There may be several: one message can have several causes.
+    There may be several fixes, because one message can have several causes.
     """
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]

@@ -2,5 +2,5 @@
 
 import time
 
-#: Seconds of the monotonic clock.
+#: The time in seconds of the monotonic clock.
 now = time.monotonic

@@ -1,4 +1,4 @@
-"""The configuration: a mode and the fixes. The environment variable KVFIX has it as text.
+"""The configuration: a mode and a choice of fixes. The environment variable KVFIX holds it as text.
 
 `activation.apply` describes the modes.
 
@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Each mode includes the one before it: fixes; a flight recorder; rules, reports and dumps; exceptions for violations.
+#: Each mode adds to the one before: fixes; a flight recorder; rules, reports and dumps; exceptions for violations.
 MODES = ("fix", "observe", "check", "strict")
 
 
@@ -52,7 +52,7 @@ class Config:
 
     @classmethod
     def parse(cls, text: str) -> Config:
-        """Inverse of str(). Raises ValueError."""
+        """Return the configuration for the text that str() returns. Raises ValueError."""
         mode, *rest = text.split()
         lists: dict[str, list[str]] = {}
         for word in rest:
@@ -89,7 +89,7 @@ class Config:
 
 
 def _fraction(value: float | str) -> float:
-    """The value of `audit`. Raises ValueError."""
+    """Return `audit` as a number from 0 to 1. Raises ValueError for any other value."""
     try:
         found = float(value)
     except ValueError:
@@ -103,7 +103,7 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
     names = names.split(",") if isinstance(names, str) else list(names)
     if not names:
         return frozenset()
-    from kvfix import engine_log, fixes  # only here: these imports take 20 ms, and a process often does not need them
+    from kvfix import engine_log, fixes  # imported here: this takes 20 ms, and many processes do not need it
 
     known = {code: slug for code, (slug, _) in fixes.modules().items()}
     by_slug = {slug: code for code, slug in known.items()}
@@ -127,7 +127,7 @@ def _like(name: str, known: dict[str, str]) -> str:
 
     if not known:
         return "this installation of kvfix has no fixes; reinstall it"
-    # Only slugs: all codes are like each other.
+    # Compare only slugs, because all codes are similar to each other.
     near = get_close_matches(name.strip().lower(), known.values(), n=1)
     guess = "".join(f"did you mean {code} ({slug})? " for code, slug in known.items() if slug in near)
     return f"{guess}`kvfix status --all` lists the known fixes"

@@ -1,8 +1,8 @@
 """Writes kvfix's lines to the engine's log: few lines, each once in a process, and never an exception.
 
-A line may quote an exception, and the exception may quote a client. So the length of a line is bounded, and so are the
-number of remembered texts and of lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
-configured. Only the first line imports `logging`, because `kvfix.apply()` is on the start-up path of every process.
+A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
+remembered texts, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
+configured. Only the first line imports `logging`, because each process calls `kvfix.apply()` when it starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Maximum characters of a line, remembered texts, and remembered kinds of lines.
 LONGEST, TEXTS, KINDS = 2000, 1000, 200
-#: After LINES lines of a kind, one line is logged in PAUSE seconds.
+#: After LINES lines of one kind, kvfix logs at most one line of this kind every PAUSE seconds.
 LINES, PAUSE = 8, 60.0
 
 

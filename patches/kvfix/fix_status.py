@@ -32,7 +32,7 @@ def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list
 
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
-    """Yield one row for each distribution of this fix. If the code has several copies, the worst one counts."""
+    """Yield one row for each distribution of this fix. If the code has several copies, take the worst state."""
     decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]

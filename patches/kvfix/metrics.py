@@ -1,7 +1,7 @@
 """Prometheus metrics in vLLM's own /metrics, if prometheus_client is in use.
 
-EngineCore and its workers count, and another process serves /metrics. prometheus_client's multi-process mode connects
-them; vLLM uses it too (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
+EngineCore and its workers count events, and another process serves /metrics. prometheus_client's multi-process mode
+connects them; vLLM uses it too (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
 """
 
 import sys
@@ -52,7 +52,7 @@ def settled() -> None:
 
 
 def _metric(kind: str, name: str, text: str, *labels: str, **more: str) -> Any:
-    """The metric of this name, created once. None if prometheus_client is not imported or has failed."""
+    """Return the metric of this name, created once; None if prometheus_client is not imported or has failed."""
     client: Any = sys.modules.get("prometheus_client")
     if session.metrics is None:
         return None

@@ -1,10 +1,10 @@
 """Hides secrets in text that others read, such as errors and log lines. For settings and JSON: kvfix_tools/redact.py.
 
-It finds them by name (a password, a token, an API key). It finds them by value, whatever the name: a URL with a user,
-an Authorization header, a key in the format of a known service. It hides too much rather than too little.
+It finds secrets by name (a password, a token, an API key). It also finds them by value, whatever their name: a URL with
+a user, an Authorization header, a key in the format of a known service. It hides too much rather than too little.
 
-The text may be megabytes long, and an attacker may have chosen it. So no pattern can read a character again and again:
-the end of a value is searched once, from the beginning of the value.
+The text may be megabytes long, and an attacker may have chosen it. So no pattern may read a character again and again:
+the code searches for the end of a value only once.
 """
 
 import re
@@ -17,14 +17,14 @@ _WORDS = {
     "creds", "dsn", "jwt", "passcode", "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets",
     "signature", "token",
 }  # fmt: skip
-#: Ends of a word that joins others: PGPASSWORD, accesstoken.
+#: Ends of words that join several words: PGPASSWORD, accesstoken.
 _ENDS = ("apikey", "passphrase", "passwd", "password", "secret", "token")
 #: In text "key" more often means the key of a chunk. In the name of a setting it means a secret.
 _KEYS = re.compile(
     r"(?i)(?:api|access|account|private|secret|signing|ssh|ssl|tls|encryption|shared|master|license|service|client)"
     r"[-_.]?(?:access[-_.]?)?key|(?:db|user|smtp|redis|mysql|postgres|proxy|admin|root)[-_]?pass\b"
 )
-#: Names that have such a word, and no secret: a source file in a log's line, ids and numbers of tokens.
+#: Names that contain a secret's word but have no secret: a source file in a log's line, ids and numbers of tokens.
 _HARMLESS = re.compile(r"(?i)(?:\.py|token_?(?:ids?|budgets?))$")
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 
@@ -56,7 +56,7 @@ _VALUES = (
         HIDDEN,
     ),
 )
-#: A word with a URL. Between its "://" and the next one is at most one user.
+#: A word that may have URLs. Between one "://" and the next is at most one user.
 _WORD = re.compile(r"[^\s\"'<>]+")
 _PORT = re.compile(r"\d+[/?#]")
 
@@ -66,7 +66,7 @@ _NAMED = re.compile(
 )
 #: An option or a header's name, with its value as the next word, also in the repr of a list.
 _OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]+(?!-)|[\"'], ?(?=[\"']))")
-#: An element of XML. And a pair of name and value, as environment variables in Kubernetes.
+#: An element of XML, and a pair of name and value as in Kubernetes' environment variables.
 _ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
 _PAIR = re.compile(r"(?i)[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?")
 _QUOTE = re.compile(r"\\*[\"']")
@@ -82,7 +82,7 @@ _HEADERS = {"authorization", "cookie"}
 
 
 def is_secret(name: str, keys: bool = True) -> bool:
-    """Return True if the value of this name is a secret. keys: the word "key" is enough."""
+    """Return True if the value of this name is a secret. keys: True if the word "key" alone is enough."""
     if _HARMLESS.search(name):
         return False
     words = {word.lower() for word in _SPLIT.split(name)}
@@ -103,7 +103,7 @@ def text(words: str) -> str:
 def _without_users(found: re.Match[str]) -> str:
     """Return a word without the user and the password of each URL in it.
 
-    A password may have characters that are not valid in a URL: then all up to the last @ is hidden.
+    A password may have characters that are not valid in a URL: so everything up to the last @ is hidden.
     """
     first, *rest = found[0].split("://")
     return "://".join([first, *map(_without_user, rest)]) if rest else found[0]
@@ -116,7 +116,7 @@ def _without_user(url: str) -> str:
     ends = [place for sign in "/?#" if (place := url.find(sign, 0, at)) >= 0]
     if ends:
         colon = url.find(":", 0, min(ends))
-        if colon < 0 or _PORT.match(url, colon + 1):  # a host, and an @ in the path
+        if colon < 0 or _PORT.match(url, colon + 1):  # the URL has a host, and an @ in its path
             at = url.rfind("@", 0, min(ends))
     return f"{HIDDEN}{url[at:]}" if at >= 0 else url
 

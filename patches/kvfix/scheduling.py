@@ -4,7 +4,7 @@ from typing import Any
 
 
 def resumed(scheduler_output: Any) -> Any:
-    """Ids of the requests that this step resumes after a preemption (vLLM 0.11 has a list of booleans)."""
+    """Return the ids of the requests that this step resumes after a preemption (vLLM 0.11 has a list of booleans)."""
     cached = scheduler_output.scheduled_cached_reqs
     ids = getattr(cached, "resumed_req_ids", None)
     if ids is not None:

@@ -1,6 +1,6 @@
 """The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
 
-One object has it all: the other modules of kvfix have no state. This module imports little, for a fast `apply()`.
+One object holds all of it: the other modules of kvfix have no state. This module imports little, for a fast `apply()`.
 """
 
 import os
@@ -24,10 +24,10 @@ EVENTS = 8192
 
 
 class Session:
-    """`session` is the only instance in this process."""
+    """The state of kvfix in this process. `session` is the only instance."""
 
     def __init__(self) -> None:
-        #: None: kvfix does nothing here.
+        #: None: kvfix does nothing in this process.
         self.config: Config | None = None
         #: {environment variable: its value before `apply()` changed it; None: not set}.
         self.environment: dict[str, str | None] = {}
@@ -55,7 +55,7 @@ class Session:
         self.outcomes: dict[Target, Applicability] = {}
         #: The verdict on each function of a wanted fix, judged without the wrappers of kvfix (applying).
         self.judged: dict[Target, Applicability] = {}
-        #: Modules whose import has ended, as kvfix has seen it.
+        #: {name: module} of the modules whose import kvfix has seen ending.
         self.complete: dict[str, Any] = {}
         #: {module: codes of fixes that were applied to it and are not logged yet}.
         self.newly_applied: dict[str, dict[str, None]] = {}
@@ -66,7 +66,7 @@ class Session:
         #: Requests that began before kvfix was attached: no rule checks them, and fixes with NEW_REQUESTS skip them.
         self.before: Container[str] = ()
 
-        # Connector events, in modes that have them.
+        # Connector events, except in mode `fix`.
         #: `get_connector_class` of vLLM's factory, as (factory, original).
         self.factory: tuple[Any, Any] | None = None
         #: The last events (recorder.Entry).
@@ -76,7 +76,7 @@ class Session:
         self.numbers = count(1)
         #: Weak references to the schedulers that have run a watched function.
         self.schedulers: list[Callable[[], Any]] = []
-        #: Incremented by each restart: a WatchedConnector of an earlier generation is not used again.
+        #: `restart_recording` increments it. kvfix no longer uses a WatchedConnector of an earlier generation.
         self.generation = 0
         #: The last generation with an error in the connector events.
         self.failed_generation = -1
@@ -84,7 +84,7 @@ class Session:
         # Reports (violations, dump, signals, metrics).
         #: Violations by rule, reported or not.
         self.violations: dict[str, int] = {}
-        #: Monotonic seconds of the last report of a kind, and how many there were.
+        #: {kind of report: monotonic seconds of its last one}, and the number of reports of all kinds.
         self.report_times: dict[str, float] = {}
         self.reports = 0
         self.suppressed: list[tuple[str, str]] | None = None
@@ -102,7 +102,7 @@ class Session:
         return self.config.mode if self.config is not None else "fix"
 
     def restart_recording(self) -> None:
-        """Forget everything that was recorded and reported of connectors."""
+        """Forget everything that was recorded and reported about connectors."""
         self.generation += 1
         self.events.clear()
         if self.connectors is not None:

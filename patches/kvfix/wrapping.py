@@ -1,7 +1,7 @@
 """Wrappers around functions of vLLM or LMCache: `before`, `after` and `around`. They are plain closures.
 
-The function gets its arguments as the caller passed them. A wrapper gets them by position, with the defaults filled in:
-releases and callers differ in what they pass by name.
+The function gets its arguments as the caller passed them. A wrapper gets the arguments by position, with the defaults
+filled in, because releases and callers differ in what they pass by name.
 
 If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
 answer. ORIGINAL, the default, gives the function's own answer: right for crashes, leaks and hangs. A fix of wrong KV
@@ -24,12 +24,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: For `on_fault`: the function's own answer.
 ORIGINAL = None
 
-#: What `on_fault` returns if the function is safe to call now. If it was called already, its own answer is kept.
+#: `on_fault` returns this if the function is safe to call now. If it was called already, its own answer is kept.
 GO_ON = object()
 
 
 class _Code:
-    """The code of a wrapper, with its error handling: what `before`, `after` and `around` share."""
+    """The error handling of a wrapper's code, which `before`, `after` and `around` share."""
 
     __slots__ = ("on_fault", "tally", "where")
 
@@ -53,8 +53,8 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """Call `prepare` before the function.
 
     prepare: (instance, *arguments). If its result is true, the fix has acted.
-    when: with the same parameters. `prepare` is called only if it is true.
-    on_fault: with the parameters of the caller -> the answer if `prepare` or `when` raises; the function is not called.
+    when: takes the same parameters. `prepare` is called only if `when` returns true.
+    on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises. The function is not called.
     """
 
     def wrap(function: Function) -> Function:
@@ -80,8 +80,8 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
 def after(change: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
     """Call the function, then change its answer.
 
-    change: (instance, answer, *arguments) -> the right answer; None: the function's own. Another answer: the fix acted.
-    when: with the same parameters. `change` is called only if it is true.
+    change: (instance, answer, *arguments) -> the right answer; None keeps the answer. If it differs, the fix has acted.
+    when: takes the same parameters. `change` is called only if `when` returns true.
     on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
     """
 
@@ -114,11 +114,11 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     steps: (instance, *arguments) -> a generator, or None if there is nothing to do. The code before `answer = yield`
     runs before the function. The generator returns the right answer; None: the function's own. `yield arguments` calls
     the function with those arguments instead of the caller's. A return before the yield skips the function. If the
-    function raises, its exception goes to the caller and the generator is closed (use `finally`). Other arguments, a
-    skipped call or another answer: the fix has acted.
-    when: with the same parameters. `steps` is called only if it is true.
-    on_fault: with the parameters of the caller -> the answer if the code of the wrapper raises. If it raises before the
-    yield, the function is not called.
+    function raises, its exception goes to the caller and the generator is closed (use `finally`). The fix has acted if
+    it changes the arguments or the answer, or skips the call.
+    when: takes the same parameters. `steps` is called only if `when` returns true.
+    on_fault: (arguments of the caller) -> the answer if the code of the wrapper raises. If it raises before the yield,
+    the function is not called.
     """
 
     def wrap(function: Function) -> Function:
@@ -227,7 +227,7 @@ class WrappedFunction:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
 
-        #: The function in the class.
+        #: The function that kvfix puts into the class.
         self.placed: Any = staticmethod(wrapped) if isinstance(original, staticmethod) else wrapped
 
     def __contains__(self, key: str) -> bool:
@@ -264,7 +264,7 @@ class WrappedFunction:
 
 
 def _other_kind(original: Any) -> str:
-    """The kind of a value that is not a plain function; "" for a plain function."""
+    """Return the kind of a value that is not a plain function; "" for a plain function."""
     for kind in (classmethod, property):
         if isinstance(original, kind):
             return f"a {kind.__name__}"

@@ -1,6 +1,6 @@
 # For programs that load no vLLM plugins (`lmcache server`): `kvfix run` puts this folder first on PYTHONPATH, so that
-# every child Python imports this file at its start. The file then imports the user's own sitecustomize.
-# It uses only syntax that any Python 3 reads: a child may be another interpreter.
+# every child Python imports this file at its start. The file then imports the user's own sitecustomize. It uses only
+# syntax that any Python 3 reads: a child may run another version of Python.
 import os
 import sys
 
@@ -19,7 +19,7 @@ except ImportError as error:
 else:
     load()
 
-# sys.modules has this file as "sitecustomize"; the user's own, if there is one, replaces it.
+# sys.modules has this file under the name "sitecustomize". If the user has a sitecustomize too, it takes this name.
 _ours = sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401

@@ -1,6 +1,6 @@
-"""The audit of hits (`audit=0.001`): vLLM computes a hit instead of loading it, and the worker compares the two.
+"""The audit of hits (`audit=0.001`): vLLM computes a hit, and the worker compares the result with the cached KV.
 
-Scheduler and worker choose the same requests without a message, by a hash of the request id:
+Scheduler and worker choose requests by a hash of the request id, so both choose the same ones without a message:
 
 - The scheduler promises nothing for the hit. It changes LMCache's record of the request to the record of a miss: the
   cache has no more tokens than vLLM. So vLLM computes the tokens, and the worker releases the pins of the lookup and
@@ -9,7 +9,7 @@ Scheduler and worker choose the same requests without a message, by a hash of th
   vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. If LMCache's code
   read the tensors, a bug in it (KVF020) would be on both sides of the comparison.
 
-The audit does not copy a chunk into vLLM's blocks, so it cannot see a bug that is only in this step.
+The audit does not copy a chunk into vLLM's blocks, so it cannot find a bug in that copy.
 """
 
 import re
@@ -24,9 +24,9 @@ from kvfix.wrapping import after
 
 #: Attribute of a connector: its Audit.
 _HELD = "_kvfix_audit"
-#: Settings of LMCache that store or load in a way that is not audited.
+#: Settings with which LMCache stores or loads in a way that the audit does not support.
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
-#: vLLM's types of a KV cache that are not quantized.
+#: The values of vLLM's `cache_dtype` with which the KV cache is not quantized.
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
 #: Value of a difference if the cache has NaN, or if vLLM has only zeros and the cache does not.
 _NO_NUMBER = 1e9
@@ -129,7 +129,7 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
     off, of: squared norms of the difference and of computed KV, [layers, parts, tokens] on the CPU. limits: by layer.
     """
     parts, computed = off.shape[1], of.sum(2)
-    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # not finite: the model's fault, and not the cache's
+    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # not finite: the model is wrong, not the cache
     norms = (off.sum(2) / computed).sqrt().masked_fill(is_right, 0)
     errors = norms.nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER).flatten().tolist()
     shares = [error / limits[number // parts] for number, error in enumerate(errors)]
@@ -144,8 +144,8 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
 
     One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
     attention, projection, two in the MLP, residual. The squares of independent errors add up. So the KV of a layer is
-    off by eps / 2 * sqrt(8 * (layer + 1)). Two computations of it differ by sqrt(2) times that. The limit is four times
-    as much, because weights amplify errors. The KV of wrong tokens differs by about 1.
+    off by eps / 2 * sqrt(8 * (layer + 1)). Two computations of this KV differ by sqrt(2) times as much. The limit is
+    four times that difference, because weights amplify errors. The KV of wrong tokens differs by about 1.
     """
     import torch
 
@@ -156,10 +156,10 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
 
 
 def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[Any, Any]:
-    """Squared norms of the difference between cache and vLLM, and of vLLM's KV: [layers, parts, tokens] on the CPU.
+    """Return squared norms of the difference cache minus vLLM, and of vLLM's KV: [layers, parts, tokens] on the CPU.
 
-    held: the chunk in the cache [parts, layers, tokens, width]. caches: vLLM's tensor of each layer. slots: of the
-    chunk's tokens. Parts are K and V; MLA has one.
+    held: the chunk in the cache [parts, layers, tokens, width]. caches: vLLM's tensor of each layer. slots: the slots
+    of the chunk's tokens. The parts are K and V; MLA has one part.
     """
     import torch
 
@@ -172,12 +172,12 @@ def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[An
         there = held[:, layer].to(computed.device).float()
         computed = computed.float()
         rows.append(torch.stack([(there - computed).square().sum(2), computed.square().sum(2)]))
-    off, of = torch.stack(rows, dim=1).cpu()  # waits for the device
+    off, of = torch.stack(rows, dim=1).cpu()  # `.cpu()` waits for the device
     return off, of
 
 
 def _computed(cache: Any, slots: Any) -> Any:
-    """vLLM's KV in these slots [parts, tokens, width], as its attention reads it."""
+    """Return vLLM's KV in these slots [parts, tokens, width], as vLLM's attention reads it."""
     if not getattr(cache, "is_floating_point", bool)() or cache.element_size() == 1:
         raise NotAudited(f"vLLM's KV is {_kind(cache)}")
     if cache.ndim == 3:  # MLA: [blocks, block, width]

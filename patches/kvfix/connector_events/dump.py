@@ -1,6 +1,6 @@
 """Recorder files: JSON lines, written atomically, in a directory that only its owner can read.
 
-The first line describes the file. The others follow in any order, each with its `kind`:
+The first line describes the file. The other lines follow in any order, each with its `kind`:
 
     {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
      "node": "n1", "boot": "...", "began": 1, ...}
@@ -16,7 +16,7 @@ The first line describes the file. The others follow in any order, each with its
 - mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share
 - wall: nanoseconds since 1970
 - stepped: time of the scheduler's last step, by the clock of mono; 0 in a worker
-- pid and began (clock ticks after boot): these identify a process of a node
+- pid and began (its start in clock ticks after boot): both together identify a process on its node
 
 The file has ids and token counts of requests, but no tokens.
 """
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 SCHEMA = 1
 #: Maximum bytes of one file: the oldest events are dropped.
 LARGEST = 8 << 20
-#: Maximum recorder files of this process, and of all processes in a folder, because each restart has a new pid.
+#: Maximum recorder files of this process, and of all processes in a folder: each restart has a new pid.
 FILES, FILES_OF_ALL = 32, 256
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"
 
-#: A recorder file, its report, or an unfinished part of one. The group is the time of the file in milliseconds.
+#: The name of a recorder file or of its report. The group in the pattern is the time of the file in milliseconds.
 _DATED = re.compile(r"kvfix-\d+-(\d+)-\d+-\w+\.(?:jsonl|txt)")
 #: Numbers for the names of files.
 _numbers = count(1)
@@ -111,13 +111,13 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
 
 
 def _began(pid: int | str = "self") -> int:
-    """Start time of a process: a later one may get the same pid."""
+    """Return the start time of a process, because a later process may get the same pid."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
 def _clock() -> dict[str, Any]:
-    """Return fields that identify the monotonic clock. Containers of a machine share it, but differ in `node`."""
+    """Return fields that identify the monotonic clock. Containers of one machine share it, but differ in `node`."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return {"node": os.uname().nodename, "boot": file.read().strip(), "began": _began()}
@@ -169,7 +169,7 @@ def process() -> dict[str, Any]:
 
 
 def _connector(watched: "WatchedConnector") -> dict[str, Any]:
-    # Of several threads, the one that has been in its hook longest counts.
+    # If several threads are in a hook, take the thread that has been in its hook for the longest time.
     inside, since = min(watched.running.copy().values(), key=itemgetter(1), default=(None, 0.0))
     return {
         "number": watched.number,
@@ -244,17 +244,17 @@ def _bounded(lines: list[bytes]) -> bytes:
 
 @contextmanager
 def folder() -> Iterator[tuple[str, int]]:
-    """Path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
+    """Yield path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
 
-    The parent folder may be shared (1777): our name in it may be a link, or a folder of another user. kvfix does not
-    change the mode of the parent. Files are created through the descriptor: a later change of the path does nothing.
+    The parent folder may be shared (1777), so another user may have made a link or a folder with this name. kvfix does
+    not change the mode of the parent. Files are created through the descriptor: later changes of the path do nothing.
     """
     shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
     os.makedirs(shared, mode=0o700, exist_ok=True)
     path = os.path.join(shared, f"kvfix-{os.getuid()}")
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    if os.path.islink(path):  # for a clear message: O_NOFOLLOW refuses it too
+    if os.path.islink(path):  # checked here for a clear message; O_NOFOLLOW refuses a link too
         raise PermissionError(errno.EPERM, f"{path} is a link")
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

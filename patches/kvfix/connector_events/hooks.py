@@ -19,19 +19,19 @@ from kvfix.engine_state import places
 from kvfix.session import session
 
 KEY = "connector events"
-#: Key of the wrapper of an audited hit. It sorts before KEY: this inner wrapper answers, and kvfix records the answer.
+#: Key of the audit's wrapper. It sorts before KEY, so this wrapper is inside, and kvfix records its answer.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
 
-#: {wrapped hook: (method of WatchedConnector that runs before the hook, method that gets its answer)}. "": none. kvfix
-#: also records the exceptions of these hooks, and the hook that runs now. With `layers` it wraps `places.LAYER_HOOKS`.
+#: {wrapped hook: (method of WatchedConnector that runs before the hook, method that gets its answer)}. "": no method.
+#: kvfix also records exceptions, and the hook that runs now. With `layers` it also wraps `places.LAYER_HOOKS`.
 HOOKS = {
     name: [each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}")]
     for name in places.HOOKS
 }
-#: EngineCore dies if one of these raises.
+#: Functions of the scheduler that kvfix wraps. EngineCore dies if one of them raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
 #: {thread that runs a wrapped function: the exception that kvfix has recorded in this thread}
@@ -43,7 +43,7 @@ def settle(module: ModuleType) -> None:
     if session.config is None or not session.config.watches:
         remove_all()
     elif hasattr(module, "Scheduler"):
-        for name in _SCHEDULER:  # to record exceptions, and running and waiting requests
+        for name in _SCHEDULER:  # wrapped to record exceptions, and the running and waiting requests
             if callable(vars(module.Scheduler).get(name)):
                 applying.attach(module.Scheduler, name, KEY, functools.partial(_around, name, "", ""))
     else:
@@ -108,7 +108,7 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
         if watched is None or watched.generation != session.generation:
             watched = _begin(connector, is_scheduler)
         running, thread = watched.running if watched is not None else None, get_ident()
-        # The thread runs a hook of this connector already: a nested call, for example of the base class.
+        # If the thread is already in a hook of this connector, the call is nested, for example to the base class.
         if watched is None or running is None or thread in running:
             return original(connector, *args, **kwargs)
         running[thread] = name, clock.now()
@@ -137,7 +137,7 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
 
 
 def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call this method. After an error, which is logged once, the record has gaps: no rule checks this connector."""
+    """Call this method. Log its first error. After an error the record has gaps, so no rule checks this connector."""
     try:
         getattr(watched, what)(*args, **kwargs)
     except violations.Violation:
@@ -162,7 +162,7 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
     """Start to record this connector, also after `restart_recording`. Return None after an error, and do not retry."""
     held = vars(connector)
     try:
-        held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # if the next line fails
+        held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # kept if the next line fails
         held[_HELD] = watched = WatchedConnector(connector, next(session.numbers))
         watched.leases = peers.watch(connector, KEY)
         if not is_scheduler and session.config is not None and session.config.audit:
@@ -175,7 +175,7 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
             session.schedulers[:] = [weakref.ref(connector), *alive]
         else:
             signals.announce()
-            metrics.settled()  # now that the modules of the connector are imported
+            metrics.settled()  # the modules of the connector are imported now
         return watched
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.connector_events.watched", error)

@@ -1,6 +1,6 @@
-"""Connectors with which a decode instance gets its KV from a prefill instance: their readers, and leases.
+"""Readers and leases of the connectors with which a decode instance gets its KV from a prefill instance.
 
-Leases: which ones the worker of prefill has renewed, and which have expired. The report of the worker only names the
+kvfix records which leases the prefill worker has renewed, and which have expired. The worker's report names only the
 ended leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219), so kvfix wraps methods of the worker.
 NIXL has these methods since vLLM 0.26. In earlier releases kvfix does not know how a lease has ended.
 """
@@ -20,12 +20,12 @@ LONGEST = 256
 
 
 class _Peer(Reader):
-    """The metadata have the blocks of a load. `_SCHEDULER`, `_WORKER`: where scheduler and worker keep requests."""
+    """Base class: the metadata name the blocks of a load. `_SCHEDULER`, `_WORKER`: attributes that hold requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()
     _WORKER: tuple[str, ...] = ()
-    #: The name in `kv_transfer_params` by which the peer knows the request.
+    #: The key in `kv_transfer_params` whose value is the peer's id of the request.
     _PEER_REQUEST = ""
 
     def __init__(self, connector: Any) -> None:
@@ -38,7 +38,7 @@ class _Peer(Reader):
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
         engine, name = params.get("remote_engine_id"), params.get(self._PEER_REQUEST)
         is_valid = all(isinstance(each, str) and 0 < len(each) <= LONGEST for each in (engine, name))
-        return (str(engine), str(name)) if is_valid else None  # a client may have sent something else
+        return (str(engine), str(name)) if is_valid else None  # a client may have sent values of other types
 
     def loads(self, metadata: Any) -> Spans:
         """Leave out requests without blocks: for these, decode only notifies prefill."""
@@ -48,7 +48,7 @@ class _Peer(Reader):
         return metadata.reqs_to_recv.items()
 
     def _span(self, name: str, meta: Any) -> Span:
-        """The metadata has only the blocks after the prefix hit (`relative`)."""
+        """Return the span of all blocks. The metadata has only the blocks after the prefix hit (`relative`)."""
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
@@ -68,12 +68,12 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """A decode instance keeps blocks longer, for the next turn (nixl/pull_scheduler.py 0.32.0:250)."""
+        """Return the seconds. Decode keeps blocks longer, for the next turn (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
     def sends(self, request: str) -> bool:
-        """The worker lists a request from its first batch to the end of its lease."""
+        """Return True while the worker lists the request: from its first batch to the end of its lease."""
         return request in getattr(self._worker, "_reqs_to_process", ())
 
     def _span(self, name: str, meta: Any) -> Span:
@@ -95,7 +95,7 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """A registration is valid until its deadline, also after an abort. Then KVF322 reports the load as failed."""
+        """Return True until the registration's deadline, also after an abort. KVF322 then reports a failed load."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 
@@ -127,7 +127,7 @@ OF_NIXL = {"pull": Nixl, "push": NixlPush}
 
 
 class Leases:
-    """The leases of one worker, until they are reported. extension: seconds that a renewal adds."""
+    """The leases of one worker, until their end is reported. extension: seconds that a renewal adds."""
 
     def __init__(self, extension: float | None) -> None:
         self.extension = extension
@@ -155,7 +155,7 @@ class Leases:
 
 
 def watch(connector: Any, key: str) -> Leases | None:
-    """Wrap the worker of this connector, under this key of `applying.attach`. None: the worker lacks the methods."""
+    """Wrap the connector's worker, under this key of `applying.attach`. Return None if the worker lacks the methods."""
     worker = getattr(connector, "connector_worker", None)
     wrappers = next((each for known, each in _WRAPPERS.items() if hasattr(type(worker), known)), {})
     if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):
@@ -183,7 +183,7 @@ def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any
 
 
 def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-    """MooncakeConnector expires leases in this call: compare the unsent requests before and after it."""
+    """Record the leases that MooncakeConnector expires in this call: compare the unsent requests before and after."""
     before = list(worker.reqs_need_send.values())
     answer = yield
     if answer[0]:

@@ -1,6 +1,6 @@
 """Choose the reader of a connector's own state and metadata. `kvfix.engine_state.reader` describes readers.
 
-The readers of vLLM's connectors that keep KV in the CPU's memory: OffloadingConnector, SimpleCPUOffloadConnector.
+This module has the readers of vLLM's connectors for CPU memory: OffloadingConnector and SimpleCPUOffloadConnector.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -88,7 +88,7 @@ class Offloading(Reader):
     def stores(self, metadata: Any) -> Spans:
         """Leave out stores of ended requests: no step computes these requests any more.
 
-        The end is a lower bound: a store may leave out blocks, and these are not counted.
+        The end is a lower bound: if a store leaves out blocks, those blocks are not counted.
         """
         statuses = getattr(self._scheduler, "_req_status", {})
         return [
@@ -119,19 +119,19 @@ def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
 class SimpleOffload(Reader):
     """vLLM's SimpleCPUOffloadConnector (v1/simple_kv_offload/manager.py 0.32.0).
 
-    The metadata only have blocks, of all requests together. The scheduler's manager knows their tokens. Stores of ended
-    requests, and stores with `lazy_offload`, belong to no request.
+    The metadata name only blocks, for all requests together. The scheduler's manager knows the tokens of each request.
+    Stores of ended requests, and stores with `lazy_offload`, belong to no request.
     """
 
     leaves_out_stored = True
-    #: If there are more notes than twice the known requests plus this number, kvfix drops those of unknown requests.
+    #: kvfix drops notes about unknown requests if there are more notes than twice the known requests plus this number.
     _SPARE = 64
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
-        #: None in the worker, and without prefix caching.
+        #: The scheduler's manager. None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: {request: the tokens that vLLM had when a hit was found}, and {request: the end of its last store}.
+        #: {request: tokens that vLLM had computed when a hit was found}, and {request: the end of its last store}.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 

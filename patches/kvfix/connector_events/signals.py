@@ -55,7 +55,7 @@ def _on_signal(number: int, frame: Any) -> None:
 
 
 def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
-    """Return the states and stacks of the other processes of the same engines. Each one writes its recorder file.
+    """Return the states and stacks of the other processes of the same engines. Each of them writes a recorder file.
 
     A process whose main thread runs no Python does not answer within `seconds`.
     """
@@ -79,5 +79,5 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
     return found
 
 
-# A forked child has its parent's handler, but it is not announced (kvfix.session), and writes no file at exit.
+# A forked child has its parent's handler. But the child is not announced (kvfix.session), and writes no file at exit.
 os.register_at_fork(after_in_child=lambda: atexit.unregister(violations.written))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Environment variable: path of a file. Each line has a finding to suppress: `KVR009` or `KVR009 _requests_priority*`.
 SUPPRESS = "KVFIX_SUPPRESS"
-#: Maximum dumps of one process, and seconds between two of the same kind.
+#: Maximum dumps of one process, and seconds between two dumps of the same kind.
 DUMPS, PAUSE = 16, 60.0
 RULE = "=" * 80
 #: Maximum events of the history in a report.

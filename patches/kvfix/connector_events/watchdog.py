@@ -3,7 +3,7 @@
 Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals,
 takes no lock, calls no function of the engine, and reports each standstill once. A standstill is one of these states:
 
-- the main thread is in one call of a hook, or of LMCache while the engine starts
+- the main thread stays in one call of a hook or, while the engine starts, of LMCache
 - requests wait, no request has computed a token or ended, and the workers compute nothing
 
 These are not standstills:
@@ -30,13 +30,13 @@ from kvfix.session import session
 
 #: Environment variable: seconds without any progress; 0 turns the watchdog off. DEFAULT: the seconds if it is not set.
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
-#: Number of looks within that time.
+#: Number of looks within SECONDS.
 _LOOKS = 12
-#: Maximum tries to read a state while the scheduler does not work, and seconds between two tries.
+#: Maximum tries to read a state outside of the scheduler's functions, and seconds between two tries.
 _TRIES, _PAUSE = 200, 0.003
-#: After so many tries in the same call, the call itself is the standstill, and the last state is used.
+#: If the main thread is in the same call at this many tries, the call is the standstill: use the last state.
 _STANDS = 50
-#: Functions of the scheduler within EngineCore's step. While the step runs none of them, it is with the workers.
+#: Scheduler functions that EngineCore's step calls. While the step runs none of them, it waits for the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
 #: Connectors whose KV comes from a prefill instance, once the queue of that instance has reached the request.
 _PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))
@@ -68,7 +68,7 @@ def _limit() -> float:
 
 
 class Watchdog:
-    """limit: seconds."""
+    """Look at the engine at intervals, and report each standstill once. limit: seconds without progress."""
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -78,7 +78,7 @@ class Watchdog:
         self._since: dict[tuple[Any, ...], float] = {}
         #: The last reported item of `_since`.
         self._told: tuple[tuple[Any, ...], float] | None = None
-        #: Computed tokens of each request, and steps that the connectors have seen, at the last look.
+        #: At the last look: {request: its computed tokens}, and the number of steps that the connectors had seen.
         self._computed: dict[str, int] = {}
         self._steps = 0
 
@@ -120,7 +120,7 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(frames)  # a step without tokens is answered soon
+        computing = steps == self._steps and _is_with_workers(frames)  # a step that computes nothing ends soon
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 

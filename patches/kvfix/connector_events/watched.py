@@ -2,7 +2,7 @@
 
 `before_HOOK` and `after_HOOK` run before and after this hook (`hooks.HOOKS`). They take the hook's own parameters
 (vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
-step must not grow with the running requests: only those with a load or store in the step are recorded.
+step must not grow with the number of running requests. So kvfix records only requests with a load or store in the step.
 """
 
 from _thread import get_ident
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Steps and seconds after which an ended request is checked for leaks: its transfers and lookups have ended by then.
 STEPS, SECONDS = 32, 3.0
-#: A request is stuck if a load is still missing so many steps after its grant. A load is due in the next metadata.
+#: A request is stuck if no metadata have its load this many steps after the grant. The next metadata should have it.
 PATIENCE = 8
 #: Maximum kept requests with a lookup that was never answered.
 GIVEN_UP = 1024
@@ -51,14 +51,14 @@ class WatchedConnector:
         self.steps = 0
         #: Time of the scheduler's last step, in monotonic seconds.
         self.stepped = 0.0
-        #: The leases of its worker, if the worker keeps blocks for a peer.
+        #: The leases of the connector's worker, if the worker keeps blocks for a peer.
         self.leases: Leases | None = None
         #: Set if the configuration has `audit`, and the hits of this connector can be audited.
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
         self._hook = ""
-        #: {request: its last Asked event without a grant, or its last transfer in the worker}
+        #: In the scheduler {request: its last Asked event without a grant}; in the worker {request: its last transfer}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
@@ -76,7 +76,7 @@ class WatchedConnector:
         self._sending: set[str] = set()
         #: The last GIVEN_UP requests whose lookup was never answered: the lookup client may keep their state.
         self._given_up: dict[str, None] = {}
-        #: Ended requests to check for leaks: step and time of the end, and their pins at the end.
+        #: {ended request to check for leaks: (step of its end, time of its end, its pins at the end)}
         self._ended: dict[str, tuple[int, float, Any]] = {}
 
     # ------------------------------------------------------------------ the scheduler's hooks
@@ -119,7 +119,7 @@ class WatchedConnector:
         self.steps += 1
         self.stepped = self.running[get_ident()][1]
         for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
-            if name in self._admitted:  # else: preempted between steps, recorded when asked again
+            if name in self._admitted:  # else it was preempted between steps: recorded at its next lookup
                 self._preempted(name)
         loads, stores = self.reader.loads(answer), self.reader.stores(answer)
         for name, start, end in loads or ():
@@ -323,7 +323,7 @@ class WatchedConnector:
             for where in self.reader.left(name):
                 if name in self._unanswered and where.startswith("lookup_client."):
                     continue
-                if where != PINS or self.reader.pinned(name) is pinned:  # else the id is reused
+                if where != PINS or self.reader.pinned(name) is pinned:  # else another request has the same id
                     self._record(ev.Left(name, where))
             if name not in self._given_up:
                 self._unanswered.discard(name)

@@ -1,7 +1,7 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
 This concerns the blocks of a sliding window and blocks with a state. A store's blocks are compared with vLLM's list for
-the request in the step of the store and in the next one. Later the store may have ended, and the scheduler cannot know.
+the request in the step of the store and in the next one. Afterwards the scheduler cannot know if the store has ended.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ class Read(NamedTuple):
 def stores(connector: Any) -> "Stores | None":
     """Return a Stores for the scheduler's connector, or None.
 
-    None: the model has one KV group, or no windows or states; or vLLM does not call `bind_kv_cache_manager`.
+    None if the model has one KV group, or no windows or states, or if vLLM does not call `bind_kv_cache_manager`.
     """
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
     if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):
         return None
-    from kvfix.fixes import _mp, _windows  # only for such models
+    from kvfix.fixes import _mp, _windows  # only for models with several KV groups
 
     states = _windows.states(connector)
     windows = {**_windows.of(connector), **{group: (size, size) for group, size in states.items()}}
@@ -38,7 +38,7 @@ def stores(connector: Any) -> "Stores | None":
 
 
 class Stores:
-    """The reads of windows and states by the stores of the last step."""
+    """The blocks of windows and states that the stores of the last step read."""
 
     def __init__(
         self, manager: Any, sizes: list[int], windows: dict[int, tuple[int, int]], states: dict[int, int], chunk: int

@@ -1,8 +1,8 @@
 """The state of a running engine as plain data: `collect()` reads it in one of the engine's processes.
 
-`collect()` can run between any two bytecodes of the main thread: it changes nothing, takes no lock, imports no new
-module, does not wait and does not raise. The modules of this package import only the standard library and each other,
-by relative names: `kvfix look` brings them into a process without kvfix.
+`collect()` may run at any point of the main thread, even inside a step. So it changes nothing, takes no lock, imports
+no new module, does not wait and does not raise. The modules of this package import only the standard library and each
+other, by relative names, because `kvfix look` loads them in a process without kvfix.
 
 The state has counts, ids of requests and numbers of blocks; with `full`, also hashes of blocks. It has no tokens,
 prompts or host names. None: not known. Times are seconds before the look.
@@ -34,7 +34,7 @@ def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = 
     """Return the state of this process.
 
     full: include the numbers and hashes of each request's blocks, so that the lab can rebuild the request.
-    scheduler, workers: the scheduler and the workers' connectors. By default they are searched.
+    scheduler, workers: the scheduler and the workers' connectors. By default, `collect` searches for them.
     """
     began = time.perf_counter()
     unread: dict[str, str] = {}

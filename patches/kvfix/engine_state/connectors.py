@@ -10,7 +10,7 @@ Each connector has a row, and so has each child of a MultiConnector:
      "requests": {id: {...}},    scheduler: "lookup", "hit", "promised", "granted", "stored", "phase", "since"
      "loads": [id], "stores": [id],    worker: begun, and not reported as ended
      "answered": [id],           worker: loads and stores that have ended, to be reported in the next step
-     "unreported": [id],         worker: others that have ended and are not reported
+     "unreported": [id],         worker: other transfers that have ended and are not reported
      "failed_blocks": 0,         worker: blocks of failed loads that are not reported
      "pins": {id: 3},            worker, in process: number of chunks that a lookup has pinned
      "fetched": [id],            worker, in process: requests with chunks from an asynchronous lookup

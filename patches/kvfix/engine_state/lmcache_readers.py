@@ -31,7 +31,7 @@ class V1(Reader):
         self.impl = connector._lmcache_engine
         self.client = getattr(self.impl, "lookup_client", None)
         self._statuses = getattr(self.client, "reqs_status", {})
-        #: A dictionary of the module: both roles share it if they are in one process.
+        #: A dictionary of LMCache's module: both roles share it if they are in one process.
         self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
         config = getattr(self.impl, "config", None)
         self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
@@ -100,7 +100,7 @@ class V1(Reader):
         return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
-        """Leave out answered aborted lookups: the next one removes them (lmcache_async_lookup_client.py 0.5.6:260)."""
+        """Leave out answered aborted lookups: a later lookup drops them (lmcache_async_lookup_client.py 0.5.6:260)."""
         if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
             return [where for where in super().left(request) if not where.startswith("lookup_client.")]
         return super().left(request)
@@ -123,7 +123,7 @@ class V1(Reader):
             state["requests"] = _v1_requests(impl, client)
             return
         state["healthy"] = engine is not None and not failed
-        state["loads"], state["stores"] = [], []  # both are done within the step
+        state["loads"], state["stores"] = [], []  # LMCache does both within the step
         state["failed_blocks"] = len(getattr(impl, "_invalid_block_ids", ()))
         state["pins"] = {name: _count(pins) for name, pins in dict(getattr(engine, "lookup_pins", None) or {}).items()}
         events = dict(getattr(getattr(engine, "event_manager", None), "events", None) or {})

@@ -7,7 +7,7 @@ of full attention and of sliding windows.
 from collections.abc import Sequence
 from typing import Any
 
-#: KV groups in which each token keeps its slot, and KV groups that free the slots behind a window.
+#: KV groups in which each token keeps its slot, and KV groups that free the slots before a window.
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
 
 
@@ -20,7 +20,7 @@ def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved:
     """Return the free blocks that the request needs to be admitted; None if they are not known.
 
     promised: tokens that the connector would load, if the request has no computed tokens yet.
-    between: True if they load between steps, False if within the step that computes the rest. reserved: of `reserved`.
+    between: True for a load between steps, False within the step that computes the rest. reserved: see `reserved`.
 
     The watermark for running requests is left out: if any request runs, the engine does not stand still.
     """
@@ -34,7 +34,7 @@ def blocks(scheduler: Any, request: Any, promised: int, between: bool, reserved:
         for manager, own in zip(managers, held(scheduler, request), strict=True):
             freed += count(own[: manager.get_num_skipped_tokens(local) // manager.block_size])
     elif any(request.request_id in manager.num_cached_block for manager in managers):
-        return None  # a step is admitting the request
+        return None  # a step is just admitting the request
     else:
         hits, local = _cached(scheduler, request, hits)
     total, computed = min(int(request.num_tokens), int(scheduler.max_model_len)), local + promised
@@ -80,11 +80,11 @@ def _managers(scheduler: Any) -> Sequence[Any]:
 def _to_allocate(
     managers: Sequence[Any], request: Any, tokens: int, computed: int, hits: Sequence[Any], local: int, **more: bool
 ) -> int:
-    """Return the blocks that vLLM takes from the pool for so many tokens, `computed` of them computed or loaded."""
+    """Return how many blocks vLLM takes from the pool for `tokens` tokens, `computed` of them computed or loaded."""
     needed = 0
     for manager, hit in zip(managers, hits, strict=True):
         function = type(manager).get_num_blocks_to_allocate
-        while hasattr(function, "__wrapped__"):  # skip fixes: they count their calls
+        while hasattr(function, "__wrapped__"):  # skip the wrappers of fixes, which count calls
             function = function.__wrapped__
         named = {"request_id": request.request_id, "num_tokens": tokens, "num_tokens_main_model": tokens, **more}
         if "num_local_computed_tokens" in function.__code__.co_varnames:  # since 0.26

@@ -1,7 +1,7 @@
 """The base class of readers, which read a connector's own state and metadata.
 
 A reader changes nothing. The recorder calls it before and after hooks. If it raises there, the connector is still
-recorded, but no rule is checked any more. A look calls `add_state` between any two bytecodes of the main thread.
+recorded, but no rule is checked any more. A look may call `add_state` at any point, even inside a step.
 """
 
 from collections.abc import Collection, Iterable
@@ -19,7 +19,7 @@ class Reader:
 
     #: Tokens of a block, if the metadata have the blocks of a load and not its tokens; else 0.
     whole_blocks = 0
-    #: True if the tokens of a load are counted from the end of the computed tokens. The metadata do not have that end.
+    #: True if a load counts its tokens from the end of the computed tokens. The metadata do not say where that end is.
     relative = False
     #: True if the worker reports every ended request as sent, after its transfers have ended.
     reports_sent = False
@@ -73,7 +73,7 @@ class Reader:
         return ()
 
     def pinned(self, request: str) -> Any:
-        """Return the pins of this request, or None. A later request with the same id has another object."""
+        """Return the pins of this request, or None. Compare with `is`: a reused id has a different object."""
         return None
 
     def looks_up(self, request: str) -> bool:

@@ -5,7 +5,7 @@
      "answers": 1,              steps that the workers have not answered; None without an EngineCore
      "deferred": 0,             blocks that become free with a later answer
      "ended_reports": ["r1"],   transfers reported for requests that the scheduler does not know any more
-     "ranks_left": {"r7": 1},   {request: number of ranks that have not reported its load, if others have}
+     "ranks_left": {"r7": 1},   {request: number of ranks that have not reported its load, if other ranks have}
      "settings": {"max_num_batched_tokens": 8192, ...},    the lab makes a scheduler from these; None: not known
      "requests": [{...}]}       waiting requests in the scheduler's order, then running ones, then ended ones
 
@@ -15,7 +15,7 @@ A request has these fields:
      "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
      "report": "loaded",        its load is done, but the scheduler has not handled the report; or "failed", ""
-     "needs": 1,                free blocks needed to admit it, including those reserved for others; None: unknown
+     "needs": 1,                free blocks needed to admit it, and those reserved for other requests; None: unknown
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
@@ -79,7 +79,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
 
 
 def _requests(scheduler: Any) -> list[tuple[Any, str]]:
-    """Return (request, its queue). "ended": kept until its blocks are sent. "": in no queue now."""
+    """Return (request, its queue). "ended": kept until its blocks are sent. "": it is in no queue now."""
     found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
     found += [(each, "running") for each in list(scheduler.running)]
     listed = {request.request_id for request, _ in found}

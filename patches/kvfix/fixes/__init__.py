@@ -7,7 +7,7 @@ component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its mu
 
 from __future__ import annotations
 
-#: {code of a fix, rule or finding that is gone, and never used again: why it is gone, and what to read instead}
+#: {retired code of a fix, rule or finding, which is never used again: why it is gone, and what to read instead}
 RETIRED = {
     "KVF368": (
         "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 describes "
@@ -18,7 +18,7 @@ RETIRED = {
 
 def modules() -> dict[str, tuple[str, str]]:
     """{code: (slug, module)}, sorted by code. Finds modules as Python does: as source, as bytecode, or in a zip."""
-    import pkgutil  # only here: the start of a process does not need it
+    import pkgutil  # imported only here: the start of a process does not need it
 
     found = []
     for folder in pkgutil.iter_modules(__path__):

@@ -1,4 +1,4 @@
-"""Closed answers: the `on_fault` of fixes for wrong KV. kvfix uses such an answer if the code of the fix raises.
+"""Closed answers, for `on_fault` of the fixes for wrong KV. If the code of a fix raises, kvfix gives its closed answer.
 
 Closed answers promise nothing, store nothing, or report a load as failed. They share no code with the fixes.
 """
@@ -9,12 +9,12 @@ from typing import Any
 
 from kvfix.wrapping import GO_ON
 
-#: More tokens than any request has: a request with this count of stored tokens is not stored again.
+#: More tokens than any request has. LMCache stores nothing more of a request with this count of stored tokens.
 _ALL = 1 << 40
 
 
 def no_hit(*_: Any, **__: Any) -> int:
-    """The answer of LMCache's `get_num_new_matched_tokens` and `lookup`: nothing is found."""
+    """Answer LMCache's `get_num_new_matched_tokens` or `lookup`: nothing is found."""
     return 0
 
 
@@ -38,7 +38,7 @@ def _is_local(request: Any) -> bool:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Skip the function."""
+    """Answer None, without a call of the function."""
 
 
 def set_to(name: str, value: Any) -> Callable[..., Any]:
@@ -52,12 +52,12 @@ def set_to(name: str, value: Any) -> Callable[..., Any]:
 
 
 def refuse(*_: Any, **__: Any) -> bool:
-    """The answer of a reset: the cache was not emptied."""
+    """Answer a reset: the cache was not emptied."""
     return False
 
 
 def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """LMCache in process, before `build_connector_meta`: store nothing more for the tracked requests of the step."""
+    """Store nothing more for the tracked requests of the step. (LMCache in process, before `build_connector_meta`.)"""
     for name in scheduler_output.num_scheduled_tokens:
         if name in impl._request_trackers:
             impl._request_trackers[name].skip_save = True
@@ -65,7 +65,7 @@ def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> A
 
 
 def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """LMCache in process, after `build_connector_meta`: store nothing more for its requests, from this step on."""
+    """Store nothing for the metadata's requests, now and later (LMCache in process, after `build_connector_meta`)."""
     for meta in metadata.requests:
         if meta.req_id in impl._request_trackers:
             impl._request_trackers[meta.req_id].skip_save = True
@@ -78,7 +78,7 @@ def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
 
 
 def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
-    """LMCache in process: store nothing in this step. Loads and pins stay as released."""
+    """Store nothing in this step (LMCache in process). Loads and pins work as without the fix."""
     for meta in impl._parent._get_connector_metadata().requests:
         if meta.save_spec is not None:
             meta.save_spec.can_save = False
@@ -89,7 +89,7 @@ def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def worker_loads_fail(impl: Any, *_: Any, **__: Any) -> Any:
-    """LMCache in process: report all loads of the step as failed, even if they succeed."""
+    """Report all loads of the step as failed, even if they succeed (LMCache in process)."""
     for meta in impl._parent._get_connector_metadata().requests:
         load_fails(impl, meta)
     return GO_ON
@@ -104,13 +104,13 @@ def load_fails(impl: Any, meta: Any) -> None:
 
 
 def store_nothing_more(connector: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Multi-process connector, before the metadata are built: store nothing more for the requests in the step."""
+    """Store nothing more for the requests in the step. (Multi-process connector, before the metadata are built.)"""
     _stored(connector, scheduler_output.num_scheduled_tokens)
     return GO_ON
 
 
 def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """Multi-process connector, after the metadata are built: remove the stores. Their requests store nothing more."""
+    """Remove the stores from the built metadata of a multi-process connector. Their requests store nothing more."""
     _stored(connector, [meta.request_id for meta in metadata.requests if meta.direction == "STORE"])
     metadata.requests[:] = [meta for meta in metadata.requests if meta.direction != "STORE"]
     return answer
@@ -129,7 +129,7 @@ def all_is_stored(tracker: Any) -> None:
 
 
 def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """vLLM's scheduler, after a failed load: empty the prefix cache."""
+    """Empty the prefix cache of vLLM's scheduler, after a failed load."""
     pool = scheduler.kv_cache_manager.block_pool
     for block in pool.blocks:
         pool._maybe_evict_cached_block(block)
@@ -137,17 +137,17 @@ def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 
 def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """vLLM's scheduler, after a failed load: preempt all requests and drop the output of their steps in flight."""
+    """After a failed load, preempt all running requests and drop the output of their steps in flight."""
     forget_cached(scheduler, answer)
     for request in scheduler.requests.values():
         if request.status.name == "PREEMPTED" and hasattr(request, "drop_stale_output"):
             request.drop_stale_output = request.num_stale_output_tokens > 0
     while scheduler.running:
         request = scheduler.running.pop()
-        request._kvfix_compute = True  # for KVF205: LMCache promises nothing
+        request._kvfix_compute = True  # KVF205 reads this mark: LMCache then promises nothing
         try:
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-        except TypeError:  # to 0.31
+        except TypeError:  # up to 0.31
             scheduler._preempt_request(request, time.monotonic())
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return answer

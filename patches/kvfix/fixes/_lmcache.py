@@ -1,4 +1,4 @@
-"""Shared by the fixes of LMCache in vLLM's process: what a lookup has fetched, prevented stores, layerwise calls."""
+"""Code that the fixes of in-process LMCache share: fetched chunks of a lookup, skipped stores, layerwise calls."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from kvfix.fixes.api import Any, Fixing, Steps, View, engine_log, fix_after, fix
 
 
 def fetched(engine: Any, lookup_id: Any) -> list[Any]:
-    """Memory objects that an asynchronous lookup has fetched. Empty if the fetch is not done or has failed."""
+    """Return the memory objects that an asynchronous lookup has fetched; [] if the fetch is not done or has failed."""
     future = _done_events(engine).get(lookup_id)
     if future is None or future.exception() is not None:
         return []
@@ -24,13 +24,13 @@ def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> 
 
 
 def _done_events(engine: Any) -> Any:
-    """LMCache's own dict of finished fetches, by lookup id (0.5.6 event_manager.py:61)."""
+    """Return LMCache's own dict of finished fetches, by lookup id (0.5.6 event_manager.py:61)."""
     events = sys.modules["lmcache.v1.event_manager"]
     return engine.event_manager.events[events.EventType.LOADING][events.EventStatus.DONE]
 
 
 def _chunk(fetched: Any) -> Any:
-    return fetched[1] if isinstance(fetched, tuple) else fetched  # later than 0.3.10: a pair of key and chunk
+    return fetched[1] if isinstance(fetched, tuple) else fetched  # after 0.3.10, a pair of key and chunk
 
 
 def unpin(chunk: Any) -> None:
@@ -54,8 +54,8 @@ def store_nothing(impl: Any, request: Any) -> None:
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
     """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
 
-    The second one is for layerwise stores. The loads need the tokens of the request, so it removes the tokens after the
-    loads have read them. A wrapper of `save_kv_layer` would run once for each layer.
+    The second one is for layerwise stores. The loads need the tokens of the request, so this fix removes the tokens
+    after the loads have read them. A wrapper of `save_kv_layer` would run once for each layer.
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
 
@@ -90,9 +90,9 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
     return bool(stored)
 
 
-#: (keyword arguments of the call, metadata of the request). It adds keyword arguments.
+#: A function (keyword arguments of the call, metadata of the request) that adds keyword arguments.
 Add = Callable[[dict[str, Any], Any], None]
-#: (keyword arguments of the call). It is called if `Add` raises, and makes the call find and store nothing.
+#: A function (keyword arguments of the call) for an error in `Add`. It makes the call find and store nothing.
 Closed = Callable[[dict[str, Any]], None]
 
 
@@ -126,7 +126,7 @@ def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
 
 
 def layer_saves(add: Add, closed: Closed) -> Fixing:
-    """The same for `save_kv_layer`, which passes the request's own list of tokens."""
+    """Like `layer_loads`, for `save_kv_layer`. The hook passes the request's own list of tokens."""
 
     @fix_around(when=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:

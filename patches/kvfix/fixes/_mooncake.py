@@ -12,9 +12,9 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the requests whose load by the message of this coroutine, to a prefill rank, has ended."""
+    """Return the requests whose load has ended, for the message to a prefill rank that this coroutine handles."""
     known: set[str] = set()
-    with suppress(RuntimeError):  # no loop runs
+    with suppress(RuntimeError):  # no event loop runs
         if (task := asyncio.current_task()) is not None:
             known = vars(worker).setdefault("_kvfix_settled", WeakKeyDictionary()).setdefault(task, known)
     return known

@@ -11,13 +11,13 @@ from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, Any, Probe, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
-    """The tracker's `num_stored`, `num_vllm_hit` or `num_lmcache_hit` in tokens. Probes have blocks of 16 tokens."""
+    """Return the tracker's `num_stored`, `num_vllm_hit` or `num_lmcache_hit` in tokens. Probes have blocks of 16."""
     found = getattr(tracker, f"{name}_tokens", None)
     return int(found if found is not None else getattr(tracker, f"{name}_blocks") * block_size)
 
 
 def hits(connector: Any, tracker: Any) -> tuple[int, int]:
-    """Return `num_vllm_hit` and `num_lmcache_hit` in tokens. One call is faster: every admitted request needs both."""
+    """Return `num_vllm_hit` and `num_lmcache_hit` in tokens. One call is faster: each admitted request needs both."""
     blocks = getattr(tracker, "num_vllm_hit_blocks", None)
     if blocks is None:
         return tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens
@@ -64,7 +64,7 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
 def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
     """Answer the client's requests of these operations, in place of a server that is gone. Return their number.
 
-    answers: {operation: answer}. LMCache handles the requests in one thread, which calls `cancel_streams`.
+    answers: {operation: answer}. The thread that calls `cancel_streams` is the only one that handles the requests.
     """
     gone = [uid for uid, (_, spec) in client.pending_futures.items() if spec.operation in answers]
     for uid in gone:
@@ -73,7 +73,7 @@ def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
     return len(gone)
 
 
-#: For probes: vLLM's blocks of 512 tokens, in `update_state_after_alloc`.
+#: For probes: the argument of `update_state_after_alloc` that has the request's blocks, here for 512 tokens.
 BLOCKS = stubs.Stub(get_block_ids=lambda: (list(range(32)),))
 
 

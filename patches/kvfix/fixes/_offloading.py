@@ -32,11 +32,11 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
     @fix_around(on_fault=all_stores_fail)
     def update_connector_output(scheduler: Any, output: Any) -> Steps:
         failed = find(scheduler, output)
-        if not failed and not getattr(scheduler, mark, None):  # almost all steps
+        if not failed and not getattr(scheduler, mark, None):  # true in almost all steps
             return (yield)
         known = vars(scheduler).setdefault(mark, set())
         known.update(failed)
-        known.intersection_update(scheduler._jobs)  # a reset has dropped the others
+        known.intersection_update(scheduler._jobs)  # a reset may have dropped some jobs
         completed = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
         stores = {}
         for number in known.intersection(completed):
@@ -65,7 +65,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata: the scheduler handles failed copies. Without the mark, a worker never reports one as done."""
+    """Mark the metadata: the scheduler handles failed copies. Without it, a worker reports no failed copy as done."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:
@@ -75,7 +75,7 @@ def tells_worker(mark: str) -> Fixing:
 
 
 def all_failed(mark: str, completed: str) -> Callable[..., Any]:
-    """For `on_fault` of a function that makes a worker's report: all of its jobs have failed.
+    """For `on_fault` of a function that makes a worker's report: report all of its jobs as failed.
 
     mark, completed: the report's attributes with the jobs that have failed, and with those that are done.
     """

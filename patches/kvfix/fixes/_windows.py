@@ -42,7 +42,7 @@ def _specs(connector: Any, name: str) -> list[tuple[int, Any]]:
 
 
 def kept_from(computed: int, window: int, block_size: int) -> int:
-    """Return the first token whose block vLLM keeps when a step begins with so many computed tokens."""
+    """Return the first token whose block vLLM keeps when a step begins with this number of computed tokens."""
     return max(0, computed - window + 1) // block_size * block_size
 
 
@@ -55,7 +55,7 @@ def computed(scheduler_output: Any) -> dict[str, int]:
 
 
 def has_several_groups(connector: Any) -> bool:
-    """Return True if the model has several KV groups. Return False with lazy stores, which check the blocks."""
+    """Return True if the model has several KV groups. Lazy stores check the blocks themselves: return False."""
     return len(connector._group_tokens_per_block) > 1 and not getattr(connector, "lazy_offload", False)
 
 
@@ -78,7 +78,7 @@ def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, *
 def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) -> Any:
     """For probes: return a connector with two KV groups and a request of 1024 tokens.
 
-    window: the first group has full attention, the second a sliding window of so many tokens. 0: the second has states.
+    window: tokens of the sliding window of the second group; 0: it has states. The first group has full attention.
     groups: blocks of the request in each KV group. computed: tokens that vLLM has. LMCache has none.
     """
     connector, tracker = _mp.tracked(module, stubs.request(1024), num_vllm_hit=computed)

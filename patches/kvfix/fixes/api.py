@@ -1,7 +1,7 @@
-"""The imports of a file with a fix: the record (record.py), and the classes of vLLM and LMCache with fixed functions.
+"""All that the file of a fix imports: the record (record.py), and the classes of vLLM and LMCache with fixed functions.
 
-`Any` is the type of their objects, because the classes differ between releases. The decorators make the `fix` of a
-target. `stubs` are for probes.
+`Any` is the type of objects of vLLM and LMCache, because their classes differ between releases. The decorators make the
+`fix` of a target. `stubs` are for probes.
 
 @fix_after(when=lambda connector, answer, request, *_: answer[0])
 def fix(connector, answer, request, *_): ...
@@ -23,12 +23,12 @@ __all__ = (
     "View", "Wrapper", "after", "around", "before", "engine_log", "instead", "note", "positional", "replaced", "stubs",
 )  # fmt: skip
 
-#: The answer of a function under `fix_around`.
+#: The type that a function under `fix_around` returns.
 Steps = Generator[Any, Any, Any]
 
 
 def _decorator(make: Callable[..., Wrapper], **options: Any) -> Callable[[Function], Fixing]:
-    """Decorate the code of a fix that needs nothing of the function's module: it becomes the `fix` of a target.
+    """Turn the code of a fix into the `fix` of a target. The code must not need the module of the function.
 
     make: before, after or around. options: its `when` and `on_fault` (kvfix.wrapping).
     """
@@ -45,15 +45,15 @@ def _decorator(make: Callable[..., Wrapper], **options: Any) -> Callable[[Functi
 
 #: `@fix_before(when=..., on_fault=...)` decorates the code of a fix that runs before the function.
 fix_before = functools.partial(_decorator, before)
-#: The same for code that runs after the function.
+#: `@fix_after(when=..., on_fault=...)` decorates code that runs after the function.
 fix_after = functools.partial(_decorator, after)
-#: The same for code that runs before and after the function. `answer = yield` calls the function. `yield (arguments,)`
-#: calls it with other arguments. Without a `yield` the code answers in place of the function.
+#: `@fix_around` decorates code that runs before and after the function. `answer = yield` calls the function. `yield
+#: (arguments,)` calls it with other arguments. Without a `yield` the code answers in place of the function.
 fix_around = functools.partial(_decorator, around)
 
 
 def fix_calls(code: Function) -> Fixing:
-    """Decorate the code of a fix that calls the function itself, such as to handle its exception.
+    """Decorate the code of a fix that calls the function itself, for example to handle its exception.
 
     code: (function, *arguments of the caller) -> the answer.
     """
@@ -144,7 +144,7 @@ def multi_process(
     for_0180: str = ">=0.4.4",
     order: int = 0,
 ) -> tuple[Target, ...]:
-    """Return targets for one function of all multi-process connectors, without those whose broken releases are ""."""
+    """Return targets for one function of all multi-process connectors. None for a connector without broken releases."""
     broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
     return tuple(
         getattr(owner, function)(broken=releases, probe=probe, fix=fix, order=order)

@@ -21,13 +21,13 @@ Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
-#: Sections of a fix's docstring, in this order: paragraphs that begin with the name. In `Fix.doc` it is a heading.
+#: Sections of a fix's docstring, in this order. A paragraph begins with each name. In `Fix.doc` it is a heading.
 SECTIONS = ("Symptom", "Cause", "Fix")
 #: Sections for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
 #: An opt-in fix has this section too: what happens while only some of the engines have the fix.
 MIXED_ROLL_OUT = "Mixed roll-out"
-#: The list at the end of the docstring, in this order. The docstring leaves out a fact that the record can tell.
+#: The list at the end of the docstring, in this order. The docstring may leave out a fact that the record has.
 FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
@@ -111,7 +111,7 @@ class Owner:
 #: `no_patch` of a bug that can be abused.
 PRIVATE = {"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"}
 
-#: Effects of a bug on the user, the worst first. "lost hits": more computation, right answers.
+#: Effects of a bug on the user, the worst first. "lost hits": more computation, but right answers.
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 
@@ -122,16 +122,16 @@ class Fix:
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. The default is the slug of the fix. If no scenario
         shows the bug, `proof` names the test and the reason.
-    changes_healthy: connectors with which the fix also changes healthy schedules (they violate no rule without it).
+    changes_healthy: connectors with which the fix also changes schedules that violate no rule without the fix.
     no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
-    opt_in: not in the default set: the user must name it (`plus`). A default fix acts within one engine or server. It
-        changes no key, no stored layout, no message to a peer and no scheduling policy.
+    opt_in: True if the user must name the fix (`plus`). A default fix acts within one engine or server. It changes no
+        key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
-    on_fault: the answer if the code of the fix raises. "original": the function's own answer, as released. "closed": an
-    answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is promised. The
-    default is "closed" if a decorated function of the fix has an `on_fault`.
+    on_fault: the answer if the code of the fix raises. "original": the function's own answer, as without the fix.
+    "closed": an answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is
+    promised. The default is "closed" if a decorated function of the fix has an `on_fault`.
     let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
-    harmless: of an unfixable bug, () -> the reason that the bug does no harm in this process, or "" if it can do harm.
+    harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process; "" if it can do harm.
     """
 
     def __init__(
@@ -181,13 +181,13 @@ class Fix:
 
     @property
     def groups(self) -> list[tuple[str, tuple[Target, ...]]]:
-        """(copy, functions that are wrapped together or not at all) of each copy of the code."""
+        """Return (copy, functions that are wrapped together or not at all) for each copy of the code."""
         copies = dict.fromkeys(target.copy for target in self.targets if target.copy) or [""]
         return [(copy, tuple(each for each in self.targets if each.copy in ("", copy))) for copy in copies]
 
     @property
     def dists(self) -> tuple[str, ...]:
-        """Distributions that have the bug, without those that have only helpers."""
+        """Return the distributions that have the bug, without those that have only helpers."""
         return tuple(dict.fromkeys(target.dist for target in self.targets if not target.helper))
 
     @property
@@ -201,7 +201,7 @@ class Fix:
 
     @functools.cached_property
     def _texts(self) -> dict[str, str]:
-        """{section or fact: its text}, with the facts that the docstring leaves out."""
+        """{section or fact: its text}, including the facts that the docstring leaves out."""
         _, *parts = _PART.split(self.docstring)
         texts = {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
         facts = {name: texts.pop(name, "") or self._known(name) for name in FACTS}

@@ -18,7 +18,7 @@ def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
-    """Return True if this call raises this error, with this text in it. Another error: the probe does not fit the hook.
+    """Return True if this call raises this error with this text. Another error is raised: the probe does not fit.
 
     error: a type, or a tuple of types.
     """
@@ -79,7 +79,7 @@ def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
         more, kv_role="kv_both", use_layerwise=False, enable_blending=False, kv_caches={"layer": None},
         config=SimpleNamespace(), device="cpu", _lmcache_chunk_size=16, _block_size=16, current_layer=0,
         layerwise_storers=[], _layerwise_save_storers={}, _stats_monitor=Nothing(),
-        _recent_load_errors=(),  # of patches/upstream/failed-load-poisons-cache
+        _recent_load_errors=(),  # patches/upstream/failed-load-poisons-cache adds this
         _parent=SimpleNamespace(_connector_metadata=step, _get_connector_metadata=lambda: step),
     )  # fmt: skip
 
@@ -130,7 +130,7 @@ def step(
 ) -> Any:
     """Return a scheduler output with one request, `new` or a cached one; without a request if `tokens` is 0.
 
-    computed, blocks: of a cached request. resumed: the request was preempted. preempted: in this step it is preempted.
+    computed, blocks: of a cached request. resumed: the step resumes it. preempted: the step preempts the request.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 
 def balance(hit: int, computed: int, total: int) -> int:
-    """Tokens to load: the hit minus the computed tokens, minus the last token if the whole request is hit.
+    """Return the tokens to load: the hit minus the computed tokens, minus the last token if the whole request is hit.
 
     vLLM recomputes the last token for its logits (LMCache issue 2158). 0 or less: there is nothing to load.
     """
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
     - hit: tokens that the external cache has from the start of the request
     - promised: the answer; None: not known yet, vLLM asks again
     - asynchronous: the load runs between steps
-    - replay: vLLM only takes whole blocks of a hit and recomputes up to so many tokens (`prefix_replay_tokens`)
+    - replay: vLLM takes only whole blocks of a hit and recomputes up to `replay` tokens (`prefix_replay_tokens`)
     - divergent: some KV groups may have fewer than `computed` tokens. If nothing is granted, vLLM starts with the
       tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
     """
@@ -130,8 +130,8 @@ class Stored(NamedTuple):
 class Compared(NamedTuple):
     """The worker has compared chunks of the external cache with the KV that vLLM computed for their tokens (`audit=`).
 
-    chunks: their number. wrong: the number of chunks that differ by more than the limit. The other fields describe the
-    first wrong chunk, or else the chunk that differs most. Its tokens are [start, end). part: K, V, or KV for MLA.
+    chunks: the number of chunks. wrong: how many differ by more than the limit. The other fields describe the first
+    wrong chunk, or else the chunk that differs most. Its tokens are [start, end). part: K, V, or KV for MLA.
     token: the token that differs most. error: the norm of the difference as a share of the norm of the computed part.
     """
 
@@ -286,7 +286,7 @@ class ReadsFrom(NamedTuple):
     """The request is to read the blocks of request `peer`, which another engine keeps, and then to notify that engine.
 
     engine, peer: the names in the request's `kv_transfer_params`.
-    pushed: the other engine writes the blocks. It needs no notice, and does not learn if the request ends before that.
+    pushed: the other engine writes the blocks. It needs no notice, and does not learn if the request ends earlier.
     """
 
     request: str

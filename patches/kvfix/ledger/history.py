@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 class History:
-    """The known state of one request. A count is None until an event has it."""
+    """The known state of one request. A count is None until an event contains it."""
 
     def __init__(self, events_kept: int, sees_loads: bool) -> None:
         self.sees_loads = sees_loads
@@ -43,7 +43,7 @@ class History:
         self.asked: ev.Asked | None = None
         self.granted: ev.Granted | None = None
         self.due: ev.LoadDue | None = None
-        #: True if a step with the last grant has begun.
+        #: True if the request has been in a step since the last grant.
         self.admitted = False
         #: The last lookup that timed out. `timed_out_again`: it directly followed another timeout.
         self.timed_out: ev.TimedOut | None = None

@@ -18,7 +18,7 @@ OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: Fields of a worker's connector with loads that it has not reported.
+#: Fields of a worker's connector. They list the loads that the worker has not reported yet.
 KINDS = ("loads", "unreported")
 
 
@@ -47,7 +47,7 @@ class State:
     running: int | None
     #: Loads and stores that are not reported as ended, and reports that the scheduler has not used yet.
     in_flight: int | None
-    #: Lookups that will be answered.
+    #: Number of lookups that will be answered.
     lookups: int | None
 
 
@@ -102,7 +102,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """A scheduler, and the workers' connectors that belong to it. `process` has the scheduler's state."""
+    """A scheduler, and the workers' connectors of the same engine. `process` has the scheduler's state."""
 
     process: dict[str, Any]
     #: (state of the process, state of its connector), in the order of their ranks.

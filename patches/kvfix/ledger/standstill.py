@@ -1,6 +1,6 @@
 """Find out why a running engine stands still: take looks at its processes, return verdicts. Pure.
 
-A look is the states of all processes (`kvfix.engine_state`). They are read one after the other. A verdict needs two
+A look is the states of all processes (`kvfix.engine_state`), which are read one after the other. A verdict needs two
 looks or more: a report that is on its way at the first look has arrived at the second.
 """
 
@@ -12,7 +12,7 @@ from kvfix.ledger.liveness import LOAD, LOOKUP, Engine
 
 #: Seconds after which a hook counts as stuck.
 HOOK = 3.0
-#: Seconds after which a transfer or a lookup counts as not answered: if no request moves, and if other requests move.
+#: Seconds after which a transfer or lookup counts as not answered: LATE if no request moves, else LATER.
 LATE, LATER = 5.0, 30.0
 #: Fields of a request that do not change during one wait.
 _OF_A_WAIT = ("computed", "total", "preemptions")
@@ -21,7 +21,7 @@ _OF_SERVER = "result (multiprocess/futures.py:"
 
 
 class Look(NamedTuple):
-    """at: seconds of any monotonic clock. processes: their states.
+    """The states of all processes at one time. at: seconds of any monotonic clock.
 
     A process that could not be read has no "schema", but {"pid", "name", "silent": reason, "stack", "hook"}.
     """
@@ -81,7 +81,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if two steps have ended: then a report that was on its way at the first look has arrived."""
+    """Return True if two steps have ended. A report that was on its way at the first look has then arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -130,7 +130,7 @@ def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
 
 
 def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """A process is in the same hook at every look, or runs no Python, and the engine does not move."""
+    """Find processes that are in the same hook at every look, or run no Python, while the engine does not move."""
     for process, engine in in_hooks(looks):
         hook = process["hook"]
         if not stands(looks, process) or (engine is not None and _blocks_on_lookups(engine, hook)):
@@ -178,7 +178,7 @@ def _ended_threads(engine: Engine) -> set[int]:
 
 
 def _lookup_blocks(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """The scheduler is stuck in lookups, or a rank has no lookup thread at any look."""
+    """Find schedulers that are stuck in lookups, and ranks whose lookup thread has ended at both looks."""
     hooks = {process["pid"]: process for process, _ in in_hooks(looks) if stands(looks, process)}
     for before, after, _ in engines(looks):
         connector = _lookup_client(after)
@@ -241,7 +241,7 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """A lookup is in flight at both looks. A process that stays in one hook delays all answers: no verdict then."""
+    """Find lookups that are in flight at both looks. A process that stays in a hook delays all answers: no verdict."""
     if any(in_hooks(looks)):
         return
     any_moved = moved(looks)
@@ -265,7 +265,7 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """No request can move at both looks, and none has moved between them.
+    """Find engines in which no request can move at both looks, and none has moved between them.
 
     There is no verdict within a step (incomplete queues), or while a process stays in one hook (maybe the cause).
     """
@@ -305,7 +305,7 @@ def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _without_lmcache(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """A connector runs without its cache at every look."""
+    """Find connectors that run without their cache at every look."""
     sick = [_sick(look) for look in looks]
     return (verdict for key, verdict in sick[-1].items() if all(key in each for each in sick))
 
@@ -336,7 +336,7 @@ def _sick(look: Look) -> dict[tuple[Any, ...], Verdict]:
     return found
 
 
-#: The worst first.
+#: The rules, with the worst verdicts first.
 _RULES: tuple[Callable[[Sequence[Look]], Iterator[Verdict]], ...] = (
     _lookup_blocks, _stands_in_hook, _load_without_worker, _load_not_answered, _lookup_not_answered, _cannot_move,
     _kept_after_end, _without_lmcache,

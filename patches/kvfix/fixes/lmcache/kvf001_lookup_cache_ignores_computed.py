@@ -9,8 +9,8 @@ Symptom: EngineCore dies with one of these:
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
 Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there
-are too few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. It subtracts
-neither the computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
+are too few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. This call
+subtracts neither the computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
 
 If the hit is 256 tokens and 336 tokens are computed, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right
 numbers, so `update_state_after_alloc` raises. vLLM can have more tokens after chunked prefill or a preemption.

@@ -5,7 +5,7 @@ Symptom: EngineCore dies in `build_connector_meta` when a preempted request is r
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
 
-LMCache 0.3.10 does not raise. But it then stores chunks for a token list with a gap, which no request hits.
+LMCache 0.3.10 does not raise. But LMCache then stores chunks for a token list with a gap, which no request hits.
 
 Cause: The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took
 exactly this number. vLLM took another number in five cases. First, the connector itself promised less

@@ -7,9 +7,9 @@ of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected t
 Cause: A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects
 before the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers
 release pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has
-fetched can leak too. This happens if the request is aborted while another connector of a MultiConnector loads for it.
+fetched can leak too. They leak if the request is aborted while another connector of a MultiConnector loads for it.
 
-LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. Those of a resumed request leak.
+LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. A resumed request leaks both.
 
 Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers its pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
@@ -20,7 +20,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 def _kept(impl: Any) -> Any:
-    """A lookup adds its request to one of the first two, until the admission. A resumed one can be in the last two."""
+    """Return what can keep the request: the first two until its admission, the last two after it has resumed."""
     return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
 
 
@@ -30,14 +30,14 @@ def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> None:
     note(__name__, f"request {name} has ended before it was admitted")
     for each in _kept(impl):
         each.pop(name, None)
-    # With asynchronous loading the hook itself cancels the lookup. It is cleaned up when its answer comes.
+    # With asynchronous loading the hook itself cancels the lookup. LMCache cleans it up when the answer comes.
     if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
         impl.lookup_client.clear_lookup_status(name)
 
 
 @fix_after(when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
 def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> None:
-    # With asynchronous loading this releases what the lookup has fetched.
+    # With asynchronous loading, `lookup_unpin` also releases the chunks that the lookup has fetched.
     engine = impl.lmcache_engine
     if engine is not None:
         for name in finished_req_ids:
@@ -45,7 +45,7 @@ def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> None:
 
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A request ends while its LoadSpec is there. Wrong is a LoadSpec that stays."""
+    """A request ends before it has used its LoadSpec. Wrong is a LoadSpec that stays."""
     impl = stubs.scheduler_side(lookup_client=stubs.Nothing(), load_specs={stubs.NAME: object()})
     hook(impl, stubs.request(16), [])
     return stubs.NAME in impl.load_specs

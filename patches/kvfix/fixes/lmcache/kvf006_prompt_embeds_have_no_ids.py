@@ -40,7 +40,7 @@ def fix_metadata(adapter: Any) -> Wrapper:
             metadata.requests = [each for each in metadata.requests if each.req_id not in names]
         return metadata
 
-    # `inside` needs no `on_fault`: without ids the function raises. `outside` does: metadata with ids could be stored.
+    # If `inside` fails, the function gets no ids and raises. If `outside` fails, KV of zeros could be stored.
     inside = around(build_connector_meta, when=_has_new)
     outside = after(leave_out, when=lambda impl, metadata, *more: _has_new(impl, *more), on_fault=_closed.drop_saves)
     return lambda function: outside(inside(function))
@@ -58,7 +58,7 @@ def _with_zeros(new_request: Any) -> Any:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A request with embeddings; the cache holds the zeros that stand for it. Right is 0, wrong is the hit."""
+    """A request with embeddings; the cache has KV for as many zeros. Right is 0, wrong is the hit."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, prompt_token_ids=None, prompt_embeds=[0] * 300), 0) != 0)
 

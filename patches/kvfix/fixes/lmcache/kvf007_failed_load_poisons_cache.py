@@ -46,7 +46,7 @@ class Failed:
 
 
 def _some_failed(impl: Any, *_: Any, **__: Any) -> Any:
-    return getattr(impl, "_invalid_block_ids", None) or hasattr(impl, "_kvfix_failed")  # 0.3.9 has neither
+    return getattr(impl, "_invalid_block_ids", None) or hasattr(impl, "_kvfix_failed")  # 0.3.9 has neither attribute
 
 
 def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
@@ -88,7 +88,7 @@ fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_o
     on_fault=_closed.set_to("_kvfix_failed", None),
 )
 def fix_failed_blocks(impl: Any, blocks: set[int]) -> None:
-    if getattr(impl, "_kvfix_failed", ()) is None:  # an error before: nothing is stored any more
+    if getattr(impl, "_kvfix_failed", ()) is None:  # after an error of this fix, nothing is stored
         return
     if not hasattr(impl, "_kvfix_failed"):
         impl._kvfix_failed = Failed(impl._vllm_config)

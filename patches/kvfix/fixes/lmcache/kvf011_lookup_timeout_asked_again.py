@@ -8,8 +8,8 @@ of the lookup, which still counts as in flight. If vLLM has no free blocks, it a
 client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15 the client also does
 not cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
 
-Fix: After a timeout the fix returns 0 for the lookup. It does so until the late answer has arrived and LMCache has
-cleaned it up. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
+Fix: After a timeout the fix returns 0 for the lookup. The fix does so until the late answer has arrived and LMCache has
+cleaned up the lookup. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
 - Remove when: `lookup_cache` returns an answer for a lookup that has timed out.
 """
@@ -18,7 +18,7 @@ from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, st
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
-    """The lookup is in flight and has no start time."""
+    """Return True if the lookup has timed out: it is in flight, and LMCache has deleted its start time."""
     return client.reqs_status.get(lookup_id, "unknown") is None and lookup_id not in client.first_lookup_time
 
 
@@ -26,7 +26,7 @@ def _answered(client: Any, lookup_id: str) -> Steps:
     if given_up(client, lookup_id):
         return 0
     yield
-    if given_up(client, lookup_id):  # the hook gave up: cancel as in 0.4.1
+    if given_up(client, lookup_id):  # the lookup has just timed out: cancel it as 0.4.1 does
         client.cancel_lookup(lookup_id)
 
 
@@ -35,7 +35,7 @@ fix = fix_around()(_answered)
 
 @fix_around()
 def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Steps:
-    """In 0.3.10 `lookup` itself keeps the state."""
+    """Do the same as `fix` in 0.3.10, where `lookup` itself keeps the state."""
     return _answered(client, lookup_id)
 
 

@@ -1,7 +1,7 @@
 """A worker dies or reads wrong KV: LMCache releases a chunk twice after an asynchronous load.
 
 Symptom: The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory
-object without a tensor. Or that request reads other KV. LMCache may first log `Double unpin occurred somewhere.`
+object without a tensor. Or that request reads wrong KV. LMCache may first log `Double unpin occurred somewhere.`
 
 Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
 (:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).

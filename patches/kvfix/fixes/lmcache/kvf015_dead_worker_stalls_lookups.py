@@ -6,9 +6,9 @@ repeats `Timeout occurred for rank 0, recreating all sockets. Error: Resource te
 Cause: A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits as long
 again. The lookup blocks the scheduler during this time, and so all running requests wait.
 
-Fix: After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (One timeout is not
-enough: the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a
-minute. During a pause every lookup returns no hit. The first answer ends the pauses. The log shows begin and end.
+Fix: After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (After one timeout,
+the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a minute.
+During a pause every lookup returns no hit. The first answer ends the pauses. The log shows each begin and end.
 - Releases: LMCache 0.3.9 to 0.5.6.
 - Remove when: LMCache's lookup transport backs off after a timeout.
 """
@@ -17,12 +17,12 @@ from kvfix import clock
 from kvfix.fixes.api import LOOKUP_CLIENT, ZMQ_CLIENT, Any, Fix, Steps, engine_log, fix_around, stubs
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-#: Seconds. Up to 0.3.15 a lookup does not report its timeout (3 s): an answer of 0 counts as a timeout after SLOW.
+#: Up to 0.3.15 a lookup does not report its timeout (3 s). An answer of 0 after SLOW seconds counts as a timeout.
 SLOW = 0.5
 
 
 class Pause:
-    """When the next lookup may be sent, in seconds of the clock."""
+    """A pause of the lookups. `until`: when the next lookup may be sent, in seconds of the clock."""
 
     def __init__(self) -> None:
         self.failures = 0

@@ -6,10 +6,10 @@ cpu memory is under pressure. Waiting for 0.1 seconds before retrying.` vLLM log
 Cause: `allocate` evicts only chunks of the CPU cache itself. There is nothing to evict if every chunk is pinned, or
 with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
 
-Fix: A load waits for at most ten seconds for all its chunks together. Then it gets no memory and fails, and vLLM
-computes those tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread
-that loads. After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk
-that gets no memory returns no chunk instead of an AssertionError.
+Fix: A load waits for at most ten seconds for all its chunks together. Then the load gets no memory and fails, and vLLM
+computes its tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread that
+loads. After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that
+gets no memory returns no chunk instead of an AssertionError.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 - Remove when: `allocate` has a timeout.
@@ -25,7 +25,7 @@ from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, Wra
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
 #: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.
 RESTORED = 60.0
-#: Places of `eviction` and `busy_loop` among the arguments, in every release.
+#: Positions of `eviction` and `busy_loop` among the arguments, in every release.
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
@@ -41,7 +41,7 @@ class _Waits(threading.local):
         self.at = now
 
     def wait(self) -> bool:
-        """Wait a moment. False if the time is used up."""
+        """Wait a moment. Return False if the time is used up."""
         if self.left <= 0:
             return False
         time.sleep(BETWEEN)

@@ -29,7 +29,7 @@ TAG = "lmcache.tag.kvfix"
 
 
 def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
-    """The sampling parameters with the tag in their transfer parameters; unchanged without adapter and salt."""
+    """Return the sampling parameters with the tag in their transfer parameters; unchanged without adapter and salt."""
     if lora_request is None and not salt:
         return sampling_params
     name = (lora_request.lora_name, lora_request.lora_int_id) if lora_request is not None else None
@@ -113,7 +113,7 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
-    """A worker that loads or saves one request by layers, and the request_configs that its engine gets."""
+    """Return a worker that loads or saves one request by layers, and the request_configs that its engine gets."""
     passed: list[Any] = []
 
     def layers(*_: Any, request_configs: Any = None, **__: Any) -> Any:
@@ -147,5 +147,5 @@ FIX = Fix(
     effect="wrong output",
     scenarios=("cache-salt-not-in-key", "lora-not-in-key"),
     opt_in=True,
-    attaches=NEW_REQUESTS,  # a lookup without the tag and a load with it would not meet
+    attaches=NEW_REQUESTS,  # a lookup without the tag and a load with the tag have different keys
 )

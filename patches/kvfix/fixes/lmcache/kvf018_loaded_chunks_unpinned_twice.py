@@ -6,8 +6,8 @@ hit of a request before the request loads it: `Num retrieved tokens: 0, num expe
 
 Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. `retrieve` (0.5.2 to 0.5.5
 cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` with `use_layerwise` (0.4.3 to 0.5.6,
-0.5.6:1139). This is right for chunks read from disk. But chunks of the CPU cache are the same objects that the lookup
-pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
+0.5.6:1139). This unpin is right for chunks read from disk. But chunks of the CPU cache are the same objects that the
+lookup pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
 the load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
@@ -33,7 +33,7 @@ class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
     `with load:` surrounds each stretch of the load's own code. Meanwhile other threads can release pins of the chunk,
-    and loads by layers run in turn. So a release counts for this load only in the thread of the stretch, and during it.
+    and loads by layers take turns. A release counts for this load only during a stretch, in that thread.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -68,7 +68,7 @@ class _Load:
 
 
 def _loads_of(chunk: Any) -> list[_Load]:
-    """Return the loads that are told when the chunk is unpinned."""
+    """Return the loads that are notified when the chunk is unpinned."""
     if _LOADS not in vars(chunk):
         loads: list[_Load] = []
         own = chunk.unpin
@@ -107,7 +107,7 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 @fix_after()
 def fix_layers(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
-    """The hook is a generator: it loads while it is iterated, a layer at a time."""
+    """Add the pins for a load by layers. The hook is a generator, which loads one layer in each iteration."""
     load = _pinned(engine, more.get("req_id"))
     return _layers(layers, load) if load else layers
 

@@ -44,6 +44,6 @@ FIX = Fix(
     BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
     effect="lost hits",
     evidence={"KVD302": ""},
-    # As released, 0.3.11 forgets the chunks that it found, if vLLM has them too.
+    # Without the fix, 0.3.11 forgets found chunks that vLLM has too. So the fix changes healthy schedules.
     changes_healthy=("v1",),
 )

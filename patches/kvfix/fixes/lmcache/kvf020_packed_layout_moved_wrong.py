@@ -5,8 +5,8 @@ Symptom: LMCache logs nothing. A prompt served from the cache gets another answe
 at non-singleton dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
 
 Cause: vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]`, in any order in
-memory (0.26.0 flash_attn.py:141). LMCache's transfer operation reads this as a single plane. It takes the width of a
-row from the memory object, which has two planes: `[2, layers, tokens, heads * head size]` (0.5.6
+memory (0.26.0 flash_attn.py:141). LMCache's transfer operation reads this as a single plane. The operation takes the
+width of a row from the memory object, which has two planes: `[2, layers, tokens, heads * head size]` (0.5.6
 gpu_connectors.py:325). So it uses half of the real distance between slots, and never moves one of the planes.
 
 Fix: The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object
@@ -55,12 +55,12 @@ def fix_load(connectors: Any) -> Wrapper:
 
 
 def _not_stored(connector: Any, memory_obj: Any, *_: Any, **__: Any) -> None:
-    """`fix_put` leaves the memory object out of the store."""
+    """Mark the memory object. `fix_put` then leaves it out of the store."""
     setattr(memory_obj, _EMPTY, True)
 
 
 def _not_loaded(connector: Any, memory_obj: Any, start: int, end: int, *_: Any, **__: Any) -> None:
-    """`fix_retrieve` names the tokens as not retrieved, and LMCache reports their blocks as failed."""
+    """Record the tokens. `fix_retrieve` reports them as not retrieved, and LMCache reports their blocks as failed."""
     vars(connector).setdefault(_EMPTY, []).append((start, end))
 
 
@@ -91,12 +91,12 @@ def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
-    """vLLM's tensors if they are packed: vLLM has no other layout of four axes. None: LMCache moves them correctly."""
+    """Return vLLM's tensors if they are packed: only this layout has four axes. None: LMCache moves them correctly."""
     return kvcaches if kvcaches and not connector.use_mla and getattr(kvcaches[0], "ndim", 0) == 4 else None
 
 
 def _is_refused(connector: Any, more: Any) -> bool:
-    """True if V3 itself refuses this layout. V3 begins with the same calls, and raises (0.5.3 refuses pools)."""
+    """Return True if V3 refuses this layout: the first calls of its functions then raise (0.5.3 refuses pools)."""
     if not hasattr(connector, "_initialize_kv_cache_pointers"):
         return False
     try:
@@ -108,7 +108,7 @@ def _is_refused(connector: Any, more: Any) -> bool:
 
 
 def _parts(connector: Any, memory_obj: Any, caches: Any, more: Any) -> list[tuple[Any, list[Any]]]:
-    """The tensors of the memory object, each with the layers it holds: V3 has one tensor for each group of layers."""
+    """Return the memory object's tensors, each with the layers it holds. V3 has a tensor for each group of layers."""
     if not hasattr(connector, "_initialize_kv_cache_pointers"):
         return [(memory_obj.tensor, caches)]
     groups = connector.metadata.kv_layer_groups_manager.kernel_groups
@@ -132,14 +132,14 @@ def _store(torch: Any, connector: Any, parts: Any, slots: Any) -> None:
 
 
 def gather(torch: Any, tensor: Any, caches: Any, slots: Any) -> None:
-    """The KV of the tokens in these slots [tokens] into a tensor [2, layers, tokens, heads * head size]."""
-    slots = slots.to(caches[0].device).clamp(min=0)  # -1: a token without a slot, its KV is not used
+    """Copy the KV of the tokens in these slots [tokens] into a tensor [2, layers, tokens, heads * head size]."""
+    slots = slots.to(caches[0].device).clamp(min=0)  # -1 marks a token without a slot. Its KV is not used
     for held, cache, block in _layers(torch, tensor, caches):
         held.copy_(cache[slots // block, slots % block])
 
 
 def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None:
-    """The reverse of `gather`, without the first `skip` tokens."""
+    """Copy from the tensor into vLLM's slots, the reverse of `gather`, without the first `skip` tokens."""
     slots = slots.to(caches[0].device)
     wanted = slots >= 0
     wanted[:skip] = False
@@ -150,7 +150,7 @@ def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None
 
 
 def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
-    """For each layer: its tensor [tokens, 2, heads, n], its cache [blocks, block, 2, heads, n], its block size."""
+    """Yield each layer's tensor [tokens, 2, heads, n], its cache [blocks, block, 2, heads, n], and its block size."""
     heads, block, width = caches[0].shape[1:]
     word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
     held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)
@@ -163,7 +163,7 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """The widest integer type that divides rows of `row` bytes. So every KV dtype moves alike, in fewer elements."""
+    """Return the widest integer type that divides rows of `row` bytes. It suits all KV dtypes, with fewer elements."""
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

@@ -9,16 +9,16 @@ Cause: LMCache falls back to torch operations, without a warning, if its compile
 torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
-Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. It does not change
-a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and loaded in
-the same order, so their KV is right. Another order would make chunks wrong that are already stored.
+Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not
+change a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and
+loaded in the same order, so their KV is right. Another order would make chunks wrong that are already stored.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
 
 from kvfix.fixes.api import AT_START, Any, Fix, Owner, Steps, fix_around
 
-#: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
+#: {layout of five axes whose third axis is the head: the layout with the third and the fourth axis swapped}
 SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
 
 
@@ -29,7 +29,7 @@ def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_ma
 
 
 def shows_bug(hook: Any, operations: Any) -> bool:
-    """The token in slot 1, with two heads and blocks of one token: no index is out of range. Right are its two rows."""
+    """Two heads, blocks of one token, the token in slot 1: no index is out of range. Right is to copy its two rows."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
         return False  # re-exported by a package (0.5.6): another target has the module that defines it
     import torch  # the module has imported it
@@ -51,7 +51,7 @@ FIX = Fix(
     ),
     effect="wrong output",
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    # The operation has no answer for "not moved", and a worker must not raise: after an error, its own answer is used.
+    # The operation cannot answer "not moved", and a worker must not raise. So an error keeps the operation's answer.
     on_fault="original",
-    attaches=AT_START,  # what it stored before would be loaded in the other order
+    attaches=AT_START,  # KV stored before the fix would be loaded in the other order
 )

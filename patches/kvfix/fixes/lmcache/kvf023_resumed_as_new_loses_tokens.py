@@ -18,7 +18,7 @@ from kvfix.fixes.api import REQUEST_TRACKER, Any, Fix, fix_after, note, stubs
 
 
 def _found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any) -> Any:
-    """Tokens that no key has: a load of them fails, and nothing is stored."""
+    """Give the tracker tokens that no key has: their load fails, and nothing is stored."""
     tracker.token_ids, tracker.skip_save = [-1] * num_tokens_to_compute, True
     return tracker
 

@@ -37,5 +37,5 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 FIX = Fix(
     LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, order=7),
     effect="wrong output",
-    attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so
+    attaches=NEW_REQUESTS,  # the fix cannot add missing tokens in the middle of a tracker
 )

@@ -8,7 +8,7 @@ Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. It takes
 of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle. The garbage collector
 can collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
-Fix: `__del__` keeps the chunk. The next `ref_count_down` of any chunk frees the kept chunk. Both locks are free there.
+Fix: `__del__` only puts the chunk on a list. The next `ref_count_down` of any chunk frees it. Both locks are free then.
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
   https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
 - Remove when: `__del__` takes no lock, or the locks are reentrant.

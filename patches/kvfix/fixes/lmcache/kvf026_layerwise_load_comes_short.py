@@ -6,8 +6,8 @@ are left, the request returns wrong text. Only the line `Retrieved ... tokens` s
 
 Cause: `retrieve_layer` loads only the chunks before the first missing chunk. A chunk is gone if it was evicted after
 the lookup, because its pins timed out or another request released them (KVF018). If no chunk is left, `retrieve_layer`
-reads a variable that it has not set (0.5.6 cache_engine.py:1133). If a part is left, the adapter only logs the number
-of tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` it reports the missing blocks as failed (:886-893).
+reads a variable that it has not set (0.5.6 cache_engine.py:1133). If some are left, the adapter only logs the number of
+tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` it reports the missing blocks as failed (:886-893).
 
 Fix: The first value that `retrieve_layer` yields is the number of tokens that it will load. The fix reports the blocks
 of the missing tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends the
@@ -42,7 +42,7 @@ def fix(impl: Any, *_: Any, **__: Any) -> Steps:
 
 
 def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
-    """Yield like `retrieve_layer`: the number of tokens, None for each layer, and which tokens were loaded."""
+    """Yield like `retrieve_layer`: the number of tokens, None for each layer, and the mask of the loaded tokens."""
     first = next(layers, None)
     loaded = engine_log.guarded(_WHERE, _report, impl, request, mask, first)
     if loaded is None:
@@ -58,7 +58,7 @@ def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
 
 
 def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
-    """Record the blocks that will not be loaded, and return how many tokens will be.
+    """Record the blocks that will not be loaded, and return how many tokens will be loaded.
 
     first: the number of these tokens; None if there are none; a mask without tokens if LMCache is unhealthy.
     """
@@ -75,7 +75,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """The first 16 of 32 tokens in blocks 3 and 4 are loaded. Right is to record block 4."""
+    """The load covers 32 tokens in blocks 3 and 4. Only the first 16 are loaded. Right is to record block 4."""
     import torch  # the adapter has imported it
 
     load = stubs.Stub(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)

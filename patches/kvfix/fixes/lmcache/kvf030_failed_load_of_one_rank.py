@@ -30,7 +30,7 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, st
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
 _UNSAVED = "_kvfix_unsaved"
-#: Attribute of a request's metadata: the worker of a kv_producer stores nothing of it in this step.
+#: Attribute of a request's metadata: the worker of a kv_producer does not store the request in this step.
 _STORE_NOTHING = "_kvfix_store_nothing"
 
 
@@ -55,7 +55,7 @@ class Unsaved:
         return {name: self.saves.pop(name)[1] for name in due}
 
     def put_off(self, meta: Any) -> None:
-        """Let a later step save this, and not the current step."""
+        """Let a later step make this save instead of the current step."""
         setattr(meta, _STORE_NOTHING, True)
         if not meta.save_spec.can_save:  # a kv_producer would store it anyway; the next save includes it
             return
@@ -70,7 +70,7 @@ class Unsaved:
 
 
 def _join(meta: Any, earlier: Any) -> None:
-    """Add the earlier save to this one. With layers LMCache has one save of a request in a step."""
+    """Add the earlier save to this one. With `use_layerwise`, LMCache makes only one save per request and step."""
     save = meta.save_spec
     save.skip_leading_tokens = min(save.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
 
@@ -111,7 +111,7 @@ def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     for impl in _scheduler.lmcache_adapters(scheduler):
         setattr(impl, _UNSAVED, None)
         for tracker in impl._request_trackers.values():
-            tracker.skip_save = True  # what was not saved is a hole
+            tracker.skip_save = True  # tokens behind unsaved ones are never hit
     return answer
 
 

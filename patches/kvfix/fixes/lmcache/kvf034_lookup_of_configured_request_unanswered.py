@@ -21,7 +21,7 @@ from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, st
 )
 def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any) -> Steps:
     tags = {name: str(value) for name, value in request_configs.items() if name.startswith("lmcache.tag.")}
-    return (yield token_ids, lookup_id, tags or None, *more)  # 0.3.11: num_computed_tokens
+    return (yield token_ids, lookup_id, tags or None, *more)  # more: num_computed_tokens in 0.3.11
 
 
 def shows_bug(hook: Any, client: Any) -> bool:

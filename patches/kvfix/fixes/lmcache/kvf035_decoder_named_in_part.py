@@ -29,7 +29,7 @@ def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
     engine_log.warning("KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it")
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
     yield View(request, kv_transfer_params=others), num_external_tokens
-    if request.request_id in impl._unfinished_requests:  # the hook keeps what it is given
+    if request.request_id in impl._unfinished_requests:  # the hook keeps the View that it was given
         impl._unfinished_requests[request.request_id] = request
 
 

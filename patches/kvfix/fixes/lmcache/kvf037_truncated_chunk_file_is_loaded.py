@@ -42,7 +42,7 @@ _READS = _Reads()
 
 @fix_around()
 def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
-    _READS.short += 1  # until the whole file is read
+    _READS.short += 1  # counts as short until the whole file is read
     size, entry = len(buffer), backend.dict.get(key)
     end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
     mark = os.urandom(len(end))
@@ -68,7 +68,7 @@ def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
 
 @fix_calls
 def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
-    """For the functions that load the chunk of their first argument. They return None if they have no chunk."""
+    """Wrap a function that loads the chunk of its first argument. Return None if a read was short: no chunk."""
     memory, is_whole = _read(load, *args, **kwargs)
     if is_whole:
         return memory
@@ -103,7 +103,7 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:
-    """Release a chunk that is not whole, and those behind it, which have a pin each for this load."""
+    """Release the first chunk, which is not whole, and the later chunks. Each chunk has a pin for this load."""
     for at, (_, key, memory) in enumerate(chunks):
         if memory.is_pinned:
             memory.unpin()

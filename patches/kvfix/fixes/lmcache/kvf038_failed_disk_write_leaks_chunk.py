@@ -9,7 +9,7 @@ stays registered, so LMCache skips every later store of the chunk (0.5.6:381). A
 its size still counts against `max_local_disk_size`. No code reads the exception (0.5.6:428).
 
 Fix: After a failed write the fix logs the error, frees the memory, ends the task, deletes the file and reverts the size
-count. LMCache can then store the chunk again. With `use_odirect`, a file descriptor leaks all the same.
+count. LMCache can then store the chunk again. With `use_odirect`, a file descriptor still leaks.
 - Remove when: `async_save_bytes_to_disk` handles an error of `write_file`.
 """
 
@@ -25,11 +25,11 @@ def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
         return save(*args, **kwargs)
     except OSError as error:
         engine_log.guarded(f"{__name__}.undo", lambda cause: _undo(cause, *positional(save)(args, kwargs)[0]), error)
-        raise  # as without the fix: it ends in a future that nobody reads
+        raise  # as without the fix: a future keeps the exception unread
 
 
 def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
-    if not backend.disk_worker.exists_in_put_tasks(key):  # the write itself was done
+    if not backend.disk_worker.exists_in_put_tasks(key):  # the write had succeeded
         return
     path, size = backend._key_to_path(key), memory.get_physical_size()
     backend.usage -= len(memory.byte_array)

@@ -1,8 +1,8 @@
 """The hit of a prompt never grows past one token: each poll of a waiting request counts the hit again as stored.
 
 Symptom: No error. The external hit of a prompt never grows past the same token, although the prompt is used again and
-again. The chunks after that token are stored, the chunks before it are not. Requests that wait for blocks lead to this.
-After a miss, the last tokens of a prompt are not stored: as many as vLLM's own prefix cache held.
+again. The chunks after that token are stored, the chunks before it are not. This happens if requests wait for blocks.
+After a miss, the last tokens of a prompt are not stored: as many tokens as vLLM's own prefix cache held.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
@@ -27,7 +27,7 @@ def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The numbers of the report: a hit of 512, looked up twice. Then a miss where vLLM has computed 1024."""
+    """The numbers of the upstream issue: a hit of 512, looked up twice. Then a miss while vLLM has computed 1024."""
     request = stubs.request(2048)
     connector = _mp.scheduler_side(module, found=512)
     for _ in range(2):
@@ -46,6 +46,6 @@ FIX = Fix(
         "mp-apc-hit-not-stored", "mp-apc-hit-not-stored-in-tree",
         "mp-lookup-double-count", "mp-lookup-double-count-in-tree",
     ),
-    # As released, vLLM's copy stores too little after a miss where vLLM has a prefix itself.
+    # Without the fix, vLLM's copy stores too few tokens after a miss if vLLM itself has a prefix.
     changes_healthy=("mp-in-tree",),
 )  # fmt: skip

@@ -5,7 +5,7 @@ result=False`. Then the request returns wrong text with HTTP 200. The log of the
 found during retrieve!`, `Cannot retrieve keys due to exception`, or `No GPU context registered for instance ID`.
 
 Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the blocks (vllm_multi_process_adapter.py
-0.5.4:1635-1648). It reports the load to vLLM as done, and `get_block_ids_with_load_errors` reports no block.
+0.5.4:1635-1648). The function reports the load to vLLM as done, and `get_block_ids_with_load_errors` reports no block.
 
 Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM
 then follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute`
@@ -39,13 +39,13 @@ def load(adapter: Any, future: Any, blocks: Any) -> Any:
 
 
 def _failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
-    """The load is reported as failed, whatever it brings."""
+    """Report the load as failed, whatever its result is."""
     if request_id in adapter.retrieve_futures:
         adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
     return answer
 
 
-# If the server does not answer, no load starts, and its blocks are reported already.
+# If the server does not answer, no load starts, and LMCache has already reported the blocks.
 @fix_after(when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures, on_fault=_failed)
 def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
     future, blocks = adapter.retrieve_futures[request_id]

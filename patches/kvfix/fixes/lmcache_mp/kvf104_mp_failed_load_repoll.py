@@ -8,7 +8,7 @@ Cause: vLLM resets the request to zero computed tokens and asks again. The track
 hook promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load only for a
 tracker that is PREFETCHING (0.5.4:852).
 
-LMCache 0.5.5 checks for this request and returns 0. LMCache 0.5.6 also loads for preempted requests, and gives a
+LMCache 0.5.5 recognizes this request and promises 0. LMCache 0.5.6 also loads for preempted requests, and gives a
 preempted request a fresh tracker before this check (0.5.6:1833). So it repeats lookup and load while the load fails.
 
 Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,
@@ -32,7 +32,7 @@ def fix(module: Any) -> Wrapper:
         tracker = connector.request_trackers[request.request_id]
         if (
             request.num_computed_tokens
-            or tracker.num_scheduled_tokens  # it ran: this is a preemption, not a failed load
+            or tracker.num_scheduled_tokens  # the request ran: it was preempted, its load did not fail
             or not _mp.tokens(tracker, "num_lmcache_hit")
             or (bypasses and request.status != preempted)
         ):
@@ -46,7 +46,7 @@ def fix(module: Any) -> Wrapper:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A tracker that is READY with a hit of 512, a request with nothing computed; then the same, preempted."""
+    """A READY tracker with a hit of 512, and a request with no computed tokens; then a preempted one like it."""
     for status in (None, module.RequestStatus.PREEMPTED):
         connector, request = _mp.scheduler_side(module, found=512), stubs.request(2048)
         hook(connector, request, 0)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from kvfix.fixes import _mp
 from kvfix.fixes.api import Any, Fix, Steps, fix_around, fix_before, multi_process, note, replaced, stubs
 
-#: Of a connector: {request that ended before its lookup was answered: function that frees its locks}.
+#: Attribute of a connector: {request that ended before its lookup was answered: function that frees its locks}.
 _LOOKING = "_kvfix_looking"
 
 
@@ -38,7 +38,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
     is_pending = name in adapter._pending_lookups
     locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
-    if not locked and is_pending:  # the answer was not read yet; None: it has not come
+    if not locked and is_pending:  # the answer was not read yet. None: there is no answer yet
         locked = adapter.check_lookup_result(name)
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
@@ -67,7 +67,7 @@ def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
 def fix_step(connector: Any, scheduler_output: Any) -> None:
     adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
     if not adapter.is_healthy:
-        return  # the adapter asks no server, and answers: nothing found
+        return  # an unhealthy adapter asks no server, and answers 0
     for name, free in list(looking.items()):
         locked = adapter.check_lookup_result(name)
         if locked is not None:
@@ -91,7 +91,7 @@ def step_shows_bug(hook: Any, module: Any) -> bool:
     request = stubs.request(2048)
     connector, _ = _mp.tracked(module, request, found=None)
     connector.scheduler_adapter._pending_lookups.add(request.request_id)
-    fix(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the other part of the fix
+    fix(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the fix of request_finished
     connector.scheduler_adapter.found = 512
     hook(connector, stubs.step())
     return "free_lookup_locks" not in connector.scheduler_adapter.names()

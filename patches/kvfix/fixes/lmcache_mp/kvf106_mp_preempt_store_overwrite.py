@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from kvfix.fixes import _mp, api
 from kvfix.fixes.api import GO_ON, Any, Fix, fix_after, fix_before, multi_process, note, stubs
 
-#: Seconds for each store, after an error of this fix.
+#: Maximum seconds to wait for each store after an error of this fix.
 _LONGEST_WAIT = 10.0
 _TRANSFER = "lmcache.v1.multiprocess.transfer_context.worker_transfer"
 
@@ -56,14 +56,14 @@ def wait(connector: Any, metadata: Any) -> None:
 
 
 def _store() -> Any:
-    """A store in flight that records whether the hook waited for it."""
+    """Return a store in flight that records whether the hook waited for it."""
     store = stubs.Stub(query=lambda: False, waited=False)
     store.wait = lambda timeout=None: setattr(store, "waited", True)
     return store
 
 
 def _worker(store: Any) -> Any:
-    """A worker's connector with this store in flight."""
+    """Return a worker's connector with this store in flight."""
     adapter = stubs.Stub(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
     return stubs.Stub(worker_adapter=adapter, mq_timeout=1.0)
 
@@ -81,7 +81,7 @@ def connector_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def own_shows_bug(hook: Any, module: Any) -> bool:
-    """The function that LMCache's own `handle_preemptions` calls in the end. Wrong is not to wait."""
+    """Call `flush_inflight_stores`, which LMCache's own `handle_preemptions` calls. Wrong is not to wait."""
     store = _store()
     context = stubs.Stub(
         _inflight_lock=nullcontext(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0

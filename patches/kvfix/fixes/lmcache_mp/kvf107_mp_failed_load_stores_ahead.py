@@ -1,7 +1,7 @@
 """Hits return wrong text after a failed load: LMCache stores blocks whose KV was never computed.
 
-Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Every later hit on a chunk with such
-blocks is wrong. Other requests with the same prompt return wrong text, until the chunk is evicted.
+Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Every later hit on a chunk with
+these blocks is wrong. Other requests with the same prompt return wrong text, until the chunk is evicted.
 
 Cause: The tracker calculates the number of computed tokens: the larger of the two hits (vLLM's and LMCache's) plus the
 tokens that were scheduled after the lookup (lmcache_mp_metadata.py 0.5.6:275). For example, vLLM had 64 tokens and the
@@ -40,7 +40,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
     if tracker.num_scheduled_tokens or computed >= max(hits):
         return
     if computed == max(hits) - 1 == len(tracker.all_token_ids) - 1:
-        return  # the last token of a prompt that is hit whole is recomputed
+        return  # vLLM recomputes the last token of a full hit
     note(__name__, f"{computed} tokens are computed, not {max(hits)}")
     size, chunk = _mp.block_size(connector), _mp.chunk_size(connector)
     for name, found in zip(("num_vllm_hit", "num_lmcache_hit"), hits, strict=True):

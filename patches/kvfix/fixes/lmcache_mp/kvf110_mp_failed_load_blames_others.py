@@ -4,7 +4,7 @@ Symptom: vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of re
 loading long ago. These requests share a prefix with the failed one, such as a system prompt. With
 `kv_load_failure_policy=recompute` they recompute tokens that they had.
 
-Cause: A load begins at the start of a chunk. It does not write the blocks of the chunk that vLLM has computed
+Cause: A load begins at the start of a chunk. The load does not write the blocks of the chunk that vLLM has computed
 (`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:387). If the load fails, the worker reports all blocks of the chunk
 (vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
 
@@ -24,12 +24,12 @@ def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any)
     if request_id in adapter.retrieve_futures:
         future, blocks = adapter.retrieve_futures[request_id]
         adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in skipped])
-    else:  # the server does not answer: reported at once
+    else:  # the server does not answer: LMCache has reported the blocks
         adapter.error_block_ids.difference_update(skipped)
 
 
 def _skipped(op: Any) -> list[int]:
-    """Blocks that the load does not write. With several groups of blocks LMCache reports requests, not blocks."""
+    """Return the blocks that the load does not write. With several KV groups, LMCache reports requests, not blocks."""
     blocks = op.block_ids
     if blocks and isinstance(blocks[0], list):
         if len(blocks) > 1:
@@ -39,7 +39,7 @@ def _skipped(op: Any) -> list[int]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Blocks 3 to 6 of 16 tokens, vLLM has computed block 3, the server does not answer. Wrong is to report block 3."""
+    """A load of blocks 3 to 6, of which vLLM has computed block 3. The server is silent. Wrong is to report block 3."""
     adapter = _mp.worker_side(is_healthy=False)
     op = module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], start=0, end=64, skip_first_n_tokens=16)
     hook(adapter, stubs.NAME, op, None)

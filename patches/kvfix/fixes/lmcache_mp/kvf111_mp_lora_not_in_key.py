@@ -5,7 +5,7 @@ Symptom: No error. With `--enable-lora`, a prompt gets the KV that another adapt
 Cause: The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes
 the KV and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
 
-Fix: The tracker of a request with a LoRA gets a `cache_salt` of its own salt and the adapter's name, for all keys.
+Fix: For a request with a LoRA, the fix sets the tracker's `cache_salt` to the request's salt plus the adapter's name.
 
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The server does not need the
 fix. An engine with the fix does not find the chunks that an engine without the fix has stored for requests with a LoRA.
@@ -22,7 +22,7 @@ from kvfix.fixes.api import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP, Any, Fix, Owne
 
 
 def _own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
-    """Return a salt that no other request has. The request finds nothing, and no request finds its stores."""
+    """Set a salt that no other request has. The request finds nothing, and no request finds its stores."""
     tracker.cache_salt = f"kvfix-{request.request_id}"
     return answer
 
@@ -32,13 +32,13 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
     lora = getattr(request, "lora_request", None)
     if lora is not None:
         note(__name__, f"request {request.request_id} has a LoRA adapter")
-        # The same on every machine, with characters that are safe in file names and keys.
+        # This name is the same on every machine. Its characters are safe in file names and keys.
         name = hashlib.sha256(lora.lora_name.encode()).hexdigest()[:16]
         tracker.cache_salt = f"{request.cache_salt or ''}+lora-{name}"
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The same request with an adapter and without. Wrong is the same salt."""
+    """One request with an adapter, and one without. Wrong is the same salt."""
     salts = []
     for lora in (None, stubs.Stub(lora_name=stubs.NAME)):
         tracker = module.LMCacheMPRequestTracker.__new__(module.LMCacheMPRequestTracker)

@@ -19,7 +19,7 @@ from kvfix.fixes.api import MP_SCHEDULER_ADAPTER, Any, Fix, fix_after, note, stu
 def fix(adapter: Any, answer: None) -> None:
     note(__name__, "heartbeats are started")
     with adapter._heartbeat_lock:
-        name = "req_client" if hasattr(adapter, "req_clients") else "mq_client"  # 0.5.5 renamed it
+        name = "req_client" if hasattr(adapter, "req_clients") else "mq_client"  # 0.5.5 renamed the attribute
         for url, client in getattr(adapter, f"{name}s").items():
             if url not in adapter._heartbeats:
                 event, interval = adapter._health_events[url], adapter._heartbeat_interval
@@ -30,7 +30,7 @@ def fix(adapter: Any, answer: None) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """There is no server, so no thread starts. Right is that `_heartbeats` is not None afterwards."""
+    """Without a server, no thread starts. Wrong is that `_heartbeats` is None after the call."""
     adapter = stubs.Stub(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
     hook(adapter)
     return adapter._heartbeats is None

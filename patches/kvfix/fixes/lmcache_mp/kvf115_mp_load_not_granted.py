@@ -7,7 +7,7 @@ Symptom: EngineCore dies with a bare `AssertionError` at `assert RequestStatus.i
 - a MultiConnector that has chosen another connector
 
 Cause: `update_state_after_alloc` starts a load if the hit is larger than the number of tokens that vLLM has
-(lmcache_mp_connector.py 0.5.4:850). It does so even if vLLM granted nothing of the hit (`num_external_tokens` 0).
+(lmcache_mp_connector.py 0.5.4:850). The hook does so even if vLLM granted nothing of the hit (`num_external_tokens` 0).
 
 Fix: If nothing was granted, the hit counts as vLLM's while the hook runs. The hook starts no load and frees all locks.
 - Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.

@@ -4,8 +4,8 @@ Symptom: vLLM logs nothing. Chunks stay read-locked in the server for the read T
 under pressure the server finds nothing to evict. Requests with `prompt_logprobs` or pooling without cache cause this.
 
 Cause: vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
-(scheduler.py 0.32.0:983). If the lookup is still running, vLLM admits the request all the same. The connector then
-deletes the lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because it does not know the hit.
+(scheduler.py 0.32.0:983). vLLM admits the request even if the lookup is still running. The connector then deletes the
+lookup (lmcache_mp_connector.py 0.5.6:1432), and releases no lock, because it does not know the hit.
 
 Fix: The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
 - Remove when: The connector sends no lookup for a request that reads no cache.

@@ -4,7 +4,7 @@ Symptom: Nothing shows at first: the workers' memory grows with every request, b
 (with a vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
 
 Cause: The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask
-for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). It keeps ids, and reports none twice.
+for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). No id is removed or reported twice.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -22,7 +22,7 @@ KEPT = 32
 
 
 class Recent(set[str]):
-    """A bounded set of ids. When more than KEPT ids are in it, they become the old ones, and the old ones are dropped.
+    """A bounded set of ids. With more than KEPT ids, these become the old ids, and the previous old ids are dropped.
 
     `update` runs in every step. `in` runs only once for each request that ends, so it drops the old ids. It does so at
     most once between two updates, and never drops the ids of the last update. LMCache calls no other function.
@@ -47,7 +47,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """A request ends in each of 128 steps. The probe calls the function that uses the set of `__init__`."""
     adapter = stubs.Stub(
         finished_stores=set(), store_futures={}, previously_finished=set(), _returned_finished=set(),
-        _returned_finished_steps=deque(),  # of patches/upstream/mp-ended-ids-kept
+        _returned_finished_steps=deque(),  # patches/upstream/mp-ended-ids-kept adds this
         _update_and_get_finished_store=set,
     )  # fmt: skip
     for number in range(4 * KEPT):

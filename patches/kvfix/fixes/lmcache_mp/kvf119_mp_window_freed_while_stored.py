@@ -8,8 +8,8 @@ step the window begins at a later token. vLLM frees the blocks before the window
 v1/core/single_type_kv_cache_manager.py 0.32.0:672). vLLM may give these blocks to another request in the same step. For
 layers with states, vLLM keeps only the state of the last step and frees the earlier states.
 
-At the end of a request, vLLM also frees such blocks at once (scheduler.py 0.32.0:3025). vLLM frees the other blocks of
-the request only when the stores have ended. LMCache waits for its stores only after a preemption
+At the end of a request, vLLM also frees the blocks before the window at once (scheduler.py 0.32.0:3025). vLLM frees the
+other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
 Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has already freed. When a
@@ -33,7 +33,7 @@ _MOST = 1024
 class Stored:
     """Blocks of a window, from token `first` on, in a store that may be in flight.
 
-    computed: tokens of the request after the last step. By this number vLLM frees blocks when the request ends.
+    computed: tokens of the request after the last step. When the request ends, vLLM uses this number to free blocks.
     """
 
     window: tuple[int, int]
@@ -43,23 +43,23 @@ class Stored:
     computed: int
 
     def leave(self, computed: int) -> list[int]:
-        """The blocks that vLLM frees with so many computed tokens."""
+        """Remove and return the blocks that vLLM frees at this number of computed tokens."""
         size = self.window[1]
         out = max(0, _windows.kept_from(computed, *self.window) - self.first) // size
         left, self.blocks = self.blocks[:out], self.blocks[out:]
         self.first += out * size
-        return [block for block in left if block]  # null block 0 is no one's
+        return [block for block in left if block]  # null block 0 belongs to no request
 
 
 @dataclass
 class Stores:
-    """The blocks in stores that may be in flight: those that vLLM has not freed, and those that it has freed."""
+    """The blocks in stores that may be in flight. held: vLLM has not freed them. freed: vLLM has freed them."""
 
     held: list[Stored] = field(default_factory=list)
     freed: set[int] = field(default_factory=set)
 
     def step(self, computed: dict[str, int], scheduled: dict[str, int], open_requests: Any) -> None:
-        """A step begins. computed, scheduled: tokens of the requests in it."""
+        """Note what vLLM frees when a step begins. computed, scheduled: tokens of the requests in the step."""
         for stored in self.held:
             if stored.request in computed:
                 self.freed.update(stored.leave(computed[stored.request]))

@@ -5,7 +5,7 @@ reset_connector=True)` answers True. Later requests hit KV of the old weights an
 
 Cause: `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and
 answers True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights is under a valid
-key. The lookup of a waiting request also locks the chunks that it finds. They are loaded after the reset.
+key. The lookup of a waiting request also locks the chunks that it finds. These chunks are loaded after the reset.
 
 Fix: The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers
 still clear the chunks that have no lock. Call the reset again when the requests have ended. LMCache never clears the L2

@@ -26,7 +26,7 @@ from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_after, fix_around, fix_b
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
-#: In place of the event that is set while the worker is healthy.
+#: Replaces the event that is set while the worker is healthy. This one is always set.
 _SET = stubs.Stub(is_set=lambda: True)
 
 
@@ -38,7 +38,7 @@ def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
 
 
 def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
-    """Keep waiting for its transfers, until the next missed heartbeat."""
+    """Set the worker healthy, so that it waits for its transfers until it misses the next heartbeat."""
     adapter._health_event.set()
     return GO_ON
 
@@ -58,7 +58,7 @@ def note_connection(client: Any) -> None:
     client._kvfix_connected = True
 
 
-# After an error, the worker's transfers are dropped. A server that has ended writes nothing.
+# After an error here, LMCache drops the worker's transfers. A server that has ended writes nothing.
 @fix_after(on_fault=_closed.set_to("_kvfix_connected", False))
 def fail_transfers(client: Any, answer: Any) -> None:
     client._kvfix_connected = False
@@ -78,8 +78,8 @@ class _Unhealthy(stubs.Stub):
 
 
 def _unhealthy(module: Any, **more: Any) -> Any:
-    """Raises LookupError for a release whose client does not watch its connection (KVF904)."""
-    if not hasattr(module, "MessagingStream"):  # client watches its end
+    """Return an unhealthy worker. Raises LookupError if the client does not watch its connection (KVF904)."""
+    if not hasattr(module, "MessagingStream"):  # only a client with it watches
         raise LookupError("the client does not watch its connection")
     attributes = vars(_mp.worker_side(**more))
     del attributes["is_healthy"]

@@ -13,7 +13,7 @@ Fix: The fix registers a longer window with the server: the window plus these to
 Mixed roll-out: Install the fix on all engines that share a server, or on none of them. The engines register the sliding
 window with the server. If a window is shorter than a chunk, the stored chunks have other sizes or keys. Stop the
 engines, empty the server's L2, and start all of them with the fix.
-- Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with such models.
+- Releases: LMCache 0.4.7 to 0.5.6 with vLLM 0.32. Earlier releases of both were not tested with these models.
 - Remove when: `_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
 """
 
@@ -31,7 +31,7 @@ def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> li
         specs = _specs(group)
         for name in group.layer_names:
             spec = specs.get(name) or specs[""]
-            if getattr(spec, _EXTRA, 0) > 1:  # one fits: the window includes a step's own token
+            if getattr(spec, _EXTRA, 0) > 1:  # one fits: the window already includes the step's token
                 kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
                 whole = -(-kept // spec.block_size) * spec.block_size
                 sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
@@ -56,6 +56,6 @@ FIX = Fix(
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # The function runs once, at the start. Lookups and loads cannot learn of an error: the function's answer is used.
+    # The function runs once, at the start. Lookups and loads cannot learn of an error, so its answer stays.
     on_fault="original",
 )

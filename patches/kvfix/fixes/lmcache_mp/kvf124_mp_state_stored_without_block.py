@@ -10,7 +10,7 @@ request's list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/sin
 For each chunk, the server stores the state that the chunk's last block holds. The server leaves the state out only if
 all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks an earlier
 block may hold a state. The server then stores the last block, although it is null. After a failed load, a store comes
-late. It then stores a block that already belongs to another request.
+late, and stores a block that already belongs to another request.
 
 Fix: The fix acts after the hooks that add stores to the step's metadata. If a chunk ends neither where the step begins
 nor where it ends, the fix sets all blocks of the chunk in the state group to null. The server then leaves the state
@@ -26,7 +26,7 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    """In the stores of the step, set each state that vLLM does not have to null. For new and for running requests."""
+    """In the step's stores of new and running requests, set the blocks of states that vLLM does not have to null."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return
@@ -54,7 +54,7 @@ def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> b
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """The same for a request that continues at 256 tokens and has no store."""
+    """Like `new_shows_bug`, for a request that continues at 256 tokens and has no store."""
     return new_shows_bug(hook, module, computed=256, blocks=[])
 
 

@@ -9,13 +9,13 @@ block 0. The server leaves a chunk out only if all blocks of all KV groups in it
 (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and
 the blocks of attention are never null. So the server stores the chunk with the null block as its state.
 
-Fix: The fix acts in the server. It also leaves a chunk out if the chunk's last block is null in any KV group of the
+Fix: The fix acts in the server. The server also leaves a chunk out if its last block is null in any KV group of the
 object. For a state, the server stores only this block. For a sliding window, a hit reads the part up to this block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
 are longer. Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
-- Releases: LMCache 0.5.4 to 0.5.6. Earlier servers check no block, and refuse a step of two blocks for such models.
+- Releases: LMCache 0.5.4 to 0.5.6. Earlier servers check no block, and refuse a step of two blocks for these models.
 - Remove when: The server stores no chunk with a null block in a part that a hit reads.
 """
 

@@ -18,8 +18,8 @@ or store has failed. Until the worker has registered again, the fix answers its 
 does not send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine
 continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
 
-If only the network was interrupted, the server still knows the worker. The loads fail until the next heartbeat all the
-same, and their read locks stay on the server until they time out.
+If only the network was interrupted, the server still knows the worker. Its loads still fail until the next heartbeat,
+and their read locks stay on the server until they time out.
 - Releases: LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
   (multiprocess/mq.py 0.5.5:281). There, restart the engine together with the server.
 - Remove when: A worker registers again after a lost connection, and requests in flight then fail.
@@ -54,7 +54,7 @@ def _is_unregistered(client: Any) -> bool:
 
 @fix_around(when=_is_unregistered)
 def hold_transfers(client: Any) -> Steps:
-    """The function sends what it takes from the queue. It does not get the requests that the fix answers."""
+    """The wrapped function sends each request of the queue. It does not get requests that the fix answers."""
     queue = client.input_queue
 
     def get_nowait() -> Any:
@@ -68,8 +68,8 @@ def hold_transfers(client: Any) -> Steps:
 
 
 def _is_answered(client: Any, request: Any) -> bool:
-    """True if the fix, and not the server, has answered the request that is next to be sent."""
-    spec = getattr(request, "rpc_spec", None)  # a control frame of a stream has none
+    """Return True if the fix has answered this request, which is next in the queue. It is then not sent."""
+    spec = getattr(request, "rpc_spec", None)  # a control frame of a stream has no rpc_spec
     if spec is not None and spec.operation in _REGISTRATIONS:
         client._kvfix_unregistered = False
     if spec is None or spec.operation not in _TRANSFERS or not client._kvfix_unregistered:
@@ -79,7 +79,7 @@ def _is_answered(client: Any, request: Any) -> bool:
 
 
 def _is_needed(heartbeat: Any) -> bool:
-    """The heartbeat of the scheduler, which registers nothing, has no instance ID."""
+    """True if a worker must register again. The scheduler's heartbeat has no instance ID: it registers nothing."""
     client = getattr(heartbeat._req_client, "_message_queue_client", None)
     return heartbeat._instance_id is not None and _is_unregistered(client)
 

@@ -16,7 +16,7 @@ from kvfix.fixes.api import GO_ON, MOONCAKE_SCHEDULER, Any, Fix, fix_before, stu
 
 
 def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:
-    """The sender finds too few blocks, and decode's load fails."""
+    """Offer no blocks. The sender then finds too few blocks, and decode's load fails."""
     for name, (request, blocks) in connector._reqs_need_send.items():
         connector._reqs_need_send[name] = request, [[] for _ in blocks]
     return GO_ON

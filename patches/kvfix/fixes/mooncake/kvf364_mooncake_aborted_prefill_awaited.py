@@ -19,7 +19,7 @@ import asyncio
 from kvfix.fixes import _mooncake, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, note, stubs
 
-#: A number of sends that is never reached. So a request whose transfer was dropped is not reported as sent.
+#: A number of sends that is never reached, so that a dropped transfer is never reported as sent.
 _NEVER = 1 << 30
 
 
@@ -47,7 +47,7 @@ def _drop(worker: Any, transfer: str) -> None:
         dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
             p_req_id="", transfer_id=transfer, local_block_ids=[], ready=asyncio.Event()
         )
-    elif dropped.ready.is_set():  # another request of this transfer is sent, or it is dropped already
+    elif dropped.ready.is_set():  # it is sent for another request, or was dropped before
         return
     dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
     dropped.ready.set()

@@ -6,9 +6,9 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 Cause: The parameters come with the request, from the router or from any client that can reach the engine. If the
 parameters ask for a remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60).
-update_state_after_alloc checks the parameters only after the blocks were granted. It checks for remote blocks (:186,
-assertion) and for their engine (:179, warning). The blocks or the engine may be missing because a prefill kept no
-blocks (KVF314), the router is of another release, or the request is malformed.
+update_state_after_alloc checks the parameters only after the blocks were granted. The function checks for remote blocks
+(:186, assertion) and for their engine (:179, warning). The blocks or the engine may be missing because a prefill kept
+no blocks (KVF314), the router is of another release, or the request is malformed.
 
 If the blocks are not in lists, or the name of engine, request or host is not a string, the worker raises later. For
 blocks in one flat list, the fix still promises the tokens if the worker can fail their load (KVF311).
@@ -47,7 +47,7 @@ def _fix(owner: Owner) -> Fixing:
 
 
 def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
-    """True if the parameters name blocks, in a list of lists, and their engine."""
+    """Return True if the parameters name blocks, in a list of lists, and the engine that has them."""
     blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
     lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, part) for each in blocks)
     return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
@@ -60,7 +60,7 @@ def _fails_loads(module: Any) -> bool:
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """The keys that update_state_after_alloc of this release needs to start a transfer. Before 0.15: no request id."""
+    """Return the keys that this release's update_state_after_alloc needs for a transfer. Before 0.15: no request id."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 

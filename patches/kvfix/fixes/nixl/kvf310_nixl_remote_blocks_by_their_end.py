@@ -23,7 +23,7 @@ def pair_from_start(worker: Any, req_id: str, meta: Any) -> Steps:
     engine, remote, own = meta.remote.engine_id, list(meta.remote.block_ids), meta.local_block_ids
     is_malformed = len(remote) != len(own) or not all(isinstance(group, (list, tuple)) for group in remote)  # KVF311
     if is_malformed or engine not in worker._remote_agents or not meta.local_num_computed_blocks:
-        return (yield)  # vLLM's tests do not name the hits; the release then pairs blocks by their end
+        return (yield)  # metadata without hits, as in vLLM's tests: vLLM pairs blocks by their end
     for number, (spec, blocks) in enumerate(zip(worker._group_spec_types, own, strict=True)):
         wanted = meta.local_num_computed_blocks[number] + len(blocks)
         if blocks and _nixl.has_full_attention(spec) and len(remote[number]) != wanted:
@@ -46,7 +46,7 @@ def _same_blocks(worker: Any, engine: str) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Two blocks wanted of three. Wrong is to read the last two."""
+    """Decode wants two blocks, and prefill has three. Wrong is to read the last two."""
     read: list[Any] = []
 
     def reads(read_spec: Any, **_: Any) -> bool:

@@ -9,7 +9,7 @@ flight. The request then ends without blocks. request_finished keeps nothing for
 The worker has the request in `_reqs_to_process` since it was scheduled (pull_scheduler.py 0.32.0:250-271).
 
 Fix: The fix acts after request_finished in the prefill engine. If no blocks are kept for the request, the fix tells the
-worker not to process the request. vLLM tells the worker the same for an aborted request.
+worker not to process the request. vLLM does this for an aborted request.
 - Remove when: vLLM tells the worker of every request that keeps no blocks.
 """
 

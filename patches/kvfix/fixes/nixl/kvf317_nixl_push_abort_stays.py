@@ -8,7 +8,7 @@ that wait for KV. The worker should then tell the prefill engine (push_scheduler
 worker does not tell the prefill engine. start_load_kv records the request as waiting (push_worker.py 0.32.0:206), and
 nothing ever arrives for it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
-The same happens to a request if another connector of a MultiConnector, or vLLM's own prefix cache, has all its tokens.
+A request also stays if another connector of a MultiConnector, or vLLM's own prefix cache, has all its tokens.
 NixlPushConnector reads the parameters of this request only when it ends (:160).
 
 Fix: After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps the blocks

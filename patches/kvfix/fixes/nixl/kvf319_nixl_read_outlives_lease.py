@@ -11,7 +11,7 @@ sets `remote_blocks_expiry_time` only for the other direction, where prefill rea
 
 Fix: The prefill engine tells the decode engine when the lease ends. The decode engine also counts the heartbeats that
 it has sent before the lease was over. A read that ends after the lease fails, and `kv_load_failure_policy` decides.
-With `bidirectional_kv_xfer` the fix does nothing, where `remote_blocks_expiry_time` has another meaning.
+With `bidirectional_kv_xfer` the fix does nothing, because `remote_blocks_expiry_time` has another meaning there.
 
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the
 decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the

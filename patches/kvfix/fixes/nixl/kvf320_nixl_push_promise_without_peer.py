@@ -15,7 +15,7 @@ Fix: If the parameters do not name a peer, the fix promises nothing, and the req
 from kvfix.fixes import _nixl, _prefills
 from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, PRIVATE, Any, Fix, stubs
 
-#: What update_state_after_alloc, the metadata and the handshake take out of the parameters.
+#: {parameter that update_state_after_alloc, the metadata or the handshake reads: its type}
 _TYPES = {
     "remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int, "tp_size": int,
 }  # fmt: skip

@@ -73,7 +73,7 @@ def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, regist
     if offset is None or _nixl.now() < registration_data[_UNTIL] - offset:
         return (yield)  # without an offset vLLM connects, then calls again
     if request_id in worker._reqs_to_process:  # else its lease is over
-        worker._push_finished_blocks.setdefault(request_id, local_block_ids)  # for a new push
+        worker._push_finished_blocks.setdefault(request_id, local_block_ids)  # for a later registration
     return None
 
 

@@ -19,7 +19,7 @@ import threading
 from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around, note, stubs
 
-#: Held only for moments, by the thread that writes or by the worker's own thread.
+#: The thread that writes and the worker's own thread hold this lock only for moments.
 _lock = threading.Lock()
 #: Attributes of a worker: the requests whose write begins, and the last _MOST requests whose lease has ended.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
@@ -27,7 +27,7 @@ _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 @fix_around(
     when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
-    # While something may be written no lease ends.
+    # While a write may be in flight, no lease ends.
     on_fault=lambda worker, *_, **__: None if getattr(worker, "_sending_transfers", None) else GO_ON,
 )
 def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Steps:
@@ -55,7 +55,7 @@ def _xfer_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Steps:
     """Begin no write after the end of the lease."""
     with _lock:
         if req_id in vars(worker).get(_OVER, ()):
-            return None  # the function is left out
+            return None  # the function is not called
         beginning = vars(worker).setdefault(_BEGINNING, set())
         beginning.add(req_id)
     try:

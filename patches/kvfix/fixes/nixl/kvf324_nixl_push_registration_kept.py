@@ -3,7 +3,7 @@
 Symptom: The memory grows with each request of the decode engine in one of three cases. The prefill was aborted, the
 prefill had ended before the registration came, or the KV was pushed to another request.
 
-Cause: A registration that comes before the end of its prefill waits in `_pending_d_registrations`. Its key is the
+Cause: A registration that comes before the end of its prefill waits in `_pending_d_registrations`. Its key there is the
 decode engine's id of the request. The worker drops it by the prefill engine's id (push_worker.py 0.32.0:276,
 `_evict_finished_inbox`). The two ids end differently (`-` and eight digits), so the worker never drops it. The worker
 compares ids without this suffix (:413). So it writes the KV of a later request with the same id into the blocks of the
@@ -27,7 +27,7 @@ def fix(worker: Any) -> None:
     for name, at in came.items():
         if now - at > float(timeout):
             note(__name__, f"the registration of request {name} is dropped")
-            worker._evict_finished_inbox.put(name)  # the thread that has them drops it
+            worker._evict_finished_inbox.put(name)  # the thread that owns the registrations drops it
 
 
 FIX = Fix(

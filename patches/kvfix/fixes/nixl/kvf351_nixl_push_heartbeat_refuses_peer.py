@@ -1,7 +1,7 @@
 """Loads fail in push mode: NixlPushConnector's heartbeat refuses a prefill engine that has more ranks than KV heads.
 
-Symptom: The bug needs push mode. It also needs a prefill engine with more ranks than the decode engine, and with more
-ranks than the model has KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with
+Symptom: The bug needs push mode. The bug also needs a prefill engine with more ranks than the decode engine, and with
+more ranks than the model has KV heads. Each heartbeat logs `NIXL transfer failure: handshake_setup_failed` with
 `AssertionError` in `_validate_remote_agent_handshake`. Requests that arrive during this handshake log
 `push_reg_handshake_failed`, and their loads fail. Leases of requests that wait for blocks are not renewed.
 

@@ -7,7 +7,7 @@ Symptom: In push mode, the decode engine has more ranks than the prefill engine.
 Cause: Each rank of the decode engine connects to the prefill engine by itself, and then registers its blocks. Prefill
 takes the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). If a rank is still connecting
 when the write is reported, the rank looks up its peer and does not find it (base_worker.py 0.32.0:2940). If a rank
-could not connect, it has freed its blocks. They may belong to another request when prefill writes them.
+could not connect, it has freed its blocks. These blocks may belong to another request when prefill writes them.
 
 Fix: A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never
 registers, the decode engine waits for the blocks. With KVF322 the load fails when its registration times out.

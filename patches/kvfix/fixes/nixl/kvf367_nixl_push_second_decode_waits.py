@@ -35,7 +35,7 @@ def promise_once(connector: Any, request: Any) -> bool:
 
 
 def _prefill(request: Any) -> tuple[str, str, str]:
-    """Return the prefill for this request, by its parameters and its id."""
+    """Return what identifies the prefill of this request: two parameters, and the id without its random end."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
     params = request.kv_transfer_params

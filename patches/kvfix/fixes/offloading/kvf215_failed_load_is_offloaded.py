@@ -1,7 +1,7 @@
 """Later requests return wrong text: OffloadingConnector stores blocks that another connector failed to load.
 
 Symptom: When the load fails, only `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure` is
-logged. Later, requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+logged. Later, requests that begin with the same prompt return wrong text. The bug needs a MultiConnector with
 OffloadingConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
 Cause: OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector
@@ -25,7 +25,7 @@ from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, note, stubs
 
 
 def _failed_stores(scheduler: Any, output: Any) -> set[int]:
-    """The stores in flight of all requests that have a block whose load has failed."""
+    """Return the stores in flight of all requests that have a block whose load has failed."""
     blocks, jobs = output.invalid_block_ids, set[int]()
     if not blocks:
         return jobs
@@ -35,7 +35,7 @@ def _failed_stores(scheduler: Any, output: Any) -> set[int]:
             continue
         jobs.update(job for job in request.transfer_jobs if scheduler._jobs[job].is_store)
         for group in request.group_states if request.req.is_finished() else ():
-            group.block_ids.clear()  # so that nothing more of it is stored
+            group.block_ids.clear()  # so that nothing more of the request is stored
     return jobs
 
 

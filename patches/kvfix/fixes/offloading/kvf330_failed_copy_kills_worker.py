@@ -18,7 +18,7 @@ manager drops the chunks of a failed store. After a failed load vLLM computes th
 from kvfix.fixes import _offloading, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_before, note, replaced, stubs
 
-#: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: jobs that have failed.
+#: Attributes. The worker has the requests whose load failed. Its report and the scheduler have the failed jobs.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
 #: Attribute of the metadata and of the worker. It shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
@@ -35,7 +35,7 @@ def get_finished(worker: Any, finished_req_ids: Any) -> Steps:
 
     def finished() -> Any:
         done = own.get_finished()
-        # If the failed copies cannot be noted, they are handed on unchanged: vLLM asserts, as without the fix.
+        # If the fix cannot note the failed copies, it returns them unchanged: vLLM asserts, as without the fix.
         noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
         return done if noted is None else noted
 
@@ -76,7 +76,7 @@ FIX = Fix(
     api.OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", fix=aggregate, helper=True),
     api.OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, order=5, helper=True),
     api.OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", fix=start_kv_transfers, helper=True),
-    # get_finished is wrong in 0.26.0 too, but 0.26.0 has no get_transfer_results, and another update_connector_output.
+    # 0.26.0 has the bug too, but has no get_transfer_results, and its update_connector_output differs.
     api.OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.32", fix=update_connector_output, order=5),
     effect="crash",
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},

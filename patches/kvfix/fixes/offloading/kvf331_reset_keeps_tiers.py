@@ -1,7 +1,7 @@
 """Wrong text after a weight update: OffloadingConnector loads KV of the old weights from its secondary tiers.
 
 Symptom: Nothing is logged. After `reset_prefix_cache` with `reset_connector` (a weight update in RLHF), prompts that
-were offloaded before return wrong text. This needs `TieringOffloadingSpec` with `secondary_tiers`.
+were offloaded before return wrong text. The bug needs `TieringOffloadingSpec` with `secondary_tiers`.
 
 Cause: The connector's `reset_cache` empties its CPU memory, returns True, and keeps the secondary tiers
 (`TieringOffloadingManager.reset_cache`, tiering/manager.py 0.32.0:931: "persistent stores keep their data across

@@ -15,7 +15,7 @@ before the load, the lookup counts the chunk as a miss. The request loads the ea
 
 from kvfix.fixes.api import OFFLOADING_TIERS, Any, Fix, Steps, fix_around, fix_before, stubs
 
-#: Of a request's context: keys that were promoted for it since its last load.
+#: Attribute of a request's context: the keys that were promoted for the request since its last load.
 _PROMOTED = "_kvfix_promoted"
 
 

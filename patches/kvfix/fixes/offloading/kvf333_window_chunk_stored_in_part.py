@@ -3,9 +3,9 @@
 Symptom: Nothing is logged. The model has sliding windows, and `blocks_per_chunk` (or `block_size`) is above one block.
 
 Cause: A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
-OffloadingConnector checks only the chunk's last block. It stores the blocks that are not null, and counts the chunk as
-complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later request may begin elsewhere in the chunk.
-For the missing blocks, this request loads old content of the CPU memory.
+OffloadingConnector checks only the chunk's last block. Then it stores the blocks that are not null, and counts the
+chunk as complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later request may begin elsewhere in the
+chunk. For the missing blocks, this request loads old content of the CPU memory.
 
 Fix: If any block of a sliding-window chunk is null, the fix does not store this chunk.
 - Remove when: `_build_store_jobs` checks all blocks of a chunk.

@@ -2,7 +2,7 @@
 
 Symptom: EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in
 `_build_partial_tail_store_jobs` of offloading/scheduler.py. With a limit of 0, all tokens are stored. The limit is a
-parameter of the request, so any client that can reach the engine can cause this. It needs all of:
+parameter of the request, so any client that can reach the engine can cause this. The bug needs all of:
 
 - a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align")
 - chunks of one block

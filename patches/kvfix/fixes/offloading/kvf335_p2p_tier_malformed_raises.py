@@ -1,8 +1,8 @@
 """EngineCore dies when the parameters of a request describe the peer of OffloadingConnector's p2p tier in a wrong form.
 
 Symptom: EngineCore dies with `AttributeError: ... object has no attribute 'get'` or `TypeError: unhashable type` in
-tiering/p2p/manager.py. This needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. The peer comes from the
-parameters of the request, so any client that can reach the engine can cause this.
+tiering/p2p/manager.py. The bug needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. The peer comes from
+the parameters of the request, so any client that can reach the engine can cause this.
 
 Cause: In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In the
 dictionary it expects a string, `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146), and

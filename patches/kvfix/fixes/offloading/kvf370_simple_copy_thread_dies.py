@@ -25,9 +25,9 @@ from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import Any, Fix, Fixing, Steps, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 from kvfix.wrapping import GO_ON, View
 
-#: Of the worker: requests whose load has failed. Of the worker's report, and of the scheduler: stores that have failed.
+#: Attributes. The worker has the requests whose load failed. Its report and the scheduler have the failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
-#: Of the metadata: the scheduler has its part of the fix.
+#: Attribute of the metadata. It shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -66,7 +66,7 @@ def _recorded(module: Any, stream: Any) -> Any:
     try:
         event = module.torch.Event()
         event.record(stream)
-    except Exception:  # noqa: BLE001 - nothing can be recorded any more
+    except Exception:  # noqa: BLE001 - the stream can record nothing any more
         return stubs.Stub(query=lambda: True, synchronize=lambda: None)
     return event
 
@@ -165,7 +165,7 @@ def _stores_failed(scheduler: Any, output: Any, *_: Any, **__: Any) -> Any:
     on_fault=_stores_failed,
 )
 def update_connector_output(scheduler: Any, output: Any) -> Steps:
-    """Remove the blocks that could not be loaded from the cache, so that no request finds them."""
+    """Remove from the CPU's cache the blocks that could not be loaded, so that no request finds them."""
     stores = getattr(output.kv_connector_worker_meta, _STORES, ())
     setattr(scheduler, _STORES, getattr(scheduler, _STORES, set()).union(stores))
     loads = [scheduler._reqs_to_load[name] for name in output.failed_recving if name in scheduler._reqs_to_load]
@@ -191,13 +191,13 @@ def _end_store(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
 @fix_around(when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ()), on_fault=_end_store)
 def _process_store_event(scheduler: Any, event: int) -> Steps:
     getattr(scheduler, _STORES).discard(event)
-    if event not in scheduler._store_event_to_blocks:  # given up at a reset
+    if event not in scheduler._store_event_to_blocks:  # a reset has dropped the store
         return (yield)
     return _end_store(scheduler, event)
 
 
 FIX = Fix(
-    # The loop is wrong in 0.26.0 too, but there a worker cannot name failed loads, and the functions below differ.
+    # 0.26.0 has the bug too, but its workers cannot name failed loads, and the functions below differ.
     api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
     api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
     api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),
@@ -213,5 +213,5 @@ FIX = Fix(
     effect="hang",
     evidence={"KVD629": "", "KVD999": ""},
     scenarios=("simple-offload-copy-fails",),
-    attaches=api.AT_START,  # the thread runs
+    attaches=api.AT_START,  # the thread already runs
 )

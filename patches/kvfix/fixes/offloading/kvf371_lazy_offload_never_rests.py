@@ -14,7 +14,7 @@ Fix: After the last step that computes something, the fix stores no more blocks 
 
 from kvfix.fixes.api import SIMPLE_SCHEDULER, Any, Fix, Steps, fix_around
 
-#: Of the scheduler: blocks stored since the last step that computes something.
+#: Attribute of the scheduler: number of blocks stored since the last step that computed something.
 _STORED = "_kvfix_stored_at_rest"
 
 

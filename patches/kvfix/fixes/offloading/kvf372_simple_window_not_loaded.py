@@ -22,7 +22,7 @@ def _not_promised(scheduler: Any, promise: Any, request: Any, *_: Any, **__: Any
 
 
 def _windows(scheduler: Any) -> list[tuple[int, Any]]:
-    """KV groups, by number, of which vLLM keeps more than the window."""
+    """Return (number, spec) of the KV groups of which vLLM keeps more than the window."""
     groups = enumerate(group.kv_cache_spec for group in scheduler.cpu_kv_cache_config.kv_cache_groups)
     return [(number, spec) for number, spec in groups if getattr(spec, "extra_retained_tokens", 0)]
 
@@ -44,7 +44,7 @@ def get_num_new_matched_tokens(scheduler: Any, promise: Any, request: Any, compu
                 note(__name__, f"request {request.request_id}: a block in front of its window is loaded")
                 found.append((number, place, blocks[0]))
     for number, place, block in found:
-        hit[number][place], _ = block, pool.touch([block])  # an error does not come between the two
+        hit[number][place], _ = block, pool.touch([block])  # one statement: no error between the two
     return promise
 
 

@@ -2,7 +2,7 @@
 
 Symptom: The log has `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then EngineCore
 dies with an `AssertionError` in `_process_store_completion` of simple_kv_offload/manager.py. Or nothing more is logged,
-and later requests that begin with the same prompt return wrong text. This needs a MultiConnector with
+and later requests that begin with the same prompt return wrong text. The bug needs a MultiConnector with
 SimpleCPUOffloadConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
 Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 
 from kvfix.fixes.api import GO_ON, SIMPLE_SCHEDULER, Any, Fix, fix_before, note, stubs
 
-#: Attribute of the scheduler. For each store, it names the GPU blocks that are given up when the store is over.
+#: Attribute of the scheduler. For each store, it has the GPU blocks that the scheduler drops when the store has ended.
 _GIVEN_UP = "_kvfix_given_up"
 
 
@@ -46,7 +46,7 @@ def update_connector_output(scheduler: Any, output: Any) -> None:
 
 
 def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
-    """These blocks, and later blocks of their requests. With `lazy_offload` no request is known."""
+    """Return these blocks, and all later blocks of their requests. With `lazy_offload`, stores have no request."""
     bad = set(failed)
     for state in scheduler._reqs_to_store.values():
         for blocks in state.block_ids:
@@ -69,10 +69,10 @@ def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
 def _process_store_event(scheduler: Any, event: int) -> None:
     lost = getattr(scheduler, _GIVEN_UP).pop(event)
     whole = scheduler._store_event_to_blocks.get(event)
-    if whole is not None:  # else given up at a reset
+    if whole is not None:  # else a reset has dropped the store
         kept, gone = _part(whole, lambda block: block not in lost), _part(whole, lambda block: block in lost)
         scheduler._in_flight_store_gpu_blocks.difference_update(lost)
-        # In one statement: an error does not come between the two.
+        # One statement, so that no error can occur between the two changes.
         scheduler._store_event_to_blocks[event], _ = kept, scheduler._release_transfer_refs(gone)
 
 

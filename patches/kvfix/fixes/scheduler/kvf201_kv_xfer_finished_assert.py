@@ -13,7 +13,7 @@ requests return wrong text, without an error.
 
 Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
 reports about unknown requests, and about requests that are neither finished nor waiting for a load.
-- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Releases before 0.26.0 were only read.
+- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Before 0.26.0, only the code was read.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
 - Remove when: vLLM counts the reports of a finished request.
 """
@@ -34,7 +34,7 @@ def _free_request(scheduler: Any, request: Any, delay_free_blocks: bool = False)
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.finished_recving or output.finished_sending)
 def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Steps:
-    """Pass only the reports that are due. If a request has both, the report of the load frees it."""
+    """Pass only the reports that are due. If a request has both reports, the report of the load frees it."""
     loaded, stored = output.finished_recving or (), output.finished_sending or ()
     loads = {each for each in loaded if _is_due(scheduler, each, of_load=True)}
     stores = {each for each in stored if each not in loads and _is_due(scheduler, each, of_load=False)}
@@ -70,7 +70,7 @@ FIX = Fix(
     SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
     SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",
-    # If a report is kept back, its request waits for ever. After an error, vLLM handles all reports as without the fix.
+    # If a report is held back, its request waits for ever. After an error, vLLM handles all reports as without the fix.
     on_fault="original",
     evidence={"KVD109": "", "KVD303": "", "KVR011": "^update_from_output: AssertionError"},
     scenarios=("kv-xfer-finished-assert", "kv-xfer-finished-assert-in-tree"),

@@ -8,7 +8,7 @@ load only if the other free blocks are enough (scheduler.py 0.32.0:1249). A requ
 its blocks (0.32.0:3146), but stays in the list of prefills in flight. When the request asks for its next load, vLLM
 also reserves the blocks that this request itself needs. So a request that needs over half of all blocks never starts.
 
-Fix: After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from those in flight.
+Fix: After `_update_waiting_for_remote_kv`, the fix removes a request without computed tokens from `_inflight_prefills`.
 - Remove when: vLLM removes a request whose load failed from `_inflight_prefills`.
 """
 

@@ -41,7 +41,7 @@ def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
 def _evict(manager: Any, blocks: set[int]) -> None:
     if hasattr(manager, "evict_blocks"):
         manager.evict_blocks(blocks)
-    else:  # 0.11
+    else:  # vLLM 0.11
         for block in blocks:
             manager.block_pool._maybe_evict_cached_block(manager.block_pool.blocks[block])
 

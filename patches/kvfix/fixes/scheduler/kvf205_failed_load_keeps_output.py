@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # If no lookup has read the mark of an earlier failure, another preemption would load and fail for ever.
+            # No lookup reads an earlier mark that is still there: another preemption would load and fail for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -103,12 +103,12 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 #: Attribute of a scheduler: {request: its first step whose output is valid again; None until it is scheduled}.
 _VALID_FROM = "_kvfix_valid_from"
-#: Attribute of a scheduler: the step whose output it handles now, if a load failed in that step.
+#: Attribute of a scheduler: the step whose output the scheduler handles now, if a load failed in that step.
 _CURRENT = "_kvfix_current_step"
 
 
 def _drop(scheduler: Any, request: Any) -> None:
-    """Drop all outputs in flight of this request: it is computed again."""
+    """Drop all outputs in flight of this request, because vLLM computes it again."""
     if hasattr(request, "drop_stale_output"):  # newer vLLM: a preemption marks the steps in flight as stale
         request.drop_stale_output = request.num_stale_output_tokens > 0
     elif request.num_output_placeholders:

@@ -15,13 +15,13 @@ from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_around, note,
 
 
 def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
-    """vLLM looks at all computed tokens of each request."""
+    """Let vLLM look at all computed tokens of each request."""
     for request in scheduler.running:
         request.num_cached_tokens = request.num_computed_tokens
     return GO_ON
 
 
-# Requests with loads between steps come as an iterator and are checked in another way.
+# vLLM passes requests with loads between steps as an iterator, and checks them in another way.
 @fix_around(when=lambda scheduler, requests, blocks, *more: _scheduler.is_within_step(*more), on_fault=_all_cached)
 def look_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any) -> Steps:
     before = [(request, request.num_cached_tokens) for request in requests]

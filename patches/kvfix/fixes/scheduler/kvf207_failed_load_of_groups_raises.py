@@ -2,7 +2,7 @@
 
 Symptom: EngineCore dies with `A KV connector reported block-level load failures (invalid_block_ids) which is not
 supported for models with multiple KV cache groups`, or before vLLM 0.32 with `too many values to unpack (expected 1)`.
-This needs:
+The bug needs all of:
 
 - a model with layers of full attention and of sliding windows (Gemma, gpt-oss)
 - LMCache's multi-process connector up to 0.5.5

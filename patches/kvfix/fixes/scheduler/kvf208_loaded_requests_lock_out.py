@@ -4,13 +4,13 @@ Symptom: `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. T
 between steps, the priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
 
 Cause: vLLM first tries the waiting requests that already hold blocks, in the order of their priority. `schedule` stops
-at the first request for which it has no blocks (scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks that
-earlier requests need are free (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the blocks for
-the rest of the load's own prompt are free.
+at the first request for which it has no blocks (scheduler.py 0.32.0:1275-1282). vLLM admits a load if enough blocks
+stay free for the earlier requests (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the blocks
+for the rest of the load's own prompt are free.
 
 With priorities, vLLM may try the last admitted request first. The requests behind this request hold all blocks that
-they need, but wait for this request, which waits for their blocks. The same happens if the first request still has to
-load, because vLLM then reserves the blocks of all loads in flight.
+they need, but wait for this request, which waits for their blocks. The lock-out also occurs if the request at the head
+of the queue has not loaded yet: vLLM reserves blocks for every load in flight.
 
 Fix: The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step, the
 fix lets another request run before this request: the first one for which enough blocks are free.
@@ -45,7 +45,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 
 
 def _ready(scheduler: Any) -> Iterator[Any]:
-    """The waiting requests that hold blocks and whose load is done, in order."""
+    """Yield the waiting requests that hold blocks and do not wait for a load, in the order of the queue."""
     for request in scheduler.kv_holding_waiting:
         loaded = request.request_id in scheduler.finished_recving_kv_req_ids
         if loaded or request.status.name in ("WAITING", "PREEMPTED"):
@@ -53,7 +53,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """The first request, if it was refused, and those before the first one with enough free blocks."""
+    """Return all requests before the first one with enough free blocks, if the head of the queue was refused."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside
@@ -63,7 +63,7 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
             return []
         needs = scheduler._request_remaining_blocks(request)
         if request is refused and request.request_id not in scheduler.finished_recving_kv_req_ids:
-            needs += scheduler._inflight_prefill_reserved_blocks()  # a load leaves these blocks free (:1249)
+            needs += scheduler._inflight_prefill_reserved_blocks()  # a load must leave these blocks free (:1249)
         if needs <= free:
             return aside
         aside.append(request)
@@ -74,7 +74,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
     evidence={"KVD202": ""},
-    # After a step without tokens, for lack of blocks, another loaded request goes first. Here others free blocks later.
+    # After an idle step, another loaded request runs first. In healthy schedules, other requests would free blocks.
     changes_healthy=("mp", "mp-in-tree"),
     no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; who is first is policy"},
     opt_in=True,

@@ -16,7 +16,7 @@ from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, fix_before, note
 
 
 def _ahead(request: Any) -> int:
-    """Return how many of the tokens that count as computed are the last token or come after it."""
+    """Return how many computed tokens are too many: the last token of the turn, and the tokens after it."""
     return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
 
 

@@ -27,7 +27,7 @@ from types import ModuleType
 
 from kvfix.fixes.api import CHUNKED_LOCAL_MANAGER, SLIDING_WINDOW_MANAGER, Any, Fix, around, note, replaced, stubs
 
-#: The attribute of a manager that is the limit: its name in 0.32.0, and its name up to 0.26.0.
+#: Names of the manager's attribute that holds the limit: in 0.32.0, and up to 0.26.0.
 _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
 
 
@@ -42,7 +42,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         with replaced(manager, **dict.fromkeys(names)):
             needed = yield
         reserved = min(needed, max(0, limit - _in_use(manager, request, hit, computed)))
-        if reserved > limit - len(manager.req_to_blocks.get(request, ())) - len(hit):  # what vLLM subtracts
+        if reserved > limit - len(manager.req_to_blocks.get(request, ())) - len(hit):  # vLLM subtracts these lengths
             note(__name__, f"request {request}: {reserved} blocks are reserved")
         return reserved
 
@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
         @functools.wraps(function)
         def wrapper(manager: Any, *args: Any, **more: Any) -> int:
-            # Each step asks for each request and KV group. The limit applies only to a request that is admitted.
+            # vLLM calls this for each request and KV group in each step. The limit applies only to an admission.
             call = limited if more.get("apply_admission_cap", True) else function
             return call(manager, *args, **more)
 
@@ -66,7 +66,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _place(function: Callable[..., Any]) -> int:
-    """The position of `apply_admission_cap` among the arguments, which differs between releases."""
+    """Return the position of `apply_admission_cap` among the arguments, which differs between releases."""
     names = list(inspect.signature(function).parameters)
     return names.index("apply_admission_cap") - 1 if "apply_admission_cap" in names else -1
 

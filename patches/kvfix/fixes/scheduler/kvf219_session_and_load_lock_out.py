@@ -44,7 +44,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 def _to_give_back(scheduler: Any) -> Any:
     """Return the last loaded request, if another request that holds blocks needs this request's blocks to run."""
     if any(request.is_finished() for request in scheduler.requests.values()):
-        return None  # its blocks come free when they are stored
+        return None  # its blocks become free when they are stored
     ready, manager = [], scheduler.kv_cache_manager
     for request in scheduler.kv_holding_waiting:
         if request.status.name == _LOADING and request.request_id not in scheduler.finished_recving_kv_req_ids:
@@ -64,7 +64,7 @@ def _to_give_back(scheduler: Any) -> Any:
 
 
 def _give_back(scheduler: Any, request: Any) -> None:
-    """Free its blocks, as vLLM does after a load that failed completely (`_update_waiting_for_remote_kv`, :3123)."""
+    """Free all its blocks, as vLLM does after a completely failed load (`_update_waiting_for_remote_kv`, :3123)."""
     name = request.request_id
     scheduler.kv_holding_waiting.remove_requests([request])
     scheduler.finished_recving_kv_req_ids.discard(name)
@@ -83,7 +83,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, order=1),
     effect="hang",
     evidence={"KVD202": ""},
-    # A step of the lab can let others hold blocks. The fix then acts before they give the blocks back.
+    # In the lab, a step can let other requests hold blocks. The fix then acts before these requests return the blocks.
     changes_healthy=("mp",),
     no_patch={"vllm": "which of the two gives way is policy: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,

@@ -17,7 +17,7 @@ import inspect
 from kvfix.fixes import _scheduler
 from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_after, fix_around, note, replaced
 
-#: Of a scheduler: sessions that were preempted when their turn ended, in this step.
+#: Attribute of a scheduler: the sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
 
 
@@ -30,7 +30,7 @@ def _handle_stopped_request(scheduler: Any, request: Any) -> Steps:
 
 
 def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """Put the session into a queue. Without a queue it has no status to continue with."""
+    """Put each session that is in no queue into a waiting queue. vLLM schedules only requests of its queues."""
     while sessions := getattr(scheduler, _SESSIONS, None):
         request = sessions[-1]
         queues = scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running
@@ -46,7 +46,7 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """vLLM must take the input that the session waits for. Without its tokens, the session would return wrong text."""
+    """Keep the session's earlier tokens after a fault too. Without them, the session would return wrong text."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)

@@ -1,7 +1,7 @@
 """A prefill engine makes no progress: loads hold all blocks, and each request in turn needs one more and is preempted.
 
 Symptom: The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. There is no throughput and no error, and
-`Preemptions` grows. This needs all of:
+`Preemptions` grows. The bug needs all of:
 
 - a prefill engine (role kv_producer) that generates more than one token
 - asynchronous scheduling (the default) or several pipeline stages
@@ -29,7 +29,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, fix_after, stubs
 
 @fix_after()
 def reserve_one_more(scheduler: Any, reserved: int) -> int:
-    """The function is asked once for each load that is to be admitted."""
+    """Reserve one more block in each KV group. vLLM calls the function once for each load that it may admit."""
     may_drop_token = (
         getattr(scheduler, "requires_kv_delivery", False)
         and not scheduler.defer_block_free
@@ -53,6 +53,6 @@ def shows_bug(hook: Any, module: Any) -> bool:
 FIX = Fix(
     SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=reserve_one_more),
     effect="hang",
-    changes_healthy=("nixl-offload",),  # where few blocks are free a load begins later
+    changes_healthy=("nixl-offload",),  # with few free blocks, a load begins later
     opt_in=True,
 )

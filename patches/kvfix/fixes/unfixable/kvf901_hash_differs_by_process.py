@@ -24,7 +24,7 @@ from kvfix.fixes.api import TOKEN_DATABASE, Fix
 
 
 def harmless() -> str:
-    """The hash seed of this process and its children is set."""
+    """Return a text if the hash seed of this process and its children is set, else ""."""
     seed = os.environ.get("PYTHONHASHSEED", "random")
     return f"PYTHONHASHSEED={seed} is set here; it must be the same in every process" if seed.isdigit() else ""
 

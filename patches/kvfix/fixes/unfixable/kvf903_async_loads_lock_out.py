@@ -1,13 +1,13 @@
 """All requests wait for ever: loading requests take all blocks, and no request gets the last block that it needs.
 
-Symptom: `Running: 0 reqs, Waiting: N reqs`, no throughput, no error, and the KV cache is nearly full. This happens
-under pressure, with a connector that loads between steps.
+Symptom: `Running: 0 reqs, Waiting: N reqs`, no throughput, no error, and the KV cache is nearly full. The bug needs
+pressure, and a connector that loads between steps.
 
-Cause: A load holds its blocks, cannot be preempted, and needs one more block to start. If vLLM admits loads until all
-blocks are taken, no request gets this one more block. vLLM 0.26 reserves blocks for the load (`reserved_blocks`), and
-vLLM 0.32 also for the tokens of speculative decoding (`_spec_decode_step_blocks`). Up to 0.26 a waiting request that
-holds no blocks may stand first in the queue, and vLLM then does not try the requests that hold blocks. The check is in
-the middle of `schedule`, 500 lines that differ in every release, so kvfix cannot wrap it.
+Cause: A loaded request holds its blocks, cannot be preempted, and needs one more block to run. If vLLM admits loads
+until all blocks are taken, no request gets this one more block. vLLM 0.26 reserves blocks for the load
+(`reserved_blocks`), and vLLM 0.32 also for the tokens of speculative decoding (`_spec_decode_step_blocks`). Up to 0.26
+a waiting request that holds no blocks may stand first in the queue, and vLLM then does not try the requests that hold
+blocks. The check is in the middle of `schedule`, 500 lines that differ in every release, so kvfix cannot wrap it.
 
 Workaround: Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true). If you cannot upgrade, allow fewer
 requests at once (`--max-num-seqs`), use more blocks, or switch asynchronous loading off.
@@ -15,7 +15,7 @@ requests at once (`--max-num-seqs`), use more blocks, or switch asynchronous loa
 vLLM 0.32.0 can still hang with a session (KVF219) or with sliding windows (KVF210). It can also hang with the priority
 policy, if `scheduler_reserve_full_isl` is off (KVF208). KVF210 is a default fix. Name the other two: `kvfix run --plus
 KVF208 --plus KVF219 -- CMD`.
-- Releases: vLLM 0.11.2 to 0.26.0. This was read in the source and reported by users. The lab does not show it.
+- Releases: vLLM 0.11.2 to 0.26.0. The source shows the bug, and users have reported it. The lab does not show it.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,
   https://github.com/vllm-project/vllm/pull/57104, https://github.com/vllm-project/vllm/pull/57841
 """

@@ -12,7 +12,7 @@ connection (multiprocess/mq.py 0.5.5:281), and a restarted server answers pings 
 waited, it would wait for ever for transfers that were lost with the old server.
 
 Workaround: Use LMCache 0.5.6 with KVF122. Or set `lmcache.mp.heartbeat_interval` above the server's longest pause.
-- Releases: LMCache 0.4.2 to 0.5.5. Tests of kvfix show the bug in 0.4.5 to 0.4.7. The other releases were only read.
+- Releases: LMCache 0.4.2 to 0.5.5. Tests show the bug in 0.4.5 to 0.4.7. For the others, only the code was read.
 """
 
 from kvfix.fixes.api import MP_WORKER_ADAPTER, Fix

@@ -3,13 +3,13 @@
 Symptom: After loads that have failed, requests return wrong text with HTTP 200. The decode engine logs `pulling
 kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`. The prefill engine logs nothing.
 
-Cause: The decode engine sends its blocks to the prefill engine. It gives the load up after
+Cause: The decode engine sends its blocks to the prefill engine. The decode engine gives the load up after
 VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and 60 s (mooncake_connector.py 0.32.0:2350), and vLLM frees the blocks. The prefill
 engine has the same timeout, but starts it when it takes the message (:1587).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills
-(:1456). It then writes after the decode engine has given the load up, into blocks of another request. The message
-carries no deadline, so neither engine can be fixed alone.
+(:1456). In both cases it writes after the decode engine has given the load up, into blocks of another request. The
+message carries no deadline, so neither engine can be fixed alone.
 
 Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the
 prefill engine, for example 960 and 480. A message may then be late by the difference plus 60 s. Set a larger
