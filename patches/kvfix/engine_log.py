@@ -2,7 +2,7 @@
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
 remembered texts, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
-configured. Only the first line imports `logging`, because each process calls `kvfix.apply()` when it starts.
+configured. kvfix imports `logging` with the first line, not in `kvfix.apply()`, which delays the start of each process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-#: Maximum characters of a line, remembered texts, and remembered kinds of lines.
+#: Maximum numbers: of characters in a line, of remembered texts, and of remembered kinds of lines.
 LONGEST, TEXTS, KINDS = 2000, 1000, 200
 #: After LINES lines of one kind, kvfix logs at most one line of this kind every PAUSE seconds.
 LINES, PAUSE = 8, 60.0

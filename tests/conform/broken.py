@@ -73,7 +73,7 @@ class ForgetsAborted(FolderConnector):  # a load takes two steps; it is not repo
         return None, waiting.popleft()
 
 
-class TakesFirstBlocks(FolderConnector):  # after a preemption it uses the first blocks of the request
+class TakesFirstBlocks(FolderConnector):  # after a preemption it still uses the blocks that the request had before
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
         first = self.__dict__.setdefault("first", {})

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
 #: Seconds for which prefill keeps blocks. vLLM's 30 s are too short for decode on a busy machine.
 LEASE = 120
-#: Starts of both engines at most, until a handshake comes in time.
+#: Maximum number of starts of both engines, if the handshake comes too late.
 STARTS = 4
 SEEDS = itertools.count(1)
 #: The finding in decode's log for a request whose parameters name no host.
@@ -79,7 +79,7 @@ def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def findings(engine: Server) -> set[str]:
-    """Return the findings in the engine's log, after the statistics of the last answer."""
+    """Wait until the log has the statistics of the last answer. Return the findings in the log."""
     found: set[str] = set()
 
     def has_settled() -> bool:

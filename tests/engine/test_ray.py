@@ -28,7 +28,7 @@ pytest.importorskip("ray", reason="ray is not installed here: its engine is not 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 RANKS = 2
-#: Variables of all processes. With a token of another cluster in ~/.ray, `ray start --head` alone would demand one.
+#: Variables of all processes. If ~/.ray has a token of another cluster, only the head node would demand a token.
 RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 

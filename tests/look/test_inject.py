@@ -58,7 +58,7 @@ def test_the_main_thread_answers(does: str) -> None:
 
 
 def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
-    """The thread may be about to take the GIL. A call then waited for its own thread, and EngineCore stood still."""
+    """The thread may be about to take the GIL. An injected call would wait for its own thread for ever."""
 
     class GoesOn(Process):
         def wait(self) -> str:
@@ -76,7 +76,7 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
 
 
 def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
-    """The thread may hold the GIL's mutex. A call then waited for its own thread, and all threads for the call."""
+    """The thread may hold the GIL's mutex. An injected call would wait for it, and all threads for the call."""
     with target("own-lock") as process:
         with pytest.raises(inject.Silent):
             inject.run(process.pid, "pass", seconds=0.5)
@@ -145,7 +145,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """The handler of vLLM up to 0.11 raises SystemExit. The exception must not end in the injected code by chance."""
+    """The handler of vLLM up to 0.11 raises SystemExit. If injected code runs, kvfix must pass the exception on."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "

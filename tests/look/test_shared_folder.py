@@ -1,4 +1,4 @@
-"""kvfix as root writes to no file that the user of a process names, and reads only files of that user."""
+"""No link of another user makes kvfix, running as root, write to a wrong file. kvfix reads only files of this user."""
 
 import os
 from pathlib import Path

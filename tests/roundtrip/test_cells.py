@@ -64,7 +64,7 @@ def asked(stream: CudaStream) -> list[str]:
 
 
 def staged(copy: TorchCopy) -> TorchCopy:
-    """Give the copy streams with a staging buffer each, as on a GPU."""
+    """Add streams to this copy, each with its own staging buffer, as on a GPU."""
     copy.streams = [CudaStream(CUDA) for _ in range(IN_FLIGHT)]
     copy.staging = [torch.empty_like(copy.buffers[0]) for _ in range(IN_FLIGHT)]
     return copy
@@ -88,7 +88,7 @@ def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> No
 
 
 def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
-    """The planted error copies the buffer's content from the previous chunk to the host."""
+    """Plant the error: for the last chunk, the host gets what an earlier chunk left in the staging buffer."""
 
     class Stale(TorchCopy):
         def gather(self, number: int, slots: torch.Tensor) -> None:

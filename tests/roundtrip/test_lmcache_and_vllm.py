@@ -51,9 +51,9 @@ def as_released(run: Any) -> dict[str, Any]:
 
 
 def test_the_default_matrix_passes(run: Any) -> None:
-    """The matrix passes with named fixes, including the packed layouts of vLLM 0.26 and later.
+    """With the fixes, which the report names, the matrix passes, also the packed layouts of vLLM 0.26 and later.
 
-    Refused layouts have a reason. HND is one: LMCache's torch operations have no code for it.
+    Refused layouts have a reason. HND is a refused layout: LMCache's torch operations have no code for it.
     """
     lmcache = run("--backend", "lmcache", "lmcache-engine")
     assert lmcache["exit"] == 0
@@ -73,7 +73,7 @@ def test_the_default_matrix_passes(run: Any) -> None:
 
 
 def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, Any]) -> None:
-    """LMCache issue 4463 on CPU tensors: the default connector, alone and under the cache engine, and named."""
+    """The report names LMCache issue 4463 on CPU tensors, for the default connector and for the cache engine."""
     assert (as_released["exit"], as_released["fixes"]) == (1, [])
     for backend in ("lmcache-v2", "lmcache-engine"):
         found = verdicts(as_released, backend)
@@ -89,7 +89,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, An
 
 
 def test_the_layerwise_connector_takes_heads_for_tokens(as_released: dict[str, Any]) -> None:
-    """The layerwise torch operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. The other refuses HND."""
+    """The layerwise torch operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. All others refuse HND."""
     for layout in ("hnd", "hnd-block-first"):
         assert "passed" not in verdicts(as_released, "lmcache-layerwise")[layout]
     crashed = of(as_released, "hnd", "crashed")
@@ -148,7 +148,7 @@ def test_an_older_lmcache(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
-    """LMCache 0.4.5 does not know this layout, and 0.5.0 to 0.5.2 mistake it for another. The fix moves it."""
+    """LMCache 0.4.5 does not know this layout, and 0.5.0 to 0.5.2 mistake it for another. The fix corrects this."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

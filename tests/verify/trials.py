@@ -4,11 +4,11 @@ NAME is one of these:
 
     connectors   LMCache in process without and with kvfix, LMCache's server, OffloadingConnector, none
     faults       every planted fault, on LMCache in process with kvfix
-    partial      the last chunk of a prompt stored in part: healthy, and wrong
+    partial      prompts whose last chunk is not full, but is stored: a healthy run, and one with a wrong chunk
     noisy        faults on an engine whose logits have noise
     refusals     a key, no /reset_prefix_cache, no hit, and a server that ends in the middle
     ranks        two ranks: healthy, and one of them wrong
-    lora         an adapter that shares KV with its base model, and one that does not, with KVF017
+    lora         an adapter without KVF017, which shares KV with its base model, and with KVF017
     pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
     healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
     noise N      N simulated healthy runs for each kind of noise
@@ -162,7 +162,15 @@ def write_adapter(folder: Path) -> None:
 def prefill_decode(folder: Path) -> bool:
     faulty = {"kv_connector": "FaultyNixl", "kv_connector_module_path": "kvfix_engine_verify_vllm"}
     with vllm_server.pair(folder, "off", **faulty) as pair:
-        small = (pair.url, "--decode", pair.decode.url, "--requests", "16", "--seconds", "900")  # NIXL's threads poll
+        small = (
+            pair.url,
+            "--decode",
+            pair.decode.url,
+            "--requests",
+            "16",
+            "--seconds",
+            "900",
+        )  # NIXL's polling is slow
         results = [plant(pair.decode, fault, (expected,), *small) for fault, expected in (("", 0), ("zeros", 1))]
     return all(results)
 

@@ -49,7 +49,7 @@ class Selected(NamedTuple):
 
 
 _PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
-_OF_TRANSFER = "Count only bugs of the connectors in this value of vLLM's --kv-transfer-config."
+_OF_TRANSFER = "Leave out the bugs of connectors that this value of vLLM's --kv-transfer-config does not name."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
 _RELEASED = "Show whether the newest LMCache and vLLM of the package index have changed the fixed functions (uses pip)."
 
@@ -59,7 +59,7 @@ def status(
     json: Json = False,
     everything: Annotated[bool, flag("--all", "Show the row of every fix.")] = False,
     connector: Annotated[
-        str, value("NAME[,NAME]", "Count only bugs that concern these connectors. Default: $KVFIX_CONNECTOR.")
+        str, value("NAME[,NAME]", "Leave out the bugs of other connectors. Default: $KVFIX_CONNECTOR.")
     ] = "",
     transfer_config: Annotated[str, value("JSON", _OF_TRANSFER, "--kv-transfer-config")] = "",
     severity: Annotated[str, value("EFFECT", _EFFECT)] = "",

@@ -31,7 +31,7 @@ _TEXT, _CONDITION = 200, 120  # maximum characters of a text and of a condition
 
 
 def template(node: ast.expr | None) -> str | None:
-    """Return the text with `{}` for each value of `%` or of an f-string; None if the source has no text."""
+    """Return the text, with `{}` for each value of an f-string. `%s` stays. None if the source has no text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -54,7 +54,7 @@ def said(node: ast.AST) -> tuple[str, ast.expr | None]:
 
 
 def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
-    """Return (message, template, level, line) of each statement in a file that a message of the grammar matches."""
+    """Return (message, template, level, line) of each statement whose text a message of the grammar matches."""
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
         return []
     found = []

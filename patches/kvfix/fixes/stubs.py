@@ -18,7 +18,7 @@ def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
-    """Return True if this call raises this error with this text. Another error is raised: the probe does not fit.
+    """Return True if this call raises this error with this text. Any other error means that the probe does not fit.
 
     error: a type, or a tuple of types.
     """

@@ -61,8 +61,8 @@ def load_is_lost(connector: Any) -> None:
 def abort_comes_first(connector: Any) -> None:
     """EngineCore makes no step before it has handled a first abort.
 
-    So vLLM never asks the connector about the aborted request. In a step vLLM might ask: if the connector does not
-    answer the lookup of the running request at once, vLLM asks about the next request.
+    So vLLM never asks the connector about the aborted request. A step might ask: while the lookup of the
+    first request has no answer, vLLM goes on to the next request.
     """
     from vllm.v1.engine.core import EngineCoreProc
 

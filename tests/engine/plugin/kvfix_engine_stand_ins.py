@@ -59,7 +59,7 @@ def make(interface: Any, metadata: Any) -> Any:
 
 
 def current_releases(gpu_connector: Any) -> None:
-    """LMCache 0.4 and later: one function makes the connector. (In 0.3 this module has another purpose.)"""
+    """LMCache 0.4 and later: one function makes the connector. (In 0.3, `gpu_connector` has no such function.)"""
     if hasattr(gpu_connector, "CreateGPUConnector"):
         gpu_connector.CreateGPUConnector = lambda config, metadata, *rest, **more: make(
             gpu_connector.GPUConnectorInterface, metadata
@@ -99,8 +99,8 @@ def early_releases(adapter: Any) -> None:
 def in_tree(connector: Any) -> None:
     """vLLM's own multi-process connector marks each step with a CUDA event. A copy on the CPU ignores the event.
 
-    LMCache 0.4.6 does not know how vLLM for the CPU packs a block, but moves only whole blocks. So it gets a view of
-    the block with the K rows and then the V rows, of the same number of bytes.
+    LMCache 0.4.6 does not know how vLLM for the CPU packs a block, but moves only whole blocks. So LMCache
+    gets a view with the shape that it expects: the K rows, then the V rows. The number of bytes is the same.
     """
     if isinstance(connector.torch, cuda_stand_in.Torch):  # the parent of this fork has done it
         return

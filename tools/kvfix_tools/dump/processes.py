@@ -93,7 +93,7 @@ def _described(pid: int) -> Process | None:
         return None
     try:
         shown = psutil.Process(pid).as_dict(["ppid", "name", "num_threads", "cmdline", "uids"])
-        # Fields from 3 on (man proc_pid_stat): psutil lacks the kernel's letter for the state and the start in ticks.
+        # From field 3 of proc_pid_stat on: psutil has neither the kernel's state letter nor the start in ticks.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (psutil.NoSuchProcess, OSError):
         return None

@@ -45,11 +45,11 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", nargs="+", metavar="NAME", help="test this code; default: all that is installed (see --list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        what = "tokens of the prefix that the engine already has; " if name == "skip" else ""
-        shown = f"{what}use only these values; default: {', '.join(values)}"
+        what = "lengths of the prefix that the engine already has" if name == "skip" else "values"
+        shown = f"use only these {what}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
-    add("--head-size", type=int, default=32, help="elements of a head; its bytes must be a multiple of 8 (default: 32)")
+    add("--head-size", type=int, default=32, help="set the elements of a head; in bytes, a multiple of 8 (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
     add("--race", nargs="*", metavar="NAME", help=f"run only races: {', '.join(races.RACES)}")
     add("--gib", type=float, help="time a transfer of this size; 0: none (default: 1/32 on a CPU, 4 on CUDA)")

@@ -8,14 +8,14 @@ Cause: vLLM resets the request to zero computed tokens and asks again. The track
 hook promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load only for a
 tracker that is PREFETCHING (0.5.4:852).
 
-LMCache 0.5.5 recognizes this request and promises 0. LMCache 0.5.6 also loads for preempted requests, and gives a
-preempted request a fresh tracker before this check (0.5.6:1833). So it repeats lookup and load while the load fails.
+LMCache 0.5.5 recognizes this request and promises 0. LMCache 0.5.6 also loads for preempted requests. It first gives
+them a fresh tracker (0.5.6:1833). So it does not recognize the request, and repeats lookup and load for ever.
 
 Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,
 and has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where
 LMCache has its own fix, this fix handles the preempted requests that LMCache's fix misses.
-- Releases: LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and
-  _0201. vLLM 0.26.0 to 0.33.0, its own copy of the connector.
+- Releases: LMCache 0.4.5 to 0.5.4. LMCache 0.5.6: only preempted requests. LMCache's modules lmcache_mp_connector_0180
+  and _0201: 0.4.4 to 0.5.5. vLLM 0.26.0 to 0.33.0, its own copy of the connector.
 - Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
 - Remove when: LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
 """

@@ -1,4 +1,4 @@
-"""A connector between two engines and LMCache's in-process connector or OffloadingConnector, in a MultiConnector.
+"""A MultiConnector: one child connects two engines, the other is LMCache's in-process or OffloadingConnector.
 
 vLLM asks the children in order and loads with the first one that promises tokens. All children store. Each engine has
 its own cache or CPU memory.
@@ -25,7 +25,7 @@ from kvfix_tools.lab.pair.pair_engine import PairSide
 
 
 class Counted:
-    """Counts loads of the connector between the engines, which are no events of LMCache, and reports their failures."""
+    """Counts loads of the connector between the engines and reports failed ones. LMCache's events do not have them."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events, self.model = events, events.model

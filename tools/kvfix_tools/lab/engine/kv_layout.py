@@ -95,7 +95,7 @@ def page_bytes(options: Options) -> int:
 
 
 def kv_cache(options: Options, config: VllmConfig) -> kv_cache_interface.KVCacheConfig:
-    """Return vLLM's KV cache configuration. Only AnyConnector uses its tensors: else the lab's memory has the KV."""
+    """Return vLLM's KV cache configuration, with tensors only for AnyConnector and vLLM's offloading connectors."""
     shape: dict[str, Any] = {"num_kv_heads": options.heads_of_rank, "head_size": 32, "dtype": torch.float32}
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
@@ -111,7 +111,7 @@ def kv_cache(options: Options, config: VllmConfig) -> kv_cache_interface.KVCache
         for group in lab_groups
     ]
     tensors = []
-    if options.any_connector or options.connector in OF_VLLM or options.simple_offloading:  # LMCache does not read them
+    if options.any_connector or options.connector in OF_VLLM or options.simple_offloading:  # LMCache reads no tensors
         page = groups[0].kv_cache_spec.page_size_bytes
         of_layer = page * options.num_blocks
         sizes = {"size": of_layer * options.layers, "layer_stride": of_layer, "block_stride": page}

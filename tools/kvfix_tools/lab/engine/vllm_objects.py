@@ -94,7 +94,7 @@ def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     """Return the settings of OffloadingConnector, with CPU memory for about as many blocks as the GPU has.
 
-    A chunk has one or two blocks, and takes whole pages. folder: the root directory of a tier with files.
+    A chunk has one or two blocks, rounded up to whole memory pages. folder: the root directory of a tier with files.
     """
     blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
     extra = {"blocks_per_chunk": blocks, **({} if options.connector in PAIRS else options.extra)}
