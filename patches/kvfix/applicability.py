@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix import installed_source
-from kvfix.wrapping import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from types import ModuleType
 
@@ -165,10 +163,19 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     return Applicability("fixed-upstream", f"{what}; the behaviour probe does not find the bug")
 
 
-def _silent(module: ModuleType) -> AbstractContextManager[None]:
+@contextmanager
+def _silent(module: ModuleType) -> Iterator[None]:
     """Silence the module's logger: a probe calls a hook that logs, and its numbers must not be in the engine's log."""
     logger = getattr(module, "logger", None)
-    return replaced(logger, disabled=True) if hasattr(logger, "disabled") else nullcontext()
+    before = getattr(logger, "disabled", None)
+    if logger is None or before is None:
+        yield
+        return
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _span(releases: list[str]) -> str:

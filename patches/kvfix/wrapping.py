@@ -12,7 +12,7 @@ fails closed instead: its `on_fault` gives the answer of a load that failed, a s
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -38,10 +38,13 @@ class _Code:
         self.on_fault = on_fault
         self.tally = acting.composing
 
-    def failed(self, error: Exception, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Count the error. Return the answer of `on_fault`; GO_ON if there is none, or if `on_fault` raises too."""
+    def count(self, error: Exception) -> None:
         engine_log.fault(self.where, error)
         acting.count_fault(self.tally)
+
+    def failed(self, error: Exception, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Count the error. Return the answer of `on_fault`; GO_ON if there is none, or if `on_fault` raises too."""
+        self.count(error)
         try:
             return GO_ON if self.on_fault is None else self.on_fault(*given, **named)
         except Exception as second:  # noqa: BLE001
@@ -147,8 +150,10 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
             try:
                 answer = function(*args, **kwargs) if changed is None else function(args[0], *changed)
             except BaseException:
-                with suppress(Exception):
+                try:
                     running.close()
+                except Exception as error:  # noqa: BLE001 - the caller gets the exception of the function
+                    code.count(error)
                 raise
             try:
                 running.send(answer)

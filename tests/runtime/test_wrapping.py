@@ -71,13 +71,22 @@ def test_around(wrapper: Any, given: int, answer: str, passed: list[int], steps:
     assert hooked.steps == steps
 
 
-@pytest.mark.parametrize(("wrapper", "steps"), [(puts_back, ["put back"]), (skips_zero, [])])
-def test_the_hooks_exception_is_raised(wrapper: Any, steps: list[str]) -> None:
-    """The hook is not called again, and this is no error of kvfix."""
+def fails_at_the_end(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
+    try:
+        yield
+    finally:
+        raise ValueError("planted")
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "steps", "faults"), [(puts_back, ["put back"], 0), (skips_zero, [], 0), (fails_at_the_end, [], 1)]
+)
+def test_the_hooks_exception_is_raised(wrapper: Any, steps: list[str], faults: int) -> None:
+    """The hook is not called again. Only an exception of the wrapper is an error of kvfix."""
     hooked = Hooked(around(wrapper), LookupError("its own"))
     with pytest.raises(LookupError, match="its own"):
         hooked(1)
-    assert (hooked.steps, len(hooked.calls), session.faults) == (steps, 1, {})
+    assert (hooked.steps, len(hooked.calls), sum(session.faults.values())) == (steps, 1, faults)
 
 
 def raises(hooked: Hooked, *more: Any) -> Any:
