@@ -79,14 +79,14 @@ def fails_at_the_end(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "steps", "faults"), [(puts_back, ["put back"], 0), (skips_zero, [], 0), (fails_at_the_end, [], 1)]
+    ("wrapper", "steps", "errors"), [(puts_back, ["put back"], 0), (skips_zero, [], 0), (fails_at_the_end, [], 1)]
 )
-def test_the_hooks_exception_is_raised(wrapper: Any, steps: list[str], faults: int) -> None:
+def test_the_hooks_exception_is_raised(wrapper: Any, steps: list[str], errors: int) -> None:
     """The hook is not called again. Only an exception of the wrapper is an error of kvfix."""
     hooked = Hooked(around(wrapper), LookupError("its own"))
     with pytest.raises(LookupError, match="its own"):
         hooked(1)
-    assert (hooked.steps, len(hooked.calls), sum(session.faults.values())) == (steps, 1, faults)
+    assert (hooked.steps, len(hooked.calls), sum(session.faults.values())) == (steps, 1, errors)
 
 
 def raises(hooked: Hooked, *more: Any) -> Any:
