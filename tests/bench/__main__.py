@@ -23,9 +23,12 @@ from tests.bench import Row
 def main() -> int:
     names = {found.name for found in pkgutil.iter_modules(tests.bench.__path__)} - {"__main__"}
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
-    parser.add_argument("names", nargs="*", choices=sorted(names), metavar="NAME", help=", ".join(sorted(names)))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(sorted(names)))
+    chosen = parser.parse_args().names or sorted(names)
+    if unknown := set(chosen) - names:
+        parser.error(f"no bench is called {', '.join(sorted(unknown))}: {', '.join(sorted(names))}")
     failed: list[str] = []
-    rows = list(measured(parser.parse_args().names or sorted(names), failed))
+    rows = list(measured(chosen, failed))
     table = Table("what", "measured", "compared with", "promise", "kept", box=None, pad_edge=False, header_style="bold")
     for row in rows:
         kept = "[green]yes[/]" if row.kept else "[bold red]NO[/]"
