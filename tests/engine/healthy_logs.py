@@ -3,7 +3,7 @@
     python -m tests.engine.healthy_logs FOLDER    48 lives, half a minute each; the logs stay in FOLDER
 
 The lives vary the connector, release of LMCache, log level, ranks, workload and mode of kvfix. A life counts only if
-the engine answered every request and loaded what it had stored. Exit 1 if something is found.
+the engine answered every request and loaded its stored KV. Exit 1 if a log has a finding.
 """
 
 import argparse

@@ -137,7 +137,7 @@ def healthy(engine: Engine) -> dict[str, Any]:
 
 
 def faults(engine: Engine) -> dict[str, Any]:
-    """Return {fault: what is compared, whether the answer is right, whether it is right without the audit}."""
+    """Return the comparisons of each fault, and whether the answer is right. For `zeros`, also without the audit."""
     import kvfix_engine_verify
 
     right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))

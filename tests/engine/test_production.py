@@ -110,7 +110,7 @@ def tokens(part: engine_recordings.Part) -> dict[str, int]:
 
 
 def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
-    """The engine answers as plain vLLM, each rank has loaded what was granted, and there is no violation."""
+    """The engine answers as plain vLLM, each rank has loaded the granted tokens, and there is no violation."""
     rounds = plain.answer["rounds"]
     assert ran.answer["rounds"][: len(rounds)] == rounds
     (engine,) = engine_recordings.engines(map(recording.read, ran.dumps("signal")))

@@ -111,7 +111,7 @@ def other_fails(_: Any) -> None:
 def shared(*parts: Any) -> list[str]:
     """Play a failed load. vLLM has 64 tokens of `sharing`, LMCache has none, and the same step computes the rest.
 
-    The worker does not store the rest, and vLLM rolls `sharing` back to token 64. parts: what is played after that.
+    The worker does not store the rest, and vLLM rolls `sharing` back to token 64. parts: the steps after that.
     """
     findings = found(
         OPTIONS,
@@ -143,7 +143,7 @@ def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
 FAILED = "a load has failed"
 HOLE = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
 SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
-#: (fix, the target that it lacks or "", what is played, beginnings of findings). The last case leaves notes behind.
+#: (fix, the target that it lacks or "", the played case, beginnings of findings). The last case leaves notes behind.
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF007", "", shared, ()),
     ("KVF007", "_update_requests_with_invalid_blocks", shared, (HOLE,)),

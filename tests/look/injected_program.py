@@ -1,4 +1,4 @@
-"""A process into which tests inject code. The first argument says what its main thread does at that time."""
+"""A process into which tests inject code. The first argument names the work of its main thread."""
 
 import ctypes
 import platform

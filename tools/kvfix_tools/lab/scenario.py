@@ -109,6 +109,10 @@ def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
     return Scenario(list(do.flat(parts)), shows, **more)
 
 
+#: The same for chunks of 256 tokens, which a step of 512 tokens covers.
+large_chunks = functools.partial(scenario, options=Options(chunk_size=256, max_num_batched_tokens=512))
+
+
 def mp_scenarios(
     *parts: Any, shows: str, wrong: str = ">=0.4.5", vllm: str = ">=0.22.0", options: Any = None, **more: Any
 ) -> tuple[Scenario, Scenario]:

@@ -3,7 +3,7 @@
 Symptom: LMCache logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens
 so vllm can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
-Cause: With `enable_async_loading` the client gives up after `lookup_timeout_ms`. It returns 0 and drops the start time
+Cause: With `enable_async_loading` a lookup times out after `lookup_timeout_ms`. It returns 0 and drops the start time
 of the lookup, which still counts as in flight. If vLLM has no free blocks, it asks again in the next step, and the
 client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15 the client also does
 not cancel the lookup, so the late answer and the fetched chunks of an ended request leak.

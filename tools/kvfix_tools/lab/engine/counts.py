@@ -1,4 +1,4 @@
-"""The counters of a run, with counters of transfers for each feature. A count of 0 shows what was not tested."""
+"""The counters of a run, with counters of transfers for each feature. A count of 0 shows an untested feature."""
 
 from collections import Counter
 from collections.abc import Callable

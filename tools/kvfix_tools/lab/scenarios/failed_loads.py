@@ -111,7 +111,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
     "failed-load-stored-under-way": scenario(
-        # The load brings none of 128 promised tokens, and the second step of 64 tokens stores what it computes.
+        # The load brings none of 128 promised tokens, and the second step of 64 tokens stores its tokens.
         [do.stored_elsewhere(prompt(128)), do.fail_load("first"), do.store("first", prompt(320))],
         do.admit("r", prompt(324), max_tokens=4),
         doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",

@@ -3,13 +3,12 @@
 from functools import partial
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import WORKER, Options, scenario
+from kvfix_tools.lab.scenario import WORKER, Options, large_chunks, scenario
 from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
 #: match(n): vLLM asks for a hit, with n computed tokens. match(0) sends a lookup, which times out (after 3,000 ms).
 TIMED_OUT = do.step(), do.wait(4), do.step()
-large_chunks = partial(scenario, options=Options(chunk_size=256, max_num_batched_tokens=512))
 FETCH = {"enable_async_loading": True}
 asynchronous = partial(
     scenario, needs={"lmcache": ">=0.3.10"}, options=Options(lmcache=FETCH, max_num_batched_tokens=512)
