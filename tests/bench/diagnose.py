@@ -25,7 +25,7 @@ FIXTURES = ("healthy-0.5.6", "crash-0.3.10", "mp-0.5.6", "degraded-0.5.6")
 #: A request id, or a time of LMCache's logger. Each life gets new ones.
 OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 MEGABYTES = 48
-ROUNDS = 3
+ROUNDS = 5
 #: Limits of the time, as a multiple of that of the search in Python: for lives of engines, and for a sparse log.
 REAL, SPARSE = 4, 0.5
 GIGABYTES = 0.2
