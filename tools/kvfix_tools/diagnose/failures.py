@@ -55,7 +55,7 @@ class Failures:
     def take(self, line: LogLine) -> None:
         name = line.name
         works = name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0)
-        if line.file in self.closing and (works or name in _STARTS):
+        if self.closing and line.file in self.closing and (works or name in _STARTS):
             # The process works again, unless Ray prints a line late, from before the shutdown.
             since = self.closing[line.file]
             is_first = name in ("vllm_version", "up")  # of the API server or LMCache's server, never of a worker of Ray
