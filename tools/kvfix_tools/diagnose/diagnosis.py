@@ -17,7 +17,7 @@ from kvfix_tools.diagnose.findings import Answer
 from kvfix_tools.diagnose.ledger_events import HISTORY, REQUESTS, VIOLATED, Requests
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding, in_order
-from kvfix_tools.diagnose.log_line import Evidence, LogLine
+from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
 from kvfix_tools.diagnose.releases import Releases, WhoRan
 from kvfix_tools.diagnose.texts import WHO
 from kvfix_tools.ledger import RULES
@@ -71,6 +71,7 @@ class Diagnosis:
         #: The last input with lines of kvfix's own recorder.
         self.recording = ""
         self._time: float | None = None
+        self._asked: Fields = {}
 
     def state(self, kind: type[State]) -> State:
         """Return the state of this class, which rules of one module keep while the log is read."""
@@ -97,9 +98,12 @@ class Diagnosis:
         if line.time is not None:
             self._time = line.time
         if name == "asked":
-            known = self.requests[line.request]
-            before, known.asked = known.asked, line.fields
-            if before is line.fields or before == line.fields:  # vLLM asks about a waiting request in every step
+            is_repeated = line.fields is self._asked  # vLLM asks about a waiting request in every step
+            if not is_repeated:
+                known = self.requests[line.request]
+                is_repeated = known.asked == line.fields
+                known.asked = self._asked = line.fields
+            if is_repeated:
                 self.failures.take(line)
                 self._run(name, line)
                 return

@@ -1,7 +1,4 @@
-"""Events of the ledger from lines of a log, and the requests that they concern.
-
-A line that lacks a value of an event makes no event.
-"""
+"""Events of the ledger from log lines, and their requests. A line that lacks a value of an event makes none."""
 
 import re
 from collections import deque

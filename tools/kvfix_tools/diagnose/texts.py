@@ -1,7 +1,4 @@
-"""Parse the text of one line: lines with LMCache's frame, and all other lines.
-
-The result does not depend on other lines, so it can be cached.
-"""
+"""Parse the text of one line. The result does not depend on other lines, so it can be cached."""
 
 import calendar
 import enum
