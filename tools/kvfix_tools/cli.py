@@ -76,8 +76,8 @@ def main_options(version: Version = False) -> None:
     """Take the options that stand before the command."""
 
 
-_AUDIT = """With --mode check: vLLM computes this fraction of the hits, and kvfix compares the computed KV with the
-cache."""
+_AUDIT = """With --mode check: vLLM recomputes this fraction of the hits, 0 to 1, and kvfix compares the result with the
+cached KV."""
 
 
 @app.command(context_settings=ANY_WORDS, rich_help_panel=COMMANDS["run"])
@@ -90,7 +90,7 @@ def run(
     layers: Annotated[bool, flag("--layers", "Also record the hooks that run once per layer.")] = False,
     audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
-    """Run a program, such as `vllm serve` or `lmcache server`, with kvfix in all its processes."""
+    """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes."""
     # The program replaces this process. Return only on failure: 2 for wrong options, 126 or 127 as a shell does.
     try:
         choice = Config(mode, only, skip, layers, plus, audit)
@@ -114,7 +114,7 @@ def run(
 
 @app.command(rich_help_panel=COMMANDS["explain"])
 def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
-    """Explain a fix (KVF...), a rule (KVR...) or a finding in logs (KVD...)."""
+    """Explain a fix (KVF...), a finding in logs (KVD...), or a rule that connectors must keep (KVR...)."""
     from kvfix_tools import explain
 
     raise typer.Exit(explain.explain(name, json))
@@ -125,7 +125,7 @@ _SYMPTOM = "Describe the symptom, or name a file with the description."
 
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)], json: Json = False) -> None:
-    """Find fixes, known problems and rules by the words of a text. Show the best three, and how to confirm each."""
+    """Describe a symptom: show the three best-matching fixes, known problems and rules, and how to confirm each."""
     from kvfix_tools import search
 
     raise typer.Exit(search.search(text, json))
@@ -137,9 +137,9 @@ def replay(
     router: Annotated[Path | None, value("LOG", "Read the log of the router between the engines too.")] = None,
     json: Json = False,
 ) -> None:
-    """Check recorder files or bundles again, and print the history of each violation. Exit 1 if there is a violation.
+    """Check recorder files (kvfix run --mode observe) or bundles (kvfix dump). Exit 1 if they violate a rule.
 
-    The files may come from several processes, ranks and nodes, and from prefill and decode instances.
+    Print the history of each violation. Files may come from several processes, ranks and nodes.
     """
     from kvfix_tools import replay
 
@@ -240,14 +240,14 @@ def diagnose(
     exit_zero: Annotated[bool, flag("--exit-zero", "Exit 0 even if there are findings.")] = False,
     request: Annotated[str, value("ID", "Show the whole history of one request.")] = "",
     html: Annotated[str, value("FILE", "Write a self-contained HTML page.")] = "",
-    brief: Annotated[str, value("FILE", "Write a summary of the log in 8 kB; - prints it.")] = "",
+    brief: Annotated[str, value("FILE", "Write a summary of the log, at most 8 kB. FILE may be - for stdout.")] = "",
     issue: Annotated[str, value("FILE", _ISSUE)] = "",
     everything: Annotated[bool, flag("--all", "Show every finding in full.")] = False,
     version: Version = False,
 ) -> None:
     """Find known bugs in a log. Exit 1 if a finding is certain.
 
-    Each finding has its numbers, its cause and its remedy.
+    For each finding, show the values in the log, the cause, and what to do.
     """
     from kvfix_tools.diagnose import command
     from kvfix_tools.diagnose.command import FORMATS, Options
@@ -285,7 +285,7 @@ def verify(
     requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
-    clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the load round.")] = 8,
+    clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the round under load.")] = 8,
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 300.0,
     api_key_env: Annotated[str, value("NAME", "Read the API key from this environment variable.")] = "",
     dry_run: Annotated[bool, flag("--dry-run", "Print the requests, and send none.")] = False,

@@ -49,9 +49,9 @@ class Selected(NamedTuple):
 
 
 _PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
-_OF_TRANSFER = "Leave out the bugs of connectors that this value of vLLM's --kv-transfer-config does not name."
+_OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
-_RELEASED = "Show whether the newest LMCache and vLLM of the package index have changed the fixed functions (uses pip)."
+_RELEASED = "Get the newest LMCache and vLLM with pip, and show which functions that kvfix patches have changed."
 
 
 def status(
@@ -59,14 +59,16 @@ def status(
     json: Json = False,
     everything: Annotated[bool, flag("--all", "Show the row of every fix.")] = False,
     connector: Annotated[
-        str, value("NAME[,NAME]", "Leave out the bugs of other connectors. Default: $KVFIX_CONNECTOR.")
+        str, value("NAME[,NAME]", "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR.")
     ] = "",
     transfer_config: Annotated[str, value("JSON", _OF_TRANSFER, "--kv-transfer-config")] = "",
     severity: Annotated[str, value("EFFECT", _EFFECT)] = "",
-    probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
+    probe: Annotated[
+        bool, typer.Option(help="Import vLLM and LMCache, and test bugs whose presence is unknown.")
+    ] = False,
     released: Annotated[bool, flag("--released", _RELEASED)] = False,
 ) -> int:
-    """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if a bug is not fixed."""
+    """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if it has a bug."""
     names = names or []
     if len(names) == 1 and names[0].isdigit():
         from kvfix_tools.look import attach
@@ -144,7 +146,7 @@ def overview(selected: Selected) -> list[str]:
     fixed = [(fix, row) for fix, row in worst.values() if row.verdict in ("applicable", "applied")]
     others = [(fix, row) for fix, row in worst.values() if row.verdict not in ("applicable", "applied")]
     installed = [f"{dist} {found}" for dist in ("vllm", "lmcache") if (found := installed_source.version(dist))]
-    connector = "not named (--connector NAME counts only what concerns it)"
+    connector = "all (only yours: kvfix status --connector NAME)"
     if selected.where:
         connector = f"{', '.join(sorted(selected.connectors))} (from {selected.where})"
     lines = [f"Installed: {', '.join(installed)}; kvfix {kvfix.__version__}", f"Connector: {connector}", ""]
@@ -155,7 +157,7 @@ def overview(selected: Selected) -> list[str]:
         here = f"KVFIX={choice!r} is set: kvfix acts in processes that you start from this shell."
     end = ["", here, _summary(Counter(row.verdict for _, row in worst.values()))]
     if others:
-        lines += ["", "Not fixed by kvfix.apply():"]
+        lines += ["", "Not fixed by kvfix.apply() alone (kvfix explain CODE tells what to do):"]
         lines += _not_fixed(others, _LINES - len(lines) - len(end))
     return [*lines, *end]
 

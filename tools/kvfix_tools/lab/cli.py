@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.fuzz.fuzz_run import Tally
     from kvfix_tools.lab.replay_recording import Replayed
 
-app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
+app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LMCachePath = Annotated[
@@ -44,7 +44,7 @@ def list_scenarios(json: Json = False) -> None:
         ]
         print(jsonlib.dumps(rows, indent=2))
         return
-    table = Table("scenario", "fixed by", "violated on", "what happens", box=None, pad_edge=False, header_style="bold")
+    table = Table("scenario", "fixed by", "happens on", "what happens", box=None, pad_edge=False, header_style="bold")
     for scenario in scenarios():
         table.add_row(
             scenario.slug, " ".join(scenario.fixes) or "nothing yet", _versions(scenario.wrong), scenario.title
@@ -81,7 +81,7 @@ def fuzz_connector(
         typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
     ] = "lab",
     transfers: Annotated[
-        str, typer.Option(help="real: NIXL moves the bytes over UCX, and is compared with the lab's model.")
+        str, typer.Option(help="lab: a model of NIXL. real: NIXL moves the bytes, compared with the model.")
     ] = "lab",
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Play seeds A to B - 1, or one seed.")] = "0:1000000",
     seconds: Annotated[
@@ -90,21 +90,22 @@ def fuzz_connector(
     steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
     mode: Annotated[
-        str, typer.Option(help="fix: apply the fixes. check: run in mode check, and count each report as a violation.")
+        str, typer.Option(help="fix: apply the fixes. check: also check the rules, as kvfix run --mode check does.")
     ] = "fix",
     fixes_in: Annotated[
         str,
         typer.Option(
-            help="A mixed roll-out. Only one engine has the default fixes. prefill, decode: this engine of a pair. "
-            "one: one of two engines that share a cache (v1 or mp). If a seed violates a rule without any fix too, "
-            "kvfix counts it separately."
+            help="Test a mixed roll-out. both: all engines have fixes. prefill, decode: only this engine of a pair. "
+            "one: only one of two engines that share a cache (v1 or mp). kvfix counts seeds that violate a rule "
+            "without fixes too separately."
         ),
     ] = "both",
     plain: Annotated[
-        bool, typer.Option(help="Draw default options, no aborts, no failed loads, no evictions.")
+        bool, typer.Option(help="Use default options only, without aborts, failed loads and evictions.")
     ] = False,
     shrink: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Shrink each violation for so long; 0: show the drawn schedule.")
+        float,
+        typer.Option(metavar="SECONDS", help="Search this long for a shorter schedule of each violation. 0: do not."),
     ] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[
@@ -116,7 +117,7 @@ def fuzz_connector(
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Play random schedules. Exit 1 if a rule was violated, 2 if nothing was tested."""
+    """Play random schedules of requests, aborts and faults. Exit 1 if a rule was violated, 2 if nothing was tested."""
     with _refusing("fuzz"):
         first, _, last = seeds.partition(":")
         drawn = range(int(first), int(last) if last else int(first) + 1)
@@ -213,17 +214,17 @@ def replay_recording(
 
 @app.command("continue")
 def continue_state(
-    file: Annotated[Path, typer.Argument(help="A file that `kvfix look PID --save FILE` or kvfix's watchdog wrote.")],
+    file: Annotated[Path, typer.Argument(help="A state, from `kvfix look PID --save FILE` or kvfix's watchdog.")],
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the shortest schedule that is stuck.")
     ] = None,
-    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="Shrink the schedule for so long.")] = 45.0,
+    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="Search this long for a shorter schedule.")] = 45.0,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
     """Rebuild an engine's state and continue it three times: as released, with the fixes, and with one request aborted.
 
-    Exit 1 if, as released, no request can move or a rule is violated.
+    Exit 1 if the run without fixes is stuck or violates a rule.
     """
     with _refusing("continue", file):
         runner.prepare(lmcache_path)

@@ -42,17 +42,17 @@ def parser() -> argparse.ArgumentParser:
     )
     add = options.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="use this device; auto: CUDA if present")
-    add("--backend", nargs="+", metavar="NAME", help="test this code; default: all that is installed (see --list)")
+    add("--backend", nargs="+", metavar="NAME", help="test these copy routines; default: all installed (see --list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        what = "lengths of the prefix that the engine already has" if name == "skip" else "values"
+        what = "lengths of the prefix that the engine has, and a load leaves out" if name == "skip" else "values"
         shown = f"use only these {what}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
-    add("--head-size", type=int, default=32, help="set the elements of a head; in bytes, a multiple of 8 (default: 32)")
+    add("--head-size", type=int, default=32, help="set the elements of a head; 8 must divide their bytes (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
     add("--race", nargs="*", metavar="NAME", help=f"run only races: {', '.join(races.RACES)}")
-    add("--gib", type=float, help="time a transfer of this size; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
+    add("--gib", type=float, help="measure the speed with this many GiB; 0: do not (default: 1/32 on a CPU, 4 on CUDA)")
     add("--seed", type=int, default=0, help="draw slots and values with this seed (default: 0)")
     add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")

@@ -12,12 +12,12 @@ Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the 
 are too few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. This call
 subtracts neither the computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
 
-If the hit is 256 tokens and 336 tokens are computed, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right
-numbers, so `update_state_after_alloc` raises. vLLM can have more tokens after chunked prefill or a preemption.
+Example: the hit is 256 tokens, and 336 tokens are computed after chunked prefill or a preemption. vLLM grants 256
+tokens in place of 0. The LoadSpec has the correct numbers, so `update_state_after_alloc` finds 256 too many and raises.
 
-Fix: If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request
-else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
-- Releases: LMCache 0.3.10. 0.3.9.post2 and earlier look up on every call; 0.3.10.post1 subtracts from the hit.
+Fix: The correct answer is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. The fix changes every
+other answer to this value, and rewrites the LoadSpec to match.
+- Releases: only LMCache 0.3.10. Earlier releases look up on every call; 0.3.10.post1 subtracts from the hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """
 
