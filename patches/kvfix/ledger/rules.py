@@ -56,9 +56,9 @@ def unknown(message: str) -> Outcome:
 
 @rule("KVR001", "promise-out-of-bounds", ev.Asked)
 def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
-    """A promise is at least 0 and leaves one token to compute: its logits give the next token.
+    """The answer of `get_num_new_matched_tokens` is at least 0 and leaves one prompt token to compute, for its logits.
 
-    0 <= promised <= total - 1 - computed. A load between steps may cover the last token too: vLLM then recomputes it
+    0 <= promised <= total - 1 - computed. An asynchronous load may cover the last token too: vLLM then recomputes it
     (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`). vLLM asserts on a larger promise.
     """
     if event.promised is None:

@@ -1,4 +1,4 @@
-"""EngineCore dies at the first aborted request: LMCache asserts a cache engine, which the scheduler role does not have.
+"""EngineCore dies at the first aborted request: LMCache asserts that the scheduler has a cache engine.
 
 Symptom: A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`
 (vllm_v1_adapter.py:1779 in 0.4.5), and EngineCore dies, when a request is aborted.

@@ -1,4 +1,4 @@
-"""A request waits for the whole lookup timeout: the worker cannot decode a lookup with a setting that is not a string.
+"""A request waits for the whole lookup timeout: the worker cannot decode a setting that is not a string.
 
 Symptom: The worker logs `Error processing request from scheduler: Expected `str`, got `bool``. Then the scheduler logs
 `Request ... is still waiting for async lookup after ... seconds`. The id of the request stays in the lookup client.

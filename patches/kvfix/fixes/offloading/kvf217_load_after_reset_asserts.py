@@ -1,4 +1,4 @@
-"""EngineCore dies after a prefix cache reset: OffloadingConnector takes the load of a preempted request for a store.
+"""EngineCore dies after a prefix cache reset: OffloadingConnector mistakes a load for a store.
 
 Symptom: EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_jid].is_store` in `build_connector_meta`
 of offloading/scheduler.py, after `reset_prefix_cache` with `reset_running_requests` and without `reset_connector`.

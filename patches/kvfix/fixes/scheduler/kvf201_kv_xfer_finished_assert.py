@@ -1,4 +1,4 @@
-"""EngineCore dies when a client disconnects during its load: vLLM frees the request at the first of two reports.
+"""EngineCore dies when a client disconnects during its load: vLLM frees the request before the second report.
 
 Symptom: EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in
 `_update_from_kv_xfer_finished`. With `kv_load_failure_policy=fail`, the default, a failed load causes the crash too.

@@ -105,7 +105,7 @@ SCENARIOS = {
         # compute the rest of their prompts on top of the failed load, and are stored.
         [do.stored_elsewhere(prompt(128)), do.fail_load("failing"), do.admit("failing", prompt(300))],
         [do.store("sharing", prompt(260)), do.admit("r", prompt(300))],
-        doc="A load fails with speculative decoding: vLLM reads the failed blocks before `wait_for_save` runs.",
+        doc="A load fails with speculative decoding: vLLM collects the failed blocks before `wait_for_save` runs.",
         shows="LAB001 the step reads token 128 of",
         needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
         options=Options(max_num_batched_tokens=1024, save_last=True),

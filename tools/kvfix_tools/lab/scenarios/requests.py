@@ -83,7 +83,7 @@ SCENARIOS = {
     # ------------------------------------------------------------------ preempted and resumed
     "decoder-left-after-resume": producer(
         [do.admit("r", prompt(300), max_tokens=2, sampling=ASKS), do.step(), do.preempt("r")],
-        doc="A preempted request with a disagg_spec is resumed, and LMCache keeps its decoder for ever.",
+        doc="A preempted request with a disagg_spec is resumed, and LMCache never removes its entry for the decoder.",
         shows="KVR009 tmp_disagg_tracker still holds it",
     ),
     "preempt-full-hit": large_chunks(
