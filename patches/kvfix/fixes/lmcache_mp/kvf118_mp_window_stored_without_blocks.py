@@ -27,29 +27,20 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
-def fix_new(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-    _keep_whole(connector, metadata, computed)
-
-
-@fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
-def fix_cached(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    cached = scheduler_output.scheduled_cached_reqs
-    _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
-
-
-def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:
-    """Keep only the chunks of these requests' stores whose blocks vLLM has. computed: tokens before the step."""
-    windows, chunk = _windows.of(connector), _mp.chunk_size(connector)
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
+    """Keep only the chunks of the step's stores whose blocks vLLM has."""
+    computed, windows, chunk = _windows.computed(scheduler_output), _windows.of(connector), _mp.chunk_size(connector)
     for meta in list(metadata.requests):
         if meta.direction != "STORE" or meta.request_id not in computed:
             continue
         tracker, op = connector.request_trackers[meta.request_id], meta.op
-        has_hole, before = hasattr(tracker, "_kvfix_hole"), computed[meta.request_id]
-        end = op.start if has_hole else _whole_until(op, windows, chunk, before)
+        cut = getattr(tracker, "_kvfix_cut", None)
+        if cut is op:  # the fix has cut this store after the first of the two functions
+            continue
+        end = op.start if cut is not None else _whole_until(op, windows, chunk, computed[meta.request_id])
         if end == op.end:
             continue
-        tracker._kvfix_hole = end
+        tracker._kvfix_cut = op
         note(__name__, f"request {meta.request_id}: tokens {end} to {op.end} are not stored")
         if end == op.start:
             metadata.requests.remove(meta)
@@ -84,8 +75,8 @@ def cached_shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
-    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached),
+    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix),
+    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-window-stored-null", "mp-window-stored-late"),
