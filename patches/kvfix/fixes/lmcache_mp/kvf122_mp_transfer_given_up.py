@@ -66,24 +66,18 @@ def fail_transfers(client: Any, answer: Any) -> None:
         note(__name__, "transfers of a server that has ended are reported as failed")
 
 
-class _Unhealthy(stubs.Stub):
-    """A worker's adapter that has missed a heartbeat, and is connected."""
-
-    _health_event = stubs.Stub(is_set=lambda: False)
-    req_client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))
-
-    @property
-    def is_healthy(self) -> bool:
-        return bool(self._health_event.is_set())
-
-
 def _unhealthy(module: Any, **more: Any) -> Any:
-    """Return an unhealthy worker. Raises LookupError if the client does not watch its connection (KVF904)."""
+    """Return a connected worker that has missed a heartbeat. Its own class computes `is_healthy` from the event.
+
+    Raise LookupError if the client does not watch its connection (KVF904).
+    """
     if not hasattr(module, "MessagingStream"):  # only a client with it watches
         raise LookupError("the client does not watch its connection")
-    attributes = vars(_mp.worker_side(**more))
-    del attributes["is_healthy"]
-    return _Unhealthy(**attributes)
+    client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))
+    event = stubs.Stub(is_set=lambda: False)
+    adapter = module.LMCacheMPWorkerAdapter.__new__(module.LMCacheMPWorkerAdapter)
+    vars(adapter).update(vars(_mp.worker_side(_health_event=event, req_client=client, **more)))
+    return adapter
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
