@@ -15,12 +15,11 @@ gets no memory returns no chunk instead of an AssertionError.
 - Remove when: `allocate` has a timeout.
 """
 
-import functools
 import threading
 import time
 
 from kvfix import clock, engine_log
-from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, Wrapper, fix_calls, positional, stubs
+from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
 #: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.
@@ -50,32 +49,26 @@ class _Waits(threading.local):
         return True
 
 
-def fix(module: Any) -> Wrapper:
-    def bounded(original: Any) -> Any:
-        evicts, loops = PLACES.get(original.__name__, (4, 5))
-        by_position = positional(original)
-        waits = _Waits()
+_WAITS = _Waits()
 
-        @functools.wraps(original)
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            given, _ = by_position(args, kwargs)
-            if len(given) <= loops or not (given[evicts] and given[loops]):
-                return original(*args, **kwargs)
-            waits.begin()
-            while True:
-                memory = original(*given[:loops], False, *given[loops + 1 :])
-                if memory is not None:
-                    return memory
-                if not waits.wait():
-                    engine_log.warning(
-                        f"KVF016: LMCache's CPU cache had no memory for a load for {LONGEST_WAIT:.0f} s. The load "
-                        "has failed, and vLLM computes its tokens. Check local_cpu and max_local_cpu_size."
-                    )
-                    return None
 
-        return hook
-
-    return bounded
+@fix_calls
+def fix(allocate: Any, *args: Any, **kwargs: Any) -> Any:
+    evicts, loops = PLACES.get(allocate.__name__, (4, 5))
+    given, _ = positional(allocate)(args, kwargs)
+    if len(given) <= loops or not (given[evicts] and given[loops]):
+        return allocate(*args, **kwargs)
+    _WAITS.begin()
+    while True:
+        memory = allocate(*given[:loops], False, *given[loops + 1 :])
+        if memory is not None:
+            return memory
+        if not _WAITS.wait():
+            engine_log.warning(
+                f"KVF016: LMCache's CPU cache had no memory for a load for {LONGEST_WAIT:.0f} s. The load has failed, "
+                "and vLLM computes its tokens. Check local_cpu and max_local_cpu_size."
+            )
+            return None
 
 
 @fix_calls
