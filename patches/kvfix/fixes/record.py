@@ -151,9 +151,12 @@ class Fix:
     ) -> None:
         module = sys._getframe(1).f_globals  # as collections.namedtuple finds its module
         self.module_name: str = module["__name__"]
-        self.targets = targets
-        self.effect = effect
+        self.code, self.slug = code_and_slug(self.module_name)
         self.docstring: str = module["__doc__"] or ""
+        self.title = self.docstring.strip().partition("\n")[0]
+        self.targets = targets
+        self.fixable = any(target.fix is not None for target in targets)
+        self.effect = effect
         self.evidence = evidence
         self.scenarios = scenarios or ((self.slug,) if self.fixable and not proof else ())
         self.proof = proof
@@ -165,19 +168,6 @@ class Fix:
         self.on_fault = on_fault or ("closed" if is_closed else "original")
         self.let_go = let_go
         self.harmless = harmless
-
-    @property
-    def code(self) -> str:
-        return code_and_slug(self.module_name)[0]
-
-    @property
-    def slug(self) -> str:
-        return code_and_slug(self.module_name)[1]
-
-    @property
-    def fixable(self) -> bool:
-        """True if any target has a fix."""
-        return any(target.fix is not None for target in self.targets)
 
     @property
     def groups(self) -> list[tuple[str, tuple[Target, ...]]]:
@@ -194,10 +184,6 @@ class Fix:
     def sections(self) -> tuple[str, ...]:
         found = SECTIONS if self.fixable else SECTIONS_UNFIXABLE
         return (*found, MIXED_ROLL_OUT, *FACTS) if self.opt_in else (*found, *FACTS)
-
-    @property
-    def title(self) -> str:
-        return self.docstring.strip().partition("\n")[0]
 
     @functools.cached_property
     def _texts(self) -> dict[str, str]:
