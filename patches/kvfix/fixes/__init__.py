@@ -5,8 +5,6 @@ component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its mu
 `offloading`, `nixl` and `mooncake` are vLLM's. `unfixable` has bugs with a workaround in place of a fix.
 """
 
-from __future__ import annotations
-
 #: {retired code of a fix, rule or finding, which is never used again: why it is gone, and what to read instead}
 RETIRED = {
     "KVF368": (

@@ -26,11 +26,9 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, fix_around, note, stubs
 # vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
 @fix_around(when=lambda impl, output, *_, **__: getattr(output.scheduled_cached_reqs, "resumed_req_ids", True))
 def fix(impl: Any, scheduler_output: Any) -> Steps:
-    names, as_hit = scheduling.resumed(scheduler_output), []
-    if not names:
-        return (yield)
+    as_hit = []
     try:
-        for name in names:
+        for name in scheduling.resumed(scheduler_output):
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
             computed = request.num_computed_tokens
             until = computed + scheduler_output.num_scheduled_tokens[name]

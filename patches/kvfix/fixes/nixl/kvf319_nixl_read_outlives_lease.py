@@ -20,9 +20,8 @@ declines a read after that time, even if its heartbeats have renewed the lease. 
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
-from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import NEW_REQUESTS, NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER, Any, Fix, Steps, fix_after, fix_around
-from kvfix.wrapping import View, replaced
+from kvfix.fixes import _closed, _nixl, api
+from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, replaced
 
 #: Seconds before the end of a lease. A heartbeat that is sent in this time may come too late, so it does not count.
 MARGIN = 1.0
@@ -99,9 +98,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 FIX = Fix(
-    NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", order=1, probe=shows_bug, fix=request_finished),
-    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
-    NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
+    api.NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", order=1, probe=shows_bug, fix=request_finished),
+    api.NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
+    api.NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
     effect="wrong output",
     evidence={"KVR017": ""},
     attaches=NEW_REQUESTS,
