@@ -41,7 +41,7 @@ def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """256 tokens in the lookup cache, 336 computed, 10009 in total. Right is 0."""
+    """The lookup cache has 256 tokens, and 336 of 10009 are computed. The right answer is 0. With the bug it is 256."""
     answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
     if answer not in (0, 256):
         raise ValueError(f"the probe expects 0 or 256, got {answer!r}")

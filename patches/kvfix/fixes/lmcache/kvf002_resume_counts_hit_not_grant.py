@@ -63,10 +63,7 @@ def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resumed with 800 computed tokens, 1024 hit, none granted, 50 scheduled.
-
-    Right is a tracker of 850 tokens. Wrong is another number, or an AssertionError.
-    """
+    """Resume at 800 tokens, schedule 50. The bug raises AssertionError, or the tracker does not have 850 tokens."""
     specs = {stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)}
     impl, tracker = stubs.scheduled(adapter, 900, tracked=900, computed=800, load_specs=specs)
     step = stubs.step(50, computed=800, blocks=list(range(60)), resumed=True)

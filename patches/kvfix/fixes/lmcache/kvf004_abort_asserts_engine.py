@@ -25,7 +25,7 @@ def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """An abort in the scheduler role. Wrong is an AssertionError."""
+    """Abort a request in the scheduler role. The bug raises AssertionError."""
     request = stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED)
     return stubs.raises(AssertionError, hook, stubs.scheduler_side(), request, [])
 

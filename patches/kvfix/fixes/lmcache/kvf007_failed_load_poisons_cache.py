@@ -121,12 +121,12 @@ def fix_scheduler(impl: Any, scheduler_output: Any) -> None:
 
 
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Block 3 failed to load, and the step saves its request. Wrong is to save it."""
+    """Let the load of block 3 fail, and save the step. With the bug, the worker stores the request."""
     return _lmcache.stores(hook, adapter, {"_invalid_block_ids": {3}})
 
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
-    """Block 3 has failed, and the next step is in flight: the hook reports the block and forgets it."""
+    """Return True if the hook reports failed block 3, and forgets it while the next step is in flight."""
     config = stubs.Stub(scheduler_config=stubs.Stub(async_scheduling=True))
     impl = stubs.Stub(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
     if hook(impl) != {3}:
@@ -135,7 +135,7 @@ def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
 
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
-    """512 tokens count as saved, vLLM has rolled back to 256 and computes 16 more. Right is to save all 272 tokens."""
+    """Roll back from 512 saved tokens to 256, and compute 16. With the bug, the step does not save all 272 tokens."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256, _kvfix_rolled_back={stubs.NAME})
     tracker.num_saved_tokens = 512
     meta = hook(impl, stubs.step(16, computed=256))
@@ -143,7 +143,7 @@ def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
-    """One running request, its first block has failed: the hook rolls it back, and nothing records that."""
+    """Return True if the hook rolls back a request whose first block has failed, and nothing records this."""
     impl = stubs.Stub()
     _scheduler.roll_back_one(hook, impl)
     return not getattr(impl, "_kvfix_rolled_back", None)

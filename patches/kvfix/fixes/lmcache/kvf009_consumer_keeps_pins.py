@@ -21,7 +21,7 @@ def fix(impl: Any, answer: None) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """A step with one request on a consumer. Wrong is not to unpin it."""
+    """Run a step with one request on a consumer. With the bug, the consumer does not unpin the request."""
     unpinned: list[Any] = []
     engine = stubs.Stub(lookup_unpin=unpinned.append)
     meta = stubs.Stub(req_id=stubs.NAME, save_spec=None)

@@ -40,7 +40,7 @@ def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = 
 
 
 def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
-    """A lookup in flight without a start time. Right is 0, wrong is a KeyError."""
+    """Ask for a lookup in flight that has no start time. The right answer is 0. The bug raises KeyError."""
     return stubs.raises(KeyError, hook, stubs.async_lookup_client(), *tokens, stubs.NAME)
 
 

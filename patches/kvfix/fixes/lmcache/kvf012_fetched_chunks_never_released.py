@@ -49,7 +49,7 @@ def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 
 def shows_bug(hook: Any, engine: Any) -> bool:
-    """The chunks are fetched and not loaded. A function with the bug does not clean them up."""
+    """Unpin a request whose chunks were fetched and not loaded. With the bug, the chunks are not cleaned up."""
     cleaned: list[str] = []
     done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE
     stub = stubs.Stub(

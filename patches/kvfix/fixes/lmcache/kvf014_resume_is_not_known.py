@@ -31,14 +31,14 @@ def fix_metadata(impl: Any, scheduler_output: Any) -> None:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A lookup for a request that was scheduled before. Right is 0 here: no load would start."""
+    """Look up a request that was scheduled before. The right answer is 0, because no load would start."""
     client = stubs.lookup_client(256)
     impl = stubs.scheduler_side(lookup_client=client, _request_trackers={stubs.NAME: object()})
     return bool(hook(impl, stubs.request(300), 0) != 0)
 
 
 def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resumed with 256 of 512 tokens and 20 new blocks. Wrong is a tracker that also has the old blocks."""
+    """Resume with 256 of 512 tokens and 20 new blocks. With the bug, the tracker also has the old blocks."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256, blocks=list(range(40, 60)), resumed=True))
     return bool(tracker.allocated_block_ids != list(range(40, 60)))

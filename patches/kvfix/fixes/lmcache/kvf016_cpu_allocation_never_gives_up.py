@@ -82,7 +82,7 @@ def fix_disk(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def disk_shows_bug(hook: Any, module: Any) -> bool:
-    """A load of a chunk without free memory. Right is None, wrong is an AssertionError."""
+    """Load a chunk without free memory. The right answer is None. The bug raises AssertionError."""
     backend = stubs.Stub(local_cpu_backend=stubs.Stub(allocate=lambda *_, **__: None))
     try:
         return hook(backend, None, "", dtype=None, shape=None, fmt=None) is not None

@@ -29,7 +29,7 @@ def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_ma
 
 
 def shows_bug(hook: Any, operations: Any) -> bool:
-    """Two heads, blocks of one token, the token in slot 1: no index is out of range. Right is to copy its two rows."""
+    """Copy the token in slot 1, with two heads and blocks of one token. With the bug, the wrong rows are copied."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
         return False  # re-exported by a package (0.5.6): another target has the module that defines it
     import torch  # the module has imported it

@@ -40,7 +40,7 @@ def fix(impl: Any, answer: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resumed with two blocks; the worker appends a third to its list. Wrong is a third block in the tracker."""
+    """Resume with two blocks; the worker then appends a third. With the bug, the tracker also has the third block."""
     tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
     since_0_3_11 = "all_token_ids" in inspect.signature(hook).parameters
     hook(tracker, [0] * 16, (blocks,), True, **({"all_token_ids": [0] * 48} if since_0_3_11 else {}))
@@ -51,7 +51,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def step_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A step resumes the request. Wrong is a tracker that keeps the same list object as the scheduler output."""
+    """Resume a request. With the bug, the tracker keeps the list object of the scheduler output."""
     blocks = [1, 2]
     specs = {stubs.NAME: adapter.LoadSpec(32, 32, can_load=False)}
     impl, tracker = stubs.scheduled(adapter, 48, tracked=32, computed=32, load_specs=specs)

@@ -46,7 +46,7 @@ fix_release = fix_before(when=lambda *_: COLLECTED)(free_collected)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A chunk that is collected. Wrong is to free it at once."""
+    """Let the collector find a chunk. With the bug, `__del__` frees the chunk at once."""
     freed: list[Any] = []
     allocator, meta = stubs.Stub(free=freed.append), stubs.Stub(ref_count=0, pin_count=0, address=0)
     chunk = stubs.Stub(parent_allocator=allocator, is_valid=lambda: True, meta=meta)

@@ -75,7 +75,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """The load covers 32 tokens in blocks 3 and 4. Only the first 16 are loaded. Right is to record block 4."""
+    """Load only 16 of 32 tokens, in blocks 3 and 4. With the bug, block 4 is not recorded as failed."""
     import torch  # the adapter has imported it
 
     load = stubs.Stub(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)

@@ -125,7 +125,7 @@ def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Two ranks load 256 tokens of a request and compute 256 more. Wrong is to save them in this step."""
+    """Two ranks load 256 tokens of a request and compute 256 more. With the bug, the same step saves the request."""
     config = stubs.Stub(max_concurrent_batches=1, parallel_config=stubs.Stub(world_size=2))
     new = stubs.request(512, req_id=stubs.NAME, block_ids=(list(range(32)),), num_computed_tokens=256)
     load = adapter.LoadSpec(vllm_cached_tokens=0, lmcache_cached_tokens=256, can_load=True)
@@ -134,12 +134,12 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def stores_all_the_same(hook: Any, adapter: Any) -> bool:
-    """A kv_producer's request whose metadata are marked. Wrong is to store it."""
+    """Save a marked request of a kv_producer. Without the fix, the worker stores the request."""
     return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
-    """The hook rolls back a request with a waiting save, whose first block has failed. Wrong is to keep the save."""
+    """Roll back a request that has a waiting save. Without the fix, the save stays."""
     saves = {stubs.NAME: None}
     _scheduler.roll_back_one(hook, stubs.Stub(**{_UNSAVED: stubs.Stub(saves=saves)}))
     return bool(saves)

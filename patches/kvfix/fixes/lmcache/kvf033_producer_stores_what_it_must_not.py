@@ -22,7 +22,7 @@ fix, fix_layers = _lmcache.skip_producer_stores(_must_not_be_stored)
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """A kv_producer saves a step of a request that asks for `lmcache.skip_save`. Wrong is to store it."""
+    """Save a kv_producer's request that asks for `lmcache.skip_save`. With the bug, the worker stores the request."""
     return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, request_configs={"lmcache.skip_save": True})
 
 

@@ -47,7 +47,7 @@ def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A write that fails. Wrong is to leave the memory in use."""
+    """Let a write fail. With the bug, the memory stays in use."""
     released: list[bool] = []
 
     def write_file(*_: Any) -> None:

@@ -46,7 +46,7 @@ def fix(module: Any) -> Wrapper:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A READY tracker with a hit of 512, and a request with no computed tokens; then a preempted one like it."""
+    """Look up again after a failed load, also of a preempted request. With the bug, the hit is promised again."""
     for status in (None, module.RequestStatus.PREEMPTED):
         connector, request = _mp.scheduler_side(module, found=512), stubs.request(2048)
         hook(connector, request, 0)

@@ -79,7 +79,7 @@ def fix_step(connector: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """512 tokens were found for a request that ends before it is admitted. Wrong is not to free their locks."""
+    """End a request with a hit of 512 tokens before its admission. With the bug, its locks are not freed."""
     request = stubs.request(2048)
     connector, _ = _mp.tracked(module, request, num_lmcache_hit=512)
     hook(connector, request, [])
@@ -87,7 +87,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 def step_shows_bug(hook: Any, module: Any) -> bool:
-    """The request ends before the answer of 512 tokens has come, and a step follows. Wrong is not to free the locks."""
+    """End a request before its lookup is answered, then run a step. With the bug, its locks are not freed."""
     request = stubs.request(2048)
     connector, _ = _mp.tracked(module, request, found=None)
     connector.scheduler_adapter._pending_lookups.add(request.request_id)

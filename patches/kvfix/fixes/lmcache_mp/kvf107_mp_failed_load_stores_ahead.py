@@ -50,7 +50,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """vLLM had 256 tokens, the cache 1024, the load failed. 1024 are scheduled: wrong is to store beyond 1280."""
+    """A load of 768 tokens after 256 fails, and 1024 tokens are scheduled. With the bug, a store ends beyond 1280."""
     counts = {"num_vllm_hit": 256, "num_lmcache_hit": 1024, "num_stored": 1024}
     connector, tracker = _mp.tracked(module, stubs.request(4096), **counts)
     tracker.state = module.LMCacheMPRequestState.READY

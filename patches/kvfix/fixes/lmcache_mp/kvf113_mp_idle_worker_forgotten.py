@@ -25,7 +25,7 @@ def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A registration. Wrong is not to start the heartbeat."""
+    """Register the worker. With the bug, the heartbeat does not start."""
     started: list[bool] = []
     adapter = stubs.Stub(
         lmcache_tokens_per_chunk=256,

@@ -43,7 +43,7 @@ def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """512 tokens were found and none granted. Wrong is to wait for a load."""
+    """Grant none of 512 found tokens. With the bug, the request waits for a load."""
     request = stubs.request(2048)
     connector, tracker = _mp.tracked(module, request, num_lmcache_hit=512)
     hook(connector, request, _mp.BLOCKS, 0)

@@ -44,7 +44,7 @@ def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request ends in each of 128 steps. The probe calls the function that uses the set of `__init__`."""
+    """End one request in each of 128 steps. With the bug, the set that `__init__` makes keeps all ids."""
     adapter = stubs.Stub(
         finished_stores=set(), store_futures={}, previously_finished=set(), _returned_finished=set(),
         _returned_finished_steps=deque(),  # patches/upstream/mp-ended-ids-kept adds this

@@ -63,13 +63,13 @@ def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, compu
 
 
 def new_shows_bug(hook: Any, module: Any) -> bool:
-    """vLLM has 512 tokens, LMCache none; the window's list begins with null blocks. Wrong is to store them."""
+    """Schedule a request with 512 tokens of vLLM, and null blocks before its window. With the bug, they are stored."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), [0] * 16 + list(range(65, 113)), computed=512)
     return any(0 in meta.op.block_ids[1] for meta in _windows.stored(hook, module, connector, 512, 512)[1:])
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """768 tokens are computed, and the tracker knows of none. Wrong is to store the first 256 of them."""
+    """768 tokens are computed, and the tracker knows none. With the bug, the first 256 of them are stored."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), list(range(65, 129)), computed=0)
     return len(_windows.stored(hook, module, connector, 768, 256, blocks=[])) > 1
 

@@ -103,7 +103,7 @@ def _any_in_use(connector: Any, blocks: set[int]) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """256 tokens are stored with a window of 16; their blocks are used when the next step begins. Right is to wait."""
+    """Store 256 tokens with a window of 16; the next step uses their blocks. With the bug, no worker has to wait."""
     connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
     connector._gpu_block_pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1)] * 129)
     _windows.stored(hook, module, connector, 0, 256, blocks=[])

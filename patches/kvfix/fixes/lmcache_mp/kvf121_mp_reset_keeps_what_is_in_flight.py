@@ -33,7 +33,7 @@ def fix_scheduler(scheduler: Any) -> None:
 
 
 def shows_bug(hook: Any, connector: Any) -> bool:
-    """A request is open, and the servers answer. Wrong is True."""
+    """Reset the connector while a request is open. With the bug, the answer is True."""
     adapter = stubs.Stub(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER
     trackers = {stubs.NAME: None}

@@ -81,7 +81,7 @@ def _unhealthy(module: Any, **more: Any) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A load that has no answer. Wrong is to report it."""
+    """Start a load that gets no answer. With the bug, the worker reports the load."""
     future = stubs.Stub(query=lambda: False)
     adapter = _unhealthy(module, lazy_offload=True, retrieve_futures={stubs.NAME: (future, [3, 4])})
     _, loads = _mp.get_finished(hook, adapter)
@@ -89,7 +89,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 def preemption_shows_bug(hook: Any, module: Any) -> bool:
-    """A step after a preemption, with a store in flight. Wrong is not to wait for it."""
+    """Run a step after a preemption, with a store in flight. With the bug, the worker does not wait for the store."""
 
     def wait() -> None:
         raise TimeoutError
@@ -100,14 +100,14 @@ def preemption_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def unnoted(hook: Any, module: Any) -> bool:
-    """An answer without content comes. Right, for this fix, is to record that the client is connected."""
+    """Receive an answer without content. Without the fix, nothing records that the client is connected."""
     client = stubs.Stub(socket=stubs.Stub(recv_multipart=list))
     hook(client)
     return not getattr(client, "_kvfix_connected", False)
 
 
 def unanswered(hook: Any, module: Any) -> bool:
-    """A load is in flight when the connection is lost. Wrong is to leave it without an answer."""
+    """Lose the connection while a load is in flight. Without the fix, the load gets no answer."""
     return _mp.is_left_unanswered(hook, "retrieve")
 
 

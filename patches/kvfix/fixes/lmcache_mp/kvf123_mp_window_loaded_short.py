@@ -45,7 +45,7 @@ def _specs(group: Any) -> dict[str, Any]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A window of 64 tokens, and three in front of it. Wrong is to register 64."""
+    """Register a window of 64 tokens, and three tokens in front of it. With the bug, only 64 are registered."""
     kind = type("SlidingWindowSpec", (), {"sliding_window": 64, "block_size": 16, _EXTRA: 3})
     return bool(hook([stubs.Stub(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
 

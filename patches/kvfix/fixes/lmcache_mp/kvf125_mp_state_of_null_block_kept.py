@@ -36,7 +36,7 @@ def fix(
 
 
 def shows_bug(function: Any, module: Any) -> bool:
-    """One object of two KV groups, and a chunk whose last block is null in the second. Wrong is to store it."""
+    """Check a chunk whose last block is null in the second of two KV groups. With the bug, the chunk is stored."""
     group = stubs.Stub(kernel_group_indices=[0, 1], aux=False)
     return not function([[1, 2], [3, 0]], [group], [2, 2], 1)[0][0]
 

@@ -94,7 +94,7 @@ def register_again(heartbeat: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A store is in flight when the connection is lost. Wrong is to leave it without an answer."""
+    """Lose the connection while a store is in flight. With the bug, the store gets no answer."""
     return _mp.is_left_unanswered(hook, "prepare_store")
 
 

@@ -75,14 +75,14 @@ def request_finished(*_: Any) -> Steps:
 
 
 def promises(hook: Any, module: Any) -> bool:
-    """A remote prefill that names no peer. Wrong is to promise its tokens."""
+    """Look up a remote prefill that names no peer. With the bug, the tokens of the prefill are promised."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
     return bool(hook(_mooncake.scheduler_side("kv_consumer"), request, 0)[0])
 
 
 def _raises_with(*arguments: Any) -> Callable[[Any, Any], bool]:
     def raises(hook: Any, module: Any) -> bool:
-        """A consumer that is asked to send. Wrong is to raise."""
+        """Ask a consumer to send. The bug raises AssertionError."""
         request = stubs.request(32, kv_transfer_params={"do_remote_decode": True, "transfer_id": "t"})
         return stubs.raises(AssertionError, hook, _mooncake.scheduler_side("kv_consumer"), request, *arguments)
 

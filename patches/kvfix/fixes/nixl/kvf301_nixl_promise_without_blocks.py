@@ -66,7 +66,7 @@ def _asked_for(function: Any) -> tuple[str, ...]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A remote prefill that names no blocks. Wrong is to promise its tokens."""
+    """Look up a remote prefill that names no blocks. With the bug, the tokens of the prefill are promised."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True, "remote_block_ids": []})
     return bool(hook(_nixl.scheduler_side(), request, 0)[0])
 

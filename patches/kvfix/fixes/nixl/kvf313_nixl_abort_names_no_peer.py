@@ -19,7 +19,7 @@ fix = _prefills.drop_peerless(__name__, lambda params: all(key in params for key
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """An aborted request that names no peer. Wrong is a KeyError."""
+    """Abort a request that names no peer. The bug raises KeyError."""
     waiting: dict[str, Any] = {stubs.NAME: (stubs.request(8, kv_transfer_params={}), [], (), False)}
     return stubs.raises(KeyError, hook, _nixl.scheduler_side(_reqs_need_recv=waiting), stubs.Stub())
 

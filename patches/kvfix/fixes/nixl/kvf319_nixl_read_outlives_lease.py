@@ -92,7 +92,7 @@ def _too_late(worker: Any, name: str, now: float) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A prefill that ends. Wrong is not to name the end of its lease."""
+    """End a prefill. With the bug, the answer does not name the end of the lease."""
     _, params = hook(_nixl.scheduler_side(), _nixl.finished_prefill(8), ([1],))
     return params.get("remote_blocks_expiry_time") is None
 

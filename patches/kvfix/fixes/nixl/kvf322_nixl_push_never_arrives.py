@@ -78,7 +78,7 @@ def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, regist
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A registration. Wrong is that it does not name its end."""
+    """Register a load. With the bug, the registration does not name its end."""
     connector = _nixl.scheduler_side()
     hook(connector, _nixl.remote_prefill(8), _nixl.allocated(1), 8)
     known = {

@@ -32,7 +32,7 @@ def record_blocks(scheduler: Any, request: Any, blocks: Any, num_external_tokens
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Block 3 is allocated, and another connector loads. Wrong is not to record it."""
+    """Allocate block 3 for a load of another connector. With the bug, block 3 is not recorded."""
     allocated: set[int] = set()
     scheduler = stubs.Stub(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
     hook(scheduler, stubs.request(16), stubs.Stub(blocks=([stubs.Stub(block_id=3)],)), 0)

@@ -61,7 +61,7 @@ def start_kv_transfers(worker: Any, metadata: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The copy of a load has failed. Wrong is an AssertionError."""
+    """Let the copy of a load fail. The bug raises AssertionError."""
     result = stubs.Stub(job_id=7, success=False, transfer_size=None, transfer_time=None)
     worker = stubs.Stub(
         worker=stubs.Stub(get_finished=lambda: [result]), _load_jobs={7: stubs.NAME},

@@ -35,7 +35,7 @@ def prepare_load(manager: Any, keys: Any, req_context: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A chunk is promoted twice for one request. Wrong is to do it both times."""
+    """Promote a chunk twice for one request. With the bug, both promotions start."""
     written = stubs.Stub(keys_to_store=[b"key"], store_spec=module.CPULoadStoreSpec([0]))
     manager = stubs.Stub(
         primary_tier=stubs.Stub(prepare_write=lambda *_: written), _request_load_sources={},

@@ -84,7 +84,7 @@ def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The store of block 3 is done, and its load has failed in the same step. Wrong is that requests find the block."""
+    """End the store of block 3 in the step in which its load fails. With the bug, later requests find the block."""
     found: list[Any] = []
     block = stubs.Stub(
         block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None

@@ -47,7 +47,7 @@ def _evict(manager: Any, blocks: set[int]) -> None:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """One running request, one failed block. Wrong is that neither the hook nor its caller evicts the block."""
+    """Let one block of a running request fail. With the bug, neither the hook nor its caller evicts the block."""
     evicted: list[Any] = []
     stub = _scheduler.running(stubs.request(32, num_computed_tokens=20, num_cached_tokens=16))
     stub.kv_cache_manager.evict_blocks = evicted.append

@@ -156,14 +156,14 @@ def lacks_stale_output(hook: Any, module: Any) -> bool:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """One running request with two tokens in flight. Wrong is to keep waiting for both."""
+    """Roll back a request that has two tokens in flight. With the bug, the request still waits for both."""
     request = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16, num_output_placeholders=2)
     _scheduler.roll_back(hook, request)
     return bool(request.num_output_placeholders == 2 and not _is_to_compute(request))
 
 
 def promises(hook: Any, adapter: Any) -> bool:
-    """A request that must be computed. Wrong is to promise it the hit."""
+    """Look up a request that vLLM must compute. Without the fix, the hit is promised."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, _kvfix_compute=True), 0))
 

@@ -82,7 +82,7 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """192 of 256 tokens are a hit: the list has or gets 12 blocks for them. The rest needs 4, the limit is 10."""
+    """Reserve blocks for 256 tokens with a hit of 192, before and after its load. With the bug, there are too few."""
     null, block = (stubs.Stub(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
     lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}
