@@ -15,7 +15,7 @@ RETIRED = {
 
 
 def modules() -> dict[str, tuple[str, str]]:
-    """{code: (slug, module)}, sorted by code. Finds modules as Python does: as source, as bytecode, or in a zip."""
+    """Return {code: (slug, module)}, sorted by code. The modules may be source, bytecode, or in a zip."""
     import pkgutil  # imported only here: the start of a process does not need it
 
     found = []

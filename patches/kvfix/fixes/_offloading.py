@@ -65,7 +65,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata: the scheduler handles failed copies. Without it, a worker reports no failed copy as done."""
+    """Mark the metadata, so that a worker knows that the scheduler handles failed copies, and reports them."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:

@@ -40,7 +40,7 @@ def lmcache_adapters(scheduler: Any) -> list[Any]:
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """For probes: a scheduler in which these requests run, with blocks 3 and 4. adapter: of its LMCache connector."""
+    """For probes: return a scheduler that runs these requests, with blocks 3 and 4. adapter: its LMCache adapter."""
     manager = stubs.Stub(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,

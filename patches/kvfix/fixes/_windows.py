@@ -1,4 +1,4 @@
-"""Shared by the fixes for several KV groups, with sliding windows or states.
+"""Code that the fixes for models with sliding windows or states share.
 
 When a step begins, vLLM frees the blocks before the window and replaces them by null block 0
 (v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps its own list of the blocks unchanged.

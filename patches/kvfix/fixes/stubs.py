@@ -13,7 +13,7 @@ Stub = SimpleNamespace
 
 
 def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
-    """The probe of a bug that needs a full cache, a wait or another process: no stub can show it in milliseconds."""
+    """Raise: no stub can show in milliseconds a bug that needs a full cache, a wait or another process."""
     raise NotImplementedError("no probe for this fix")
 
 

@@ -25,7 +25,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
 
 
-# None: the lookup is still running; 0: nothing to load.
+# If the answer is None, the lookup is still running. If it is 0, there is nothing to load.
 @fix_after(when=lambda impl, promised, *_, **__: promised)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs.get(request.request_id)

@@ -1,7 +1,7 @@
 """EngineCore dies at the first aborted request: LMCache asserts a cache engine, which the scheduler role does not have.
 
-Symptom: A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`
-(vllm_v1_adapter.py:1779 in 0.4.5), and EngineCore dies, when a request is aborted.
+Symptom: When a request is aborted, EngineCore dies with a bare `AssertionError` at `assert self.lmcache_engine is not
+None` in `request_finished` (vllm_v1_adapter.py:1779 in 0.4.5).
 
 Cause: The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache
 engine. The scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.

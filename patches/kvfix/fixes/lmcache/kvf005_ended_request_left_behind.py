@@ -20,7 +20,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 def _kept(impl: Any) -> Any:
-    """Return what can keep the request: the first two until its admission, the last two after it has resumed."""
+    """Return the dicts that may keep an ended request: two before its admission, the last two after a resume."""
     return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
 
 

@@ -13,8 +13,8 @@ speculative decoding vLLM asks for the failed blocks before the step is saved (g
 Otherwise vLLM asks after the step is saved. So the worker keeps the failed blocks by step.
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
-that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1 KVF008 does that.) The scheduler
-does not know which saves were skipped. To save all again costs little, because LMCache stores no chunk twice.
+that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1, KVF008 does this.) The scheduler
+does not know which saves were skipped. To save all tokens again costs little, because LMCache stores no chunk twice.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
@@ -27,10 +27,10 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 
 
 class Failed:
-    """The failed blocks of a worker's last steps: as many steps as vLLM schedules before it gets the report.
+    """The failed blocks of a worker's last steps: of as many steps as vLLM schedules before it gets a report.
 
-    The metadata object identifies a step. It stays bound until the step is saved and vLLM has asked for its failed
-    blocks, in either order. Without asynchronous scheduling vLLM has the report before the next step: one step is kept.
+    A step's metadata object identifies the step, until the step is saved and vLLM has asked for its failed blocks.
+    Without asynchronous scheduling vLLM has the report before the next step, so one step is kept.
     """
 
     def __init__(self, config: Any) -> None:
@@ -50,14 +50,14 @@ def _some_failed(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing after an error of this fix: it is unknown which KV was computed on failed loads."""
+    """Store nothing after an error of this fix, because the fix cannot tell which KV was computed on failed loads."""
     impl._kvfix_failed = None
     return _closed.worker_saves_nothing(impl)
 
 
 @fix_after(when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end)
 def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
-    """Act before the save by layers, which begins at the first layer."""
+    """Act before the layerwise save, which begins at the first layer."""
     _store_nothing_of_failed(impl)
 
 

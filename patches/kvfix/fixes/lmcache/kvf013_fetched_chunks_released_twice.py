@@ -3,11 +3,11 @@
 Symptom: The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory
 object without a tensor. Or that request reads wrong KV. LMCache may first log `Double unpin occurred somewhere.`
 
-Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
-(:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
+Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and the chunks that it did not
+need (:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
 
 Fix: The clean-up releases only chunks that `retrieve` has not released. The fix unpins a chunk that was not needed.
-- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only chunks that vLLM has are affected.
+- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, it affects only chunks that vLLM has.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """

@@ -9,7 +9,7 @@ with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.
 Fix: A load waits for at most ten seconds for all its chunks together. Then the load gets no memory and fails, and vLLM
 computes its tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread that
 loads. After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that
-gets no memory returns no chunk instead of an AssertionError.
+gets no memory returns no chunk, instead of raising AssertionError.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 - Remove when: `allocate` has a timeout.

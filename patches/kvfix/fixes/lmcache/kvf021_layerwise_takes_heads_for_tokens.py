@@ -5,8 +5,8 @@ bounds for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value te
 broadcast to indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, no error is
 raised. Blocks that LMCache stores only in part then get wrong KV.
 
-Cause: LMCache falls back to torch operations, without a warning, if its compiled ones do not load (0.5.4 to 0.5.6 on
-torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
+Cause: LMCache falls back to torch operations, without a warning, if its compiled operations do not load (0.5.4 to 0.5.6
+on torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
 Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not

@@ -10,8 +10,8 @@ ranks, and the other ranks store it in the same step (:1104-1259).
 After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
 keep the wrong chunks. KVF007 fixes the rank whose load failed.
 
-Fix: With several workers, a step that loads something saves nothing, and neither do the steps in flight behind it. The
-fix saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load
+Fix: With several workers, a step that loads something saves nothing, and the later steps in flight save nothing either.
+The fix saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load
 failed. If a request ends or is preempted before its save, it is not saved, because other requests have its blocks.
 
 A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. For a
@@ -28,14 +28,14 @@ from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
 from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, stubs
 
-#: Attribute of an adapter in the scheduler: its Unsaved.
+#: Attribute of an adapter in the scheduler: its `Unsaved` object.
 _UNSAVED = "_kvfix_unsaved"
 #: Attribute of a request's metadata: the worker of a kv_producer does not store the request in this step.
 _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class Unsaved:
-    """The saves that wait for the reports of all ranks: one for each request, with all tokens of the request."""
+    """The saves that wait for the reports of all ranks: one save per request, with all tokens of the request."""
 
     def __init__(self, config: Any) -> None:
         self.in_flight = scheduling.most_in_flight(config)
@@ -46,7 +46,7 @@ class Unsaved:
         self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """Return the waiting saves of the requests in this step: only these still have their blocks."""
+        """Return the waiting saves of the requests in this step: only these requests still have their blocks."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         for name in again.union(scheduling.resumed(scheduler_output), scheduler_output.finished_req_ids):
             self.saves.pop(name, None)
@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Let a later step make this save instead of the current step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # a kv_producer would store it anyway; the next save includes it
+        if not meta.save_spec.can_save:  # a kv_producer would store it anyway; its next save has these tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)
@@ -111,7 +111,7 @@ def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     for impl in _scheduler.lmcache_adapters(scheduler):
         setattr(impl, _UNSAVED, None)
         for tracker in impl._request_trackers.values():
-            tracker.skip_save = True  # tokens behind unsaved ones are never hit
+            tracker.skip_save = True  # no request hits the tokens after an unsaved token
     return answer
 
 

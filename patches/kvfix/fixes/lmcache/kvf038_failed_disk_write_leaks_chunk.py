@@ -57,7 +57,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         tensor=object(), byte_array=b"", get_size=lambda: 0, get_physical_size=lambda: 0,
         ref_count_down=lambda: released.append(True),
     )  # fmt: skip
-    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # it also has methods that a release adds
+    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # it has all methods of the class
     vars(backend).update(
         _key_to_path=lambda key: os.devnull + "/none", write_file=write_file, usage=0, current_cache_size=0,
         disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),

@@ -32,7 +32,7 @@ def fix(module: Any) -> Wrapper:
         tracker = connector.request_trackers[request.request_id]
         if (
             request.num_computed_tokens
-            or tracker.num_scheduled_tokens  # the request ran: it was preempted, its load did not fail
+            or tracker.num_scheduled_tokens  # the request has run, so it was preempted: its load did not fail
             or not _mp.tokens(tracker, "num_lmcache_hit")
             or (bypasses and request.status != preempted)
         ):

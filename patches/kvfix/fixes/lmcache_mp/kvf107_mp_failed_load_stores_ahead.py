@@ -10,7 +10,7 @@ the tracker counts 208. LMCache then stores the tokens 128 to 192.
 
 Fix: The fix acts before `build_connector_meta`, on a request that is scheduled for the first time since its lookup. If
 the request has fewer computed tokens than the hits of its tracker, the fix makes the tracker count from vLLM's number
-of computed tokens. LMCache stores the part of the hit that was not loaded again: it may have been evicted.
+of computed tokens. LMCache stores again the part of the hit that was not loaded, because the cache may have lost it.
 - Remove when: The tracker gets the report of a failed load.
 """
 

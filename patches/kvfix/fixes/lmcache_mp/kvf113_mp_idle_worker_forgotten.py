@@ -41,5 +41,5 @@ FIX = Fix(
     MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),
     effect="lost hits",
     evidence={"KVD210": ""},
-    attaches=AT_START,  # it acts when the worker registers
+    attaches=AT_START,  # the fix acts when the worker registers
 )

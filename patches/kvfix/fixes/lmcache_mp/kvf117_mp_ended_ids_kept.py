@@ -22,10 +22,10 @@ KEPT = 32
 
 
 class Recent(set[str]):
-    """A bounded set of ids. With more than KEPT ids, these become the old ids, and the previous old ids are dropped.
+    """A bounded set of ids. More than KEPT ids become the old ids, and replace the previous old ids.
 
-    `update` runs in every step. `in` runs only once for each request that ends, so it drops the old ids. It does so at
-    most once between two updates, and never drops the ids of the last update. LMCache calls no other function.
+    LMCache calls only `update` and `in`. `update` runs in every step, and `in` once for each ended request. So `in`
+    drops the old ids, at most once between two updates. It never drops the ids of the last update.
     """
 
     old: frozenset[str] = frozenset()

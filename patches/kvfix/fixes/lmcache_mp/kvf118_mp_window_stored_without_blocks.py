@@ -35,7 +35,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
             continue
         tracker, op = connector.request_trackers[meta.request_id], meta.op
         cut = getattr(tracker, "_kvfix_cut", None)
-        if cut is op:  # the fix has cut this store after the first of the two functions
+        if cut is op:  # the fix has cut this store already, after `_process_new_requests`
             continue
         end = op.start if cut is not None else _whole_until(op, windows, chunk, computed[meta.request_id])
         if end == op.end:

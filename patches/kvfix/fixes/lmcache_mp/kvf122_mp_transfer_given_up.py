@@ -26,7 +26,7 @@ from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_after, fix_around, fix_b
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
-#: Replaces the event that is set while the worker is healthy. This one is always set.
+#: An event that is always set. It replaces the event that is set while the worker is healthy.
 _SET = stubs.Stub(is_set=lambda: True)
 
 
@@ -71,7 +71,7 @@ def _unhealthy(module: Any, **more: Any) -> Any:
 
     Raise LookupError if the client does not watch its connection (KVF904).
     """
-    if not hasattr(module, "MessagingStream"):  # only a client with it watches
+    if not hasattr(module, "MessagingStream"):  # only a client that watches its connection has this class
         raise LookupError("the client does not watch its connection")
     client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))
     event = stubs.Stub(is_set=lambda: False)

@@ -45,5 +45,5 @@ FIX = Fix(
     MP_SERVER_TRANSFER.all_null_chunk_masks(broken=">=0.5.4", probe=shows_bug, fix=fix),
     effect="wrong output",
     scenarios=("mp-state-kept-null",),
-    attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach
+    attaches=AT_START,  # the fix acts in the server, which `kvfix attach` does not reach
 )

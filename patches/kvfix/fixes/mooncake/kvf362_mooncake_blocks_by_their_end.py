@@ -3,7 +3,7 @@
 Symptom: Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
 
 Cause: The prefill engine sends as many blocks as the decode engine has asked for, and takes them from the end of its
-list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens there shifts the whole KV by one block.
+list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in this list shifts the whole KV by one block.
 
 Fix: The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, or engines
 with several context-parallel ranks.

@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between two looks. An entry is removed at the second look, because its waiter may come a moment after it.
+#: Seconds between two checks. The fix removes an entry at the second check, because its waiter may come after it.
 _PAUSE = 0.25
 
 

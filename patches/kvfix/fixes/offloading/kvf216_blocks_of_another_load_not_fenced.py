@@ -1,7 +1,7 @@
 """Later requests return wrong text: another connector loads into blocks that OffloadingConnector still copies.
 
-Symptom: Nothing is logged. Later, requests that begin with the same prompt return wrong text. The bug needs a
-MultiConnector of OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process one.
+Symptom: Nothing is logged. Later, requests with the same prompt return wrong text. The bug needs a MultiConnector of
+OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process connector.
 
 Cause: The blocks of an ended request are free while OffloadingConnector still copies them. Before another request
 writes to these blocks, OffloadingConnector waits for the copy. But OffloadingConnector checks only the blocks that are

@@ -11,7 +11,7 @@ Fix: With either policy, the fix evicts from the prefix cache the failed blocks,
 that has a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no
 longer exists, its later blocks are not known: the fix evicts all blocks that no request holds.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
-- Remove when: `_handle_invalid_blocks` evicts them, or caches them again only once they are computed.
+- Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches them only after they are computed.
 """
 
 import functools

@@ -9,8 +9,8 @@ defaults on a GPU. The connector loads within the step (LMCache in process).
 
 Cause: vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of
 that load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
-`num_output_placeholders` continues to count them. With pipeline parallelism several chunks of a prompt are in flight,
-and vLLM keeps the output of the last chunk as the first token.
+`num_output_placeholders` continues to count these outputs. With pipeline parallelism several chunks of a prompt are in
+flight, and vLLM keeps the output of the last chunk as the first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1846).
 Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. If a
@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # No lookup reads an earlier mark that is still there: another preemption would load and fail for ever.
+            # A request that still has its mark was not looked up since. Another preemption would repeat this for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)

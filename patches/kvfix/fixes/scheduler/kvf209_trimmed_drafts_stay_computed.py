@@ -4,7 +4,7 @@ Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Con
 
 Cause: A step may return more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops the
 tokens after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts
-them. The session continues from there (2471). So tokens of the next input take the places of the dropped tokens.
+them. The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
 
 Fix: When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops that token.
 - Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.

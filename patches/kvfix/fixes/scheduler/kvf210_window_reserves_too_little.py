@@ -72,7 +72,7 @@ def _place(function: Callable[..., Any]) -> int:
 
 
 def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
-    """Count the blocks, also of the hit, that are not free: those behind the last null block."""
+    """Count the blocks of the request and its hit that are in use: the blocks after the last null block."""
     held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
     for block in reversed(manager.req_to_blocks.get(request, ())):
         if block.is_null:
