@@ -78,10 +78,7 @@ def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing
 
 
 def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
-    """For probes of `wait_for_save`: return True if a worker stores a request in block 3.
-
-    impl: attributes of the adapter. more: attributes of the request's metadata.
-    """
+    """For probes of `wait_for_save`: return True if this adapter stores a request in block 3; `more`: its metadata."""
     stored: list[Any] = []
     can_save = impl.get("kv_role") != "kv_producer"
     request = stubs.metadata(16, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=can_save), **more)

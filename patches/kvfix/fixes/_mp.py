@@ -124,10 +124,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
 
 
 def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: int) -> tuple[Any, Any]:
-    """For probes: return a connector that has looked up this request, and the tracker of the request.
-
-    counts: `num_stored`, `num_vllm_hit` and `num_lmcache_hit` of the tracker in tokens.
-    """
+    """For probes: return a connector that has looked up this request, and its tracker with these counts in tokens."""
     connector, tracker = scheduler_side(module, found), module.LMCacheMPRequestTracker(request)
     connector.request_trackers[request.request_id] = tracker
     for name, count in counts.items():

@@ -65,10 +65,7 @@ def promised_twice(hook: Any, connector: Any, **params: Any) -> bool:
 
 
 def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
-    """For `get_num_new_matched_tokens`: promise nothing to a request for which `is_right` is false.
-
-    is_right: (connector, request) -> True if the connector can bring what it promises.
-    """
+    """For `get_num_new_matched_tokens`: promise nothing if `is_right(connector, request)` returns False."""
 
     @fix_after(when=lambda connector, answer, request, *_: answer[0] and request.kv_transfer_params)
     def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
@@ -78,10 +75,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
 
 
 def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
-    """For `build_connector_meta`: forget waiting requests that name no peer. No engine needs a notice about them.
-
-    names_peer: (parameters of the request) -> True if they name a peer.
-    """
+    """For `build_connector_meta`: forget waiting requests whose parameters name no peer. No engine needs a notice."""
 
     @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
     def build_connector_meta(connector: Any, *_: Any) -> None:

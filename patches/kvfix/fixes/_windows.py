@@ -9,10 +9,7 @@ from kvfix.fixes.api import Any, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """Return {KV group: (tokens of its window, tokens of a block)} of the groups with a sliding window.
-
-    The window includes the additional tokens that vLLM keeps for multi-module MTP.
-    """
+    """Return {KV group: (tokens of its window, of a block)}. A window includes vLLM's extra tokens for MTP."""
     return {
         number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
         for number, spec in _specs(connector, "SlidingWindowSpec")

@@ -53,10 +53,7 @@ fix_around = functools.partial(_decorator, around)
 
 
 def fix_calls(code: Function) -> Fixing:
-    """Decorate the code of a fix that calls the function itself, for example to handle its exception.
-
-    code: (function, *arguments of the caller) -> the answer.
-    """
+    """Decorate code that calls the function itself, for example to handle errors: (function, *arguments) -> answer."""
 
     def wrap(function: Function) -> Function:
         return functools.wraps(function)(lambda *args, **kwargs: code(function, *args, **kwargs))

@@ -10,8 +10,7 @@ cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` wit
 lookup pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
-the load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
-vllm_v1_adapter.py:842).
+the load does not release this pin, the fix does. Layerwise loads get the request id (0.5.6 vllm_v1_adapter.py:842).
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
   https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.5.6.
