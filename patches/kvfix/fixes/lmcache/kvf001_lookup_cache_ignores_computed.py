@@ -9,14 +9,14 @@ Symptom: EngineCore dies with one of these:
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
 Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there
-are too few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. This call
-subtracts neither the computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
+are too few free blocks, vLLM calls the hook again. The second call returns the cached hit, without subtracting the
+computed tokens. It also does not subtract the last token of a fully cached prompt, which vLLM must recompute.
 
 If the hit is 256 tokens and 336 tokens are computed, vLLM grants 256 tokens, and 0 is right. The LoadSpec has the right
-numbers, so `update_state_after_alloc` raises. vLLM can have more tokens after chunked prefill or a preemption.
+numbers, so `update_state_after_alloc` raises. Chunked prefill or a preemption can change the number between the calls.
 
-Fix: If an answer is not hit minus computed, the fix returns `max(0, hit - computed - (1 if the hit is the whole request
-else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
+Fix: If an answer is not the hit minus the computed tokens, the fix returns `max(0, hit - computed - (1 if the hit is
+the whole request else 0))` and rewrites the LoadSpec to match. The fix does not change a correct answer.
 - Releases: LMCache 0.3.10. 0.3.9.post2 and earlier look up on every call; 0.3.10.post1 subtracts from the hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """

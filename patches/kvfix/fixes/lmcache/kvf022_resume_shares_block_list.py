@@ -4,9 +4,9 @@ Symptom: Nothing is logged. After preemptions (`Preemptions:` in vLLM's statisti
 text. So do other requests that begin with the same tokens, until the chunks are evicted.
 
 Cause: For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
-vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). With one
-worker, which runs in the scheduler's process by default (`uni`), both keep the same list. In each step both append the
-new blocks to it (:1422), so from the second step on the list has each new block twice.
+vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). A single worker
+runs in the scheduler's process by default (`uni`), so tracker and worker keep the same list. In each step both append
+the new blocks to it (:1422), so from the second step on the list has each new block twice.
 
 The slots of the tracker are then slots of other tokens, and LMCache stores their KV under valid keys. If a request
 skips a step, the worker fills its row of the block table from the list, and then reads and writes wrong blocks.

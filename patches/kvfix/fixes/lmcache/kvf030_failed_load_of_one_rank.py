@@ -5,7 +5,7 @@ Nothing else is logged. Later, other requests that begin with the same prompt re
 
 Cause: Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, only that rank
 knows of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step depends on the KV in all
-ranks, and the other ranks store it in the same step (:1104-1259).
+ranks, and the other ranks store this result in the same step (:1104-1259).
 
 After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
 keep the wrong chunks. KVF007 fixes the rank whose load failed.

@@ -2,7 +2,7 @@
 
 Symptom: vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished
 loading long ago. These requests share a prefix with the failed one, such as a system prompt. With
-`kv_load_failure_policy=recompute` they recompute tokens that they had.
+`kv_load_failure_policy=recompute` they recompute tokens that they already had.
 
 Cause: A load begins at the start of a chunk. The load does not write the blocks of the chunk that vLLM has computed
 (`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:387). If the load fails, the worker reports all blocks of the chunk

@@ -16,8 +16,8 @@ The server leaves a chunk out only if all blocks of all its groups are null (mod
 0.5.6:86). So the chunk gets a valid key with wrong KV. A later hit that ends at this chunk reads the wrong KV.
 
 Fix: The fix ends a store before the first chunk whose window blocks vLLM no longer has, because they are null or freed.
-The request stores no later chunk, because no prefix hit would find it. One disadvantage: with
-`--separate-object-groups` the server could have stored the full-attention part of these chunks.
+The request stores no later chunk, because no prefix hit would find it. With `--separate-object-groups` the server could
+store the full-attention part of these chunks, but does not get it.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: The tracker stores no block that vLLM has taken out of the list.
 """

@@ -1,7 +1,7 @@
 """The prefill worker's memory grows: MooncakeConnector keeps each transfer that decode asked for and that never came.
 
 Symptom: The memory grows by less than a kilobyte for each decode request whose prefill's lease is over, or that names a
-wrong transfer. Only `Timeout waiting for P side ready` is logged.
+wrong transfer. The log has only `Timeout waiting for P side ready`.
 
 Cause: A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py
 0.32.0:1563). When the wait for the prefill times out, nothing removes the entry (:1593).

@@ -16,7 +16,7 @@ With `bidirectional_kv_xfer` the fix does nothing, because `remote_blocks_expiry
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the
 decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines a read after that time, even if its heartbeats have renewed the lease. So set this option in both or neither.
+declines a read after that time, even if heartbeats have renewed the lease. So set this option in both engines or none.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 

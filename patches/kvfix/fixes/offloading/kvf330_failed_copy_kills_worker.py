@@ -5,7 +5,7 @@ offloading/worker.py, and EngineCore dies with it. vLLM's own copy between GPU a
 Other workers (`spec_module_path`), such as llm-d's worker for a file system, report the failure and trigger it.
 
 Cause: `get_finished` asserts that each copy has succeeded: "we currently do not support job failures"
-(offloading/worker.py 0.32.0:288). The code to handle a failed copy exists.
+(offloading/worker.py 0.32.0:288). vLLM has code that handles a failed copy.
 
 Fix: The fix shows all copies to `get_finished` as successful. The worker's report names the copies that failed. The
 manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
