@@ -52,7 +52,7 @@ FIX = Fix(
     effect="wrong output",
     scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),
     no_patch={
-        "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "
-        "which is for its owners to design"
+        "vllm": "connectors that have no cache answer None too, and LMCache must design the message that empties the "
+        "caches of its workers"
     },
 )

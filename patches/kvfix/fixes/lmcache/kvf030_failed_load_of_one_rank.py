@@ -154,5 +154,5 @@ FIX = Fix(
     ),
     effect="wrong output",
     scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),
-    no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
+    no_patch={"lmcache": "within the step, all ranks must agree which loads have failed, by a collective call"},
 )

@@ -80,8 +80,5 @@ FIX = Fix(
     effect="wrong output",
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-window-stored-null", "mp-window-stored-late"),
-    no_patch={
-        "lmcache": "the tracker is given neither windows nor what vLLM has taken out of a list: which it is to have is "
-        "for LMCache to decide"
-    },
+    no_patch={"lmcache": "LMCache must decide how the tracker learns of windows, and of blocks that vLLM has freed"},
 )

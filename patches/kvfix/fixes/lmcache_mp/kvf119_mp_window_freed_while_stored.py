@@ -116,5 +116,5 @@ FIX = Fix(
     effect="wrong output",
     evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),
-    no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},
+    no_patch={"lmcache": "vLLM and LMCache must decide which of them keeps a block until it is stored"},
 )

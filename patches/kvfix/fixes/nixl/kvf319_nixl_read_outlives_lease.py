@@ -104,6 +104,6 @@ FIX = Fix(
     effect="wrong output",
     evidence={"KVR017": ""},
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
+    no_patch={"vllm": "all routers would have to pass on a parameter with the end of the lease"},
     opt_in=True,
 )

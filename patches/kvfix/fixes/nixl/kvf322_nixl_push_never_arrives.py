@@ -100,6 +100,6 @@ FIX = Fix(
     },
     scenarios=("nixl-push-never-arrives", "nixl-push-abort-keeps-blocks", "nixl-push-engines-wait-for-each-other"),
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of NIXL's messages"},
+    no_patch={"vllm": "both engines must agree how long a write may take, which changes NIXL's messages"},
     opt_in=True,
 )  # fmt: skip
