@@ -35,7 +35,7 @@ def fix_metadata(adapter: Any) -> Wrapper:
     def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
         names = {new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None}
         for name in names:
-            impl._request_trackers[name].skip_save = True  # in all later steps
+            impl._request_trackers[name].skip_save = True  # this applies to all later steps
         if names:
             metadata.requests = [each for each in metadata.requests if each.req_id not in names]
         return metadata

@@ -29,7 +29,7 @@ PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """left: the seconds that this thread could still wait at the time `at`."""
+    """The waits of a thread. left: the seconds that the thread could still wait at the time `at`."""
 
     left = LONGEST_WAIT
     at = 0.0

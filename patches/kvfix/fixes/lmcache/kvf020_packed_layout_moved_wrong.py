@@ -91,7 +91,7 @@ def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
-    """Return vLLM's tensors if they are packed: only this layout has four axes. None: LMCache moves them correctly."""
+    """Return vLLM's tensors if they are packed (four axes), else None: LMCache moves other layouts correctly."""
     return kvcaches if kvcaches and not connector.use_mla and getattr(kvcaches[0], "ndim", 0) == 4 else None
 
 

@@ -42,7 +42,7 @@ _READS = _Reads()
 
 @fix_around()
 def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
-    _READS.short += 1  # counts as short until the whole file is read
+    _READS.short += 1  # the read counts as short until the whole file is read
     size, entry = len(buffer), backend.dict.get(key)
     end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
     mark = os.urandom(len(end))

@@ -24,7 +24,7 @@ its transfers stay in use until the server's process ends. With gRPC the fix cha
 from kvfix.fixes import _closed, _mp, api
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_after, fix_around, fix_before, note, replaced, stubs
 
-#: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
+#: {operation that moves KV: the answer of a server that has moved nothing: no event, no success}
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
 #: An event that is always set. It replaces the event that is set while the worker is healthy.
 _SET = stubs.Stub(is_set=lambda: True)

@@ -56,6 +56,6 @@ FIX = Fix(
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # The function runs once, at the start. Lookups and loads cannot learn of an error, so its answer stays.
+    # The function runs once, at the start. Lookups and loads cannot learn of an error, so an error keeps its answer.
     on_fault="original",
 )

@@ -20,7 +20,7 @@ def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-# Without stores that are still copied there is nothing to wait for.
+# If no store is still copied, there is nothing to wait for.
 @fix_before(when=lambda scheduler, *_, **__: scheduler._block_id_to_pending_jobs, on_fault=_wait_for_all)
 def record_blocks(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
     if num_external_tokens:

@@ -77,7 +77,7 @@ def _process_store_event(scheduler: Any, event: int) -> None:
 
 
 def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
-    """Return the same transfer with only some of its blocks."""
+    """Return a transfer like this one that has only the wanted blocks."""
     places = [place for place, block in enumerate(transfer.gpu_block_ids) if wanted(block)]
     columns = transfer.gpu_block_ids, transfer.cpu_block_ids, transfer.block_meta
     return type(transfer)(*(None if column is None else [column[place] for place in places] for column in columns))

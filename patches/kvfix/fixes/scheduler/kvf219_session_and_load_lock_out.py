@@ -22,7 +22,7 @@ takes the blocks of a loaded request, whose prompt vLLM then computes.
 from kvfix.fixes import _mp
 from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 
-#: Idle steps before the fix acts: a connector may report something in between.
+#: Idle steps before the fix acts. In these steps a connector may still report a load or a store.
 _STEPS = 3
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 
@@ -64,7 +64,7 @@ def _to_give_back(scheduler: Any) -> Any:
 
 
 def _give_back(scheduler: Any, request: Any) -> None:
-    """Free all its blocks, as vLLM does after a completely failed load (`_update_waiting_for_remote_kv`, :3123)."""
+    """Free all blocks of the request, as `_update_waiting_for_remote_kv` does after a failed load (:3123)."""
     name = request.request_id
     scheduler.kv_holding_waiting.remove_requests([request])
     scheduler.finished_recving_kv_req_ids.discard(name)
