@@ -8,7 +8,7 @@ stores the result in the same step, and does not check the failed blocks (0.5.6 
 kv_load_failure_policy "recompute" the right KV comes one step later, but the cache keeps the wrong chunks.
 
 Fix: The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker
-does not save the request in the next step either, because vLLM schedules that step before it knows of the failure. With
+does not save the request in the next step either. vLLM schedules that step before it knows of the failure. With
 speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
 Otherwise vLLM asks after the step is saved. So the worker keeps the failed blocks by step.
 

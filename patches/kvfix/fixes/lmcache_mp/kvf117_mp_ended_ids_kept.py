@@ -1,10 +1,10 @@
 """The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
-Symptom: Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused
-(with a vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
+Symptom: Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If a client can
+choose ids and reuses one, the blocks of that request are never freed, and the KV cache fills up.
 
-Cause: The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask
-for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). No id is removed or reported twice.
+Cause: The adapter keeps the ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
+0.5.6:2034). With asynchronous scheduling two steps may ask for the same id. No id is removed or reported twice.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.

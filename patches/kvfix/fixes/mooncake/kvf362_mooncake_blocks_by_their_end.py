@@ -2,7 +2,7 @@
 
 Symptom: Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
 
-Cause: The prefill engine sends as many blocks as the decode engine has asked for, and takes them from the end of its
+Cause: The prefill engine sends as many blocks as the decode engine asks for. It takes these blocks from the end of its
 list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in this list shifts the whole KV by one block.
 
 Fix: The worker gets only the blocks of the prompt. The fix skips KV groups without full attention, and context

@@ -7,9 +7,9 @@ them at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted 
 With either policy, another request may have computed KV in the same step on top of shared blocks. This KV stays cached.
 vLLM also does not check a request that is aborted during its step, or preempted while the next step is in flight.
 
-Fix: With either policy, the fix evicts from the prefix cache the failed blocks, and all later blocks of every request
-that has a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no
-longer exists, its later blocks are not known: the fix evicts all blocks that no request holds.
+Fix: With either policy, the fix evicts the failed blocks from the prefix cache, and all later blocks of every request
+with a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no longer
+exists, its later blocks are not known: the fix evicts all blocks that no request holds.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
 - Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches them only after they are computed.
 """

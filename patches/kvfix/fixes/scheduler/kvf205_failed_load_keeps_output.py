@@ -7,7 +7,7 @@ defaults on a GPU. The connector loads within the step (LMCache in process).
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
 - With either policy, in rare cases, a request that was preempted when its load failed returns wrong text.
 
-Cause: vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of
+Cause: vLLM schedules a step before it knows that a load of the last step has failed. The new step computes on top of
 that load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
 `num_output_placeholders` continues to count these outputs. With pipeline parallelism several chunks of a prompt are in
 flight, and vLLM keeps the output of the last chunk as the first token.
