@@ -133,7 +133,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
     return bool(meta.requests[0].save_spec.can_save)
 
 
-def stores_all_the_same(hook: Any, adapter: Any) -> bool:
+def stores_marked_request(hook: Any, adapter: Any) -> bool:
     """Save a marked request of a kv_producer. Without the fix, the worker stores the request."""
     return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
 
@@ -147,7 +147,7 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, order=9),
-    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, order=4, helper=True),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_marked_request, fix=fix_stores, order=4, helper=True),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, order=6, helper=True),
     SCHEDULER._update_requests_with_invalid_blocks(
         broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, order=6, helper=True
