@@ -1,6 +1,6 @@
 """Closed answers, for `on_fault` of the fixes for wrong KV. If the code of a fix raises, kvfix gives its closed answer.
 
-Closed answers promise nothing, store nothing, or report a load as failed. They share no code with the fixes.
+Closed answers promise nothing, store nothing, or report a load as failed. Closed answers share no code with the fixes.
 """
 
 import time
