@@ -5,8 +5,6 @@ component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its mu
 `offloading`, `nixl` and `mooncake` are vLLM's. `unfixable` has bugs with a workaround in place of a fix.
 """
 
-from __future__ import annotations
-
 #: {retired code of a fix, rule or finding, which is never used again: why it is gone, and what to read instead}
 RETIRED = {
     "KVF368": (
@@ -17,7 +15,7 @@ RETIRED = {
 
 
 def modules() -> dict[str, tuple[str, str]]:
-    """{code: (slug, module)}, sorted by code. Finds modules as Python does: as source, as bytecode, or in a zip."""
+    """Return {code: (slug, module)}, sorted by code. The modules may be source, bytecode, or in a zip."""
     import pkgutil  # imported only here: the start of a process does not need it
 
     found = []

@@ -54,8 +54,8 @@ def store_nothing(impl: Any, request: Any) -> None:
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
     """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
 
-    The second one is for layerwise stores. The loads need the tokens of the request, so this fix removes the tokens
-    after the loads have read them. A wrapper of `save_kv_layer` would run once for each layer.
+    The fix for `start_load_kv` is for layerwise stores. It removes the tokens of a request after the loads have read
+    them. A wrapper of `save_kv_layer` would run once for each layer.
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
 
@@ -78,10 +78,7 @@ def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing
 
 
 def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
-    """For probes of `wait_for_save`: return True if a worker stores a request in block 3.
-
-    impl: attributes of the adapter. more: attributes of the request's metadata.
-    """
+    """For probes of `wait_for_save`: return True if this adapter stores a request in block 3; `more`: its metadata."""
     stored: list[Any] = []
     can_save = impl.get("kv_role") != "kv_producer"
     request = stubs.metadata(16, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=can_save), **more)
@@ -126,7 +123,7 @@ def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
 
 
 def layer_saves(add: Add, closed: Closed) -> Fixing:
-    """Like `layer_loads`, for `save_kv_layer`. The hook passes the request's own list of tokens."""
+    """Like `layer_loads`, for `save_kv_layer`. The hook passes the request's own list, so `is` finds the request."""
 
     @fix_around(when=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:

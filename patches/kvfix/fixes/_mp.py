@@ -1,4 +1,4 @@
-"""Shared by the fixes of the multi-process connectors: LMCache's class and vLLM's copy of it have the same hooks.
+"""Code that the fixes of the multi-process connectors share. LMCache's class and vLLM's copy have the same hooks.
 
 LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its connectors for older vLLM, and vLLM's copy count blocks.
 """
@@ -109,7 +109,7 @@ class Adapter:
 
 
 def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
-    """For probes: a connector without `__init__`, with the attributes its scheduler hooks read. Blocks of 16 tokens."""
+    """For probes: return a connector, made without `__init__`, with the attributes that its scheduler hooks read."""
     # vLLM's module has LMCache's class too.
     owner = getattr(module, VLLM_MP.name, None) or getattr(module, LMCACHE_MP.name)
     connector = owner.__new__(owner)
@@ -124,10 +124,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
 
 
 def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: int) -> tuple[Any, Any]:
-    """For probes: (a connector that has looked up this request, its tracker).
-
-    counts: `num_stored`, `num_vllm_hit` and `num_lmcache_hit` of the tracker in tokens.
-    """
+    """For probes: return a connector that has looked up this request, and its tracker with these counts in tokens."""
     connector, tracker = scheduler_side(module, found), module.LMCacheMPRequestTracker(request)
     connector.request_trackers[request.request_id] = tracker
     for name, count in counts.items():
@@ -138,7 +135,7 @@ def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: i
 def looks_up(**more: Any) -> tuple[Probe, Probe]:
     """Return probes of `get_num_new_matched_tokens` and `on_new_request`, for a request with these attributes.
 
-    512 tokens are cached. Wrong is a hit, or to send a lookup when the request arrives.
+    512 tokens are cached. With the bug, they are promised, or a lookup is sent when the request arrives.
     """
 
     def finds(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -154,7 +151,7 @@ def looks_up(**more: Any) -> tuple[Probe, Probe]:
 
 
 def worker_side(**more: Any) -> Any:
-    """For probes: the attributes that the client in the worker role reads, with `more` added or replaced."""
+    """For probes: return the attributes that the client in the worker role reads; `more` adds or replaces."""
     return stubs.stub(
         more, is_healthy=True, lazy_offload=False, dispatcher=None, instance_id=0, kv_caches={}, blocks_in_chunk=4,
         store_futures={}, store_events={}, finished_stores=set(), retrieve_futures={}, retrieve_events={},

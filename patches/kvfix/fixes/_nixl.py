@@ -1,4 +1,4 @@
-"""Shared by the fixes of NixlConnector: a load that fails, KV groups of full attention, and the stubs of the probes."""
+"""Code that the fixes of NixlConnector share, for failed loads, KV groups of full attention and probes."""
 
 from kvfix.fixes.api import NIXL_BASE_WORKER, Any, stubs
 

@@ -23,7 +23,7 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
 def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
     """For `update_connector_output`: complete the failed jobs of this report as failed.
 
-    The manager then drops the chunks of failed stores. Requests that still run offer all of their chunks again. The
+    The manager then drops the chunks of failed stores. Running requests then offer all of their chunks again. The
     request of a failed load loads nothing more.
     mark: attribute of the scheduler. It has the failed jobs that not all workers have reported as done.
     find: (scheduler, report) -> jobs whose failure is new.
@@ -65,7 +65,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata: the scheduler handles failed copies. Without it, a worker reports no failed copy as done."""
+    """Mark the metadata, so that a worker knows that the scheduler handles failed copies, and reports them."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:

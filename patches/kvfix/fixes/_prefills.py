@@ -1,7 +1,7 @@
-"""Shared by the fixes of NixlConnector and MooncakeConnector: which decode requests get the blocks of a prefill.
+"""Code that the fixes of NixlConnector and MooncakeConnector share, for the decode requests of a prefill.
 
-The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). Only hashes of the ids
-are kept, because clients choose the ids. If two prefills have the same hash, the second request computes its prompt.
+The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). kvfix keeps only hashes
+of the ids, because clients choose the ids. If two prefills have the same hash, the second request computes its prompt.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvfix.fixes import _closed
 from kvfix.fixes.api import Any, Fixing, fix_after, fix_before, note, stubs
 
-#: Maximum prefills whose request is remembered. They take 1.5 MB.
+#: Maximum number of prefills whose first request is remembered. Their hashes take 1.5 MB.
 _KEPT = 10_000
 _FIRST = "_kvfix_first"
 
@@ -34,7 +34,7 @@ def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
 def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[Fixing, Fixing]:
     """Let only the first request for a prefill read its blocks. Return two fixes.
 
-    The first one is for `get_num_new_matched_tokens`. The second one is for a hook that runs before vLLM tells the
+    The first fix is for `get_num_new_matched_tokens`. The second fix is for a hook that runs before vLLM tells the
     prefill engine about the request.
     names: (connector, parameters of the request) -> the prefill. None: the fix does not handle this request.
     """
@@ -65,10 +65,7 @@ def promised_twice(hook: Any, connector: Any, **params: Any) -> bool:
 
 
 def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
-    """For `get_num_new_matched_tokens`: promise nothing to a request for which `is_right` is false.
-
-    is_right: (connector, request) -> True if the connector can bring what it promises.
-    """
+    """For `get_num_new_matched_tokens`: promise nothing if `is_right(connector, request)` returns False."""
 
     @fix_after(when=lambda connector, answer, request, *_: answer[0] and request.kv_transfer_params)
     def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
@@ -78,10 +75,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
 
 
 def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
-    """For `build_connector_meta`: forget the waiting requests without a peer. No peer waits for a notice about them.
-
-    names_peer: (parameters of the request) -> True if they name a peer.
-    """
+    """For `build_connector_meta`: forget waiting requests whose parameters name no peer. No engine needs a notice."""
 
     @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
     def build_connector_meta(connector: Any, *_: Any) -> None:

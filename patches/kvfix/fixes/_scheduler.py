@@ -40,7 +40,7 @@ def lmcache_adapters(scheduler: Any) -> list[Any]:
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """For probes: a scheduler in which these requests run, with blocks 3 and 4. adapter: of its LMCache connector."""
+    """For probes: return a scheduler that runs these requests, with blocks 3 and 4. adapter: its LMCache adapter."""
     manager = stubs.Stub(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,
@@ -69,10 +69,7 @@ def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> 
 
 
 def end_turn(hook: Callable[..., Any], computed: int) -> tuple[Any, list[Any]]:
-    """For probes: end the turn of a session with 22 tokens. Return the session, and the sessions that the hook queues.
-
-    hook: `_handle_stopped_request`. computed: computed tokens of the session.
-    """
+    """For probes: let the hook end a session's turn of 22 tokens. Return the session, and the queued sessions."""
     session = stubs.request(
         22, num_computed_tokens=computed, num_output_placeholders=0, num_in_flight_tokens=0, resumable=True,
         streaming_queue=(),

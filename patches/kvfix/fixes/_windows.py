@@ -1,4 +1,4 @@
-"""Shared by the fixes for several KV groups, with sliding windows or states.
+"""Code that the fixes for models with sliding windows or states share.
 
 When a step begins, vLLM frees the blocks before the window and replaces them by null block 0
 (v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps its own list of the blocks unchanged.
@@ -9,10 +9,7 @@ from kvfix.fixes.api import Any, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """Return {KV group: (tokens of its window, tokens of a block)} of the groups with a sliding window.
-
-    The window includes the additional tokens that vLLM keeps for multi-module MTP.
-    """
+    """Return {KV group: (tokens of its window, of a block)}. A window includes vLLM's extra tokens for MTP."""
     return {
         number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
         for number, spec in _specs(connector, "SlidingWindowSpec")

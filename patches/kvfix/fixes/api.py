@@ -1,4 +1,4 @@
-"""All that the file of a fix imports: the record (record.py), and the classes of vLLM and LMCache with fixed functions.
+"""Exports all that the file of a fix imports: the record (record.py), and the classes of vLLM and LMCache to fix.
 
 `Any` is the type of objects of vLLM and LMCache, because their classes differ between releases. The decorators make the
 `fix` of a target. `stubs` are for probes.
@@ -30,7 +30,7 @@ Steps = Generator[Any, Any, Any]
 def _decorator(make: Callable[..., Wrapper], **options: Any) -> Callable[[Function], Fixing]:
     """Turn the code of a fix into the `fix` of a target. The code must not need the module of the function.
 
-    make: before, after or around. options: its `when` and `on_fault` (kvfix.wrapping).
+    make: before, after or around. options: the arguments `when` and `on_fault` of `make` (kvfix.wrapping).
     """
 
     def decorate(code: Function) -> Fixing:
@@ -53,10 +53,7 @@ fix_around = functools.partial(_decorator, around)
 
 
 def fix_calls(code: Function) -> Fixing:
-    """Decorate the code of a fix that calls the function itself, for example to handle its exception.
-
-    code: (function, *arguments of the caller) -> the answer.
-    """
+    """Decorate code that calls the function itself, for example to handle errors: (function, *arguments) -> answer."""
 
     def wrap(function: Function) -> Function:
         return functools.wraps(function)(lambda *args, **kwargs: code(function, *args, **kwargs))
@@ -81,8 +78,8 @@ LOCAL_DISK_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_disk_bac
 GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV2", "V2")
 GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3", "V3")
 
-# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 have two more for older vLLM, `_0180` and `_0201`, which
-# `kv_connector_module_path` selects. vLLM has its own copy.
+# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 have two more modules for older vLLM, `_0180` and `_0201`,
+# which `kv_connector_module_path` selects. vLLM has its own copy.
 _MP = "lmcache.integration.vllm.lmcache_mp_connector"
 LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
 LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "lmcache_mp_connector_0201")
@@ -95,7 +92,7 @@ MP_SCHEDULER_ADAPTER = Owner("lmcache", _MP_ADAPTER, "LMCacheMPSchedulerAdapter"
 MP_HEARTBEAT = Owner("lmcache", _MP_ADAPTER, "HeartbeatThread")
 MP_KV_GROUPS = Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups")
 MP_SERVER_TRANSFER = Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
-# The worker's client since 0.5.6, up to then in multiprocess.mq.
+# The worker's client. Before 0.5.6 it was in multiprocess.mq.
 MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "MessageQueueClient")
 
 # vLLM
@@ -144,7 +141,7 @@ def multi_process(
     for_0180: str = ">=0.4.4",
     order: int = 0,
 ) -> tuple[Target, ...]:
-    """Return targets for one function of all multi-process connectors. None for a connector without broken releases."""
+    """Return a target for this function of each multi-process connector that has broken releases."""
     broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
     return tuple(
         getattr(owner, function)(broken=releases, probe=probe, fix=fix, order=order)

@@ -1,8 +1,8 @@
 """A fix: the record of one bug.
 
-A fix is one file in a folder of `fixes/`. The name of the file has code and slug. The docstring describes the bug in
-fixed sections: `Symptom: EngineCore dies ...`. `FIX` has the fixed functions, the broken releases, a probe that shows
-the bug on the installed function, and all other facts. Every list of kvfix is a query over these records.
+A fix is one file in a folder of `fixes/`. The name of the file has the code and the slug. The docstring describes the
+bug in fixed sections: `Symptom: EngineCore dies ...`. `FIX` has the fixed functions, the broken releases, a probe that
+shows the bug on the installed function, and all other facts. Every list of kvfix is a query over these records.
 """
 
 import functools
@@ -21,7 +21,7 @@ Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
-#: Sections of a fix's docstring, in this order. A paragraph begins with each name. In `Fix.doc` it is a heading.
+#: Sections of a fix's docstring, in this order. A paragraph begins with each name. In `Fix.doc` each name is a heading.
 SECTIONS = ("Symptom", "Cause", "Fix")
 #: Sections for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
@@ -49,11 +49,11 @@ class Target:
         "LMCacheConnectorV1Impl.get_num_new_matched_tokens".
     broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the fingerprints of these releases
         (fingerprints.json) with the installed function, never the installed version number.
-    probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. Runs only on
-        code that no release has, in milliseconds. If it raises, the fix is refused.
-    fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix applies.
-        If it is None, the target only shows whether the bug is there. A helper in the same module fixes the bug, or the
-        bug cannot be fixed.
+    probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. kvfix runs it
+        only on code that no release has. It takes milliseconds. If it raises, kvfix refuses the fix.
+    fix: (module) -> wrapper of the function (kvfix.wrapping). kvfix calls it after the import of the module, if the fix
+        applies. If it is None, the target only shows whether the bug is there. A helper in the same module fixes the
+        bug, or the bug cannot be fixed.
     order: position of its wrapper around the function. The wrapper with the lowest order is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
     copy: the copy of the code that the function belongs to. If it is "", every copy needs the function for its fix.
@@ -124,13 +124,13 @@ class Fix:
         shows the bug, `proof` names the test and the reason.
     changes_healthy: connectors with which the fix also changes schedules that violate no rule without the fix.
     no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
-    opt_in: True if the user must name the fix (`plus`). A default fix acts within one engine or server. It changes no
+    opt_in: True if the user must name the fix (`plus`). A default fix acts within one engine or server, and changes no
         key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
     on_fault: the answer if the code of the fix raises. "original": the function's own answer, as without the fix.
     "closed": an answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is
     promised. The default is "closed" if a decorated function of the fix has an `on_fault`.
-    let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
+    let_go: kvfix calls it after it has removed the wrappers. It is for a fix that keeps objects of the engine.
     harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process; "" if it can do harm.
     """
 
@@ -151,9 +151,12 @@ class Fix:
     ) -> None:
         module = sys._getframe(1).f_globals  # as collections.namedtuple finds its module
         self.module_name: str = module["__name__"]
-        self.targets = targets
-        self.effect = effect
+        self.code, self.slug = code_and_slug(self.module_name)
         self.docstring: str = module["__doc__"] or ""
+        self.title = self.docstring.strip().partition("\n")[0]
+        self.targets = targets
+        self.fixable = any(target.fix is not None for target in targets)
+        self.effect = effect
         self.evidence = evidence
         self.scenarios = scenarios or ((self.slug,) if self.fixable and not proof else ())
         self.proof = proof
@@ -165,19 +168,6 @@ class Fix:
         self.on_fault = on_fault or ("closed" if is_closed else "original")
         self.let_go = let_go
         self.harmless = harmless
-
-    @property
-    def code(self) -> str:
-        return code_and_slug(self.module_name)[0]
-
-    @property
-    def slug(self) -> str:
-        return code_and_slug(self.module_name)[1]
-
-    @property
-    def fixable(self) -> bool:
-        """True if any target has a fix."""
-        return any(target.fix is not None for target in self.targets)
 
     @property
     def groups(self) -> list[tuple[str, tuple[Target, ...]]]:
@@ -194,10 +184,6 @@ class Fix:
     def sections(self) -> tuple[str, ...]:
         found = SECTIONS if self.fixable else SECTIONS_UNFIXABLE
         return (*found, MIXED_ROLL_OUT, *FACTS) if self.opt_in else (*found, *FACTS)
-
-    @property
-    def title(self) -> str:
-        return self.docstring.strip().partition("\n")[0]
 
     @functools.cached_property
     def _texts(self) -> dict[str, str]:

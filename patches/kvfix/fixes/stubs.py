@@ -13,15 +13,12 @@ Stub = SimpleNamespace
 
 
 def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
-    """The probe of a bug that needs a full cache, a wait or another process: no stub can show it in milliseconds."""
+    """Raise: no stub can show in milliseconds a bug that needs a full cache, a wait or another process."""
     raise NotImplementedError("no probe for this fix")
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
-    """Return True if this call raises this error with this text. Any other error means that the probe does not fit.
-
-    error: a type, or a tuple of types.
-    """
+    """Return True if the call raises this error with this text. Any other error means that the probe does not fit."""
     try:
         hook(*args, **kw)
     except error as raised:
@@ -69,10 +66,7 @@ def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **mo
 
 
 def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
-    """Return the attributes that `LMCacheConnectorV1Impl` reads in a worker, in a step with this request's metadata.
-
-    more: attributes to add or replace.
-    """
+    """Return the attributes that LMCache's adapter reads in a worker's step with `meta`; `more` adds or replaces."""
     step = adapter.LMCacheConnectorMetadata()
     step.requests = [meta]
     return stub(

@@ -9,8 +9,8 @@ Symptom: EngineCore dies with one of these:
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
 Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there
-are too few free blocks, vLLM calls the hook again. The second call returns the cached hit unchanged. This call
-subtracts neither the computed tokens nor the last token of a prompt that is cached whole, which vLLM must recompute.
+are too few free blocks, vLLM calls the hook again. The second call returns the cached hit, without subtracting the
+computed tokens. It also does not subtract the last token of a fully cached prompt, which vLLM must recompute.
 
 Example: the hit is 256 tokens, and 336 tokens are computed after chunked prefill or a preemption. vLLM grants 256
 tokens in place of 0. The LoadSpec has the correct numbers, so `update_state_after_alloc` finds 256 too many and raises.
@@ -25,7 +25,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
 
 
-# None: the lookup is still running; 0: nothing to load.
+# If the answer is None, the lookup is still running. If it is 0, there is nothing to load.
 @fix_after(when=lambda impl, promised, *_, **__: promised)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs.get(request.request_id)
@@ -41,7 +41,7 @@ def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """256 tokens in the lookup cache, 336 computed, 10009 in total. Right is 0."""
+    """The lookup cache has 256 tokens, and 336 of 10009 are computed. The right answer is 0. With the bug it is 256."""
     answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
     if answer not in (0, 256):
         raise ValueError(f"the probe expects 0 or 256, got {answer!r}")

@@ -26,11 +26,9 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, fix_around, note, stubs
 # vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
 @fix_around(when=lambda impl, output, *_, **__: getattr(output.scheduled_cached_reqs, "resumed_req_ids", True))
 def fix(impl: Any, scheduler_output: Any) -> Steps:
-    names, as_hit = scheduling.resumed(scheduler_output), []
-    if not names:
-        return (yield)
+    as_hit = []
     try:
-        for name in names:
+        for name in scheduling.resumed(scheduler_output):
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
             computed = request.num_computed_tokens
             until = computed + scheduler_output.num_scheduled_tokens[name]
@@ -65,10 +63,7 @@ def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resumed with 800 computed tokens, 1024 hit, none granted, 50 scheduled.
-
-    Right is a tracker of 850 tokens. Wrong is another number, or an AssertionError.
-    """
+    """Resume at 800 tokens, schedule 50. The bug raises AssertionError, or the tracker does not have 850 tokens."""
     specs = {stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)}
     impl, tracker = stubs.scheduled(adapter, 900, tracked=900, computed=800, load_specs=specs)
     step = stubs.step(50, computed=800, blocks=list(range(60)), resumed=True)

@@ -19,14 +19,14 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 @fix_after(when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs[request.request_id]
-    if spec.lmcache_cached_tokens == request.num_tokens:  # not capped: all tokens except the last
+    if spec.lmcache_cached_tokens == request.num_tokens:  # the load is not capped: it has all tokens except the last
         return promised
     due: int = spec.lmcache_cached_tokens - num_computed_tokens
     return max(0, due)
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """80 computed tokens, a hit of 1280, a cap of 1024, chunks of 256. Right is 944, wrong is 1024."""
+    """80 tokens are computed, the hit is 1280, the cap 1024. The right promise is 944. With the bug it is 1024."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(1280), _max_tokens_per_load=1024)
     answer = hook(impl, stubs.request(1500), 80)
     if answer not in (944, 1024):

@@ -1,7 +1,7 @@
 """EngineCore dies at the first aborted request: LMCache asserts that the scheduler has a cache engine.
 
-Symptom: A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`
-(vllm_v1_adapter.py:1779 in 0.4.5), and EngineCore dies, when a request is aborted.
+Symptom: When a request is aborted, EngineCore dies with a bare `AssertionError` at `assert self.lmcache_engine is not
+None` in `request_finished` (vllm_v1_adapter.py:1779 in 0.4.5).
 
 Cause: The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache
 engine. The scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
@@ -25,7 +25,7 @@ def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """An abort in the scheduler role. Wrong is an AssertionError."""
+    """Abort a request in the scheduler role. The bug raises AssertionError."""
     request = stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED)
     return stubs.raises(AssertionError, hook, stubs.scheduler_side(), request, [])
 

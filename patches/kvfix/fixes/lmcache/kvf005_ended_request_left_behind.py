@@ -20,7 +20,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 def _kept(impl: Any) -> Any:
-    """Return what can keep the request: the first two until its admission, the last two after it has resumed."""
+    """Return the dicts that may keep an ended request: two before its admission, the last two after a resume."""
     return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
 
 
@@ -45,14 +45,14 @@ def fix_worker(impl: Any, answer: Any, finished_req_ids: Any) -> None:
 
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A request ends before it has used its LoadSpec. Wrong is a LoadSpec that stays."""
+    """End a request that has not used its LoadSpec. With the bug, the LoadSpec stays."""
     impl = stubs.scheduler_side(lookup_client=stubs.Nothing(), load_specs={stubs.NAME: object()})
     hook(impl, stubs.request(16), [])
     return stubs.NAME in impl.load_specs
 
 
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
-    """The worker gets the id of an ended request. Wrong is not to unpin it."""
+    """Tell the worker that a request has ended. With the bug, the worker does not unpin the request."""
     unpinned: list[Any] = []
     engine = stubs.Stub(lookup_unpin=unpinned.append)
     hook(stubs.Stub(lmcache_engine=engine, async_loading=False), {stubs.NAME})

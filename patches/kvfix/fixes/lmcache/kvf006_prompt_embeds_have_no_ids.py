@@ -35,7 +35,7 @@ def fix_metadata(adapter: Any) -> Wrapper:
     def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
         names = {new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None}
         for name in names:
-            impl._request_trackers[name].skip_save = True  # in all later steps
+            impl._request_trackers[name].skip_save = True  # this applies to all later steps
         if names:
             metadata.requests = [each for each in metadata.requests if each.req_id not in names]
         return metadata
@@ -58,13 +58,13 @@ def _with_zeros(new_request: Any) -> Any:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A request with embeddings; the cache has KV for as many zeros. Right is 0, wrong is the hit."""
+    """Look up a request with embeddings, while the cache has KV for zeros. With the bug, the answer is not 0."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, prompt_token_ids=None, prompt_embeds=[0] * 300), 0) != 0)
 
 
 def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A new request without token ids. Wrong is a TypeError."""
+    """Schedule a new request without token ids. The bug raises TypeError."""
     blocks = (list(range(20)),)
     new = stubs.request(300, req_id=stubs.NAME, prompt_token_ids=None, prompt_embeds=[0] * 300, block_ids=blocks)
     return stubs.raises(TypeError, hook, stubs.scheduler_side(), stubs.step(300, new=new), text="NoneType")

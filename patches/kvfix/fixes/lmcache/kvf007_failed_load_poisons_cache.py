@@ -8,13 +8,13 @@ stores the result in the same step, and does not check the failed blocks (0.5.6 
 kv_load_failure_policy "recompute" the right KV comes one step later, but the cache keeps the wrong chunks.
 
 Fix: The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker
-does not save the request in the next step either, because vLLM schedules that step before it knows of the failure. With
+does not save the request in the next step either. vLLM schedules that step before it knows of the failure. With
 speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
 Otherwise vLLM asks after the step is saved. So the worker keeps the failed blocks by step.
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
-that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1 KVF008 does that.) The scheduler
-does not know which saves were skipped. To save all again costs little, because LMCache stores no chunk twice.
+that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1, KVF008 does this.) The scheduler
+does not know which saves were skipped. To save all tokens again costs little, because LMCache stores no chunk twice.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
@@ -27,10 +27,10 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 
 
 class Failed:
-    """The failed blocks of a worker's last steps: as many steps as vLLM schedules before it gets the report.
+    """The failed blocks of a worker's last steps: of as many steps as vLLM schedules before it gets a report.
 
-    The metadata object identifies a step. It stays bound until the step is saved and vLLM has asked for its failed
-    blocks, in either order. Without asynchronous scheduling vLLM has the report before the next step: one step is kept.
+    A step's metadata object identifies the step, until the step is saved and vLLM has asked for its failed blocks.
+    Without asynchronous scheduling vLLM has the report before the next step, so one step is kept.
     """
 
     def __init__(self, config: Any) -> None:
@@ -50,14 +50,14 @@ def _some_failed(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing after an error of this fix: it is unknown which KV was computed on failed loads."""
+    """Store nothing after an error of this fix, because the fix cannot tell which KV was computed on failed loads."""
     impl._kvfix_failed = None
     return _closed.worker_saves_nothing(impl)
 
 
 @fix_after(when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end)
 def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
-    """Act before the save by layers, which begins at the first layer."""
+    """Act before the layerwise save, which begins at the first layer."""
     _store_nothing_of_failed(impl)
 
 
@@ -121,12 +121,12 @@ def fix_scheduler(impl: Any, scheduler_output: Any) -> None:
 
 
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Block 3 failed to load, and the step saves its request. Wrong is to save it."""
+    """Let the load of block 3 fail, and save the step. With the bug, the worker stores the request."""
     return _lmcache.stores(hook, adapter, {"_invalid_block_ids": {3}})
 
 
 def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
-    """Block 3 has failed, and the next step is in flight: the hook reports the block and forgets it."""
+    """Return True if the hook reports failed block 3, and forgets it while the next step is in flight."""
     config = stubs.Stub(scheduler_config=stubs.Stub(async_scheduling=True))
     impl = stubs.Stub(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
     if hook(impl) != {3}:
@@ -135,7 +135,7 @@ def failed_blocks_are_forgotten(hook: Any, adapter: Any) -> bool:
 
 
 def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
-    """512 tokens count as saved, vLLM has rolled back to 256 and computes 16 more. Right is to save all 272 tokens."""
+    """Roll back from 512 saved tokens to 256, and compute 16. With the bug, the step does not save all 272 tokens."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256, _kvfix_rolled_back={stubs.NAME})
     tracker.num_saved_tokens = 512
     meta = hook(impl, stubs.step(16, computed=256))
@@ -143,7 +143,7 @@ def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
-    """One running request, its first block has failed: the hook rolls it back, and nothing records that."""
+    """Return True if the hook rolls back a request whose first block has failed, and nothing records this."""
     impl = stubs.Stub()
     _scheduler.roll_back_one(hook, impl)
     return not getattr(impl, "_kvfix_rolled_back", None)

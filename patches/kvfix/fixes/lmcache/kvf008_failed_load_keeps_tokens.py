@@ -28,7 +28,7 @@ def fix(impl: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """The load of 512 tokens failed, vLLM has 256 and computes 16 more. Right is 272 tokens, wrong is 528."""
+    """Roll back from 512 tokens to 256, and compute 16. The tracker must have 272 tokens. With the bug it has 528."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256))
     return len(tracker.token_ids) != 272

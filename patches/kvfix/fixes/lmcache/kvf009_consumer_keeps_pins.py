@@ -3,7 +3,7 @@
 Symptom: A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before the
 pin timeout, the cache cannot evict chunks that are no longer needed.
 
-Cause: `wait_for_save` unpins the requests of the step. On a consumer, which saves nothing, it returns before that.
+Cause: `wait_for_save` unpins the requests of the step, but returns before that on a consumer, which saves nothing.
 
 Fix: On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
 - Upstream: https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
@@ -21,7 +21,7 @@ def fix(impl: Any, answer: None) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """A step with one request on a consumer. Wrong is not to unpin it."""
+    """Run a step with one request on a consumer. With the bug, the consumer does not unpin the request."""
     unpinned: list[Any] = []
     engine = stubs.Stub(lookup_unpin=unpinned.append)
     meta = stubs.Stub(req_id=stubs.NAME, save_spec=None)

@@ -19,7 +19,7 @@ def fix(client: Any, lookup_id: str) -> Any:
 
 
 def shows_bug(hook: Any, client: Any) -> bool:
-    """A lookup that the client does not have is cancelled. Wrong is to keep its id."""
+    """Cancel a lookup that the client does not have. With the bug, the client keeps the id of the lookup."""
     stub = stubs.async_lookup_client(reqs_status={})
     hook(stub, stubs.NAME)
     return stubs.NAME in stub.aborted_lookups

@@ -3,13 +3,13 @@
 Symptom: LMCache logs `Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens
 so vllm can recompute`. Then the asynchronous lookup client raises `KeyError: '<request id>'`, and EngineCore dies.
 
-Cause: With `enable_async_loading` a lookup times out after `lookup_timeout_ms`. It returns 0 and drops the start time
-of the lookup, which still counts as in flight. If vLLM has no free blocks, it asks again in the next step, and the
-client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15 the client also does
-not cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
+Cause: With `enable_async_loading` a lookup times out after `lookup_timeout_ms`. The client then returns 0 and drops the
+start time of the lookup, but the lookup still counts as in flight. If vLLM has no free blocks, vLLM asks again in the
+next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to 0.3.15
+the client also does not cancel the lookup, so the late answer and the fetched chunks of an ended request leak.
 
-Fix: After a timeout the fix returns 0 for the lookup. The fix does so until the late answer has arrived and LMCache has
-cleaned up the lookup. Up to 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
+Fix: After a timeout the fix returns 0 until the late answer has arrived and LMCache has cleaned up the lookup. Up to
+0.3.15 the fix also cancels the lookup, as 0.4.1 does.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
 - Remove when: `lookup_cache` returns an answer for a lookup that has timed out.
 """
@@ -40,7 +40,7 @@ def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = 
 
 
 def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
-    """A lookup in flight without a start time. Right is 0, wrong is a KeyError."""
+    """Ask for a lookup in flight that has no start time. The right answer is 0. The bug raises KeyError."""
     return stubs.raises(KeyError, hook, stubs.async_lookup_client(), *tokens, stubs.NAME)
 
 

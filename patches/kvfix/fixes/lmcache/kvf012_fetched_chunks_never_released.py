@@ -8,7 +8,7 @@ hit, LMCache loads nothing. Only a load or the clean-up of an aborted lookup rel
 the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it takes a
 pair of key and chunk for a chunk: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
-Fix: When the pins of the request are released at the end of its step, the fix also releases the chunks that were
+Fix: At the end of a step LMCache releases the pins of a request. The fix then also releases the chunks that were
 fetched and not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up releases the chunks.
 - Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
 """
@@ -49,7 +49,7 @@ def fix_load(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 
 def shows_bug(hook: Any, engine: Any) -> bool:
-    """The chunks are fetched and not loaded. A function with the bug does not clean them up."""
+    """Unpin a request whose chunks were fetched and not loaded. With the bug, the chunks are not cleaned up."""
     cleaned: list[str] = []
     done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE
     stub = stubs.Stub(

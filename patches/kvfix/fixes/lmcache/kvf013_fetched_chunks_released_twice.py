@@ -3,60 +3,53 @@
 Symptom: The worker dies at `assert memory_obj.tensor is not None`: the next request that hits the chunk finds a memory
 object without a tensor. Or that request reads wrong KV. LMCache may first log `Double unpin occurred somewhere.`
 
-Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
-(:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
+Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and the chunks that it did not
+need (:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
 
 Fix: The clean-up releases only chunks that `retrieve` has not released. The fix unpins a chunk that was not needed.
-- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only chunks that vLLM has are affected.
+- Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, it affects only chunks that vLLM has.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.
 """
 
 from _thread import get_ident
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvfix.fixes import _lmcache
 from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_around, replaced
 
 
-class Calls:
-    """References and pins of a chunk that this thread releases during a load. Other threads may use the chunk too."""
+def _noting(call: Callable[[], Any], names: set[int], name: int) -> Callable[[], Any]:
+    """Wrap `call`, and add the name to the set if this thread calls it. Other threads may use the chunk too."""
+    thread = get_ident()
 
-    def __init__(self, chunk: Any) -> None:
-        self.references = self.pins = 0
-        thread = get_ident()
-        down, unpin = chunk.ref_count_down, chunk.unpin
+    def noted() -> Any:
+        if get_ident() == thread:
+            names.add(name)
+        return call()
 
-        def ref_count_down() -> Any:
-            self.references += get_ident() == thread
-            return down()
-
-        def take_pin() -> Any:
-            self.pins += get_ident() == thread
-            return unpin()
-
-        self.counted = {"ref_count_down": ref_count_down, "unpin": take_pin}
+    return noted
 
 
 @fix_around()
 def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
     lookup_id = more.get("req_id")
     consumes = engine.async_loading and not engine.remove_after_retrieve
-    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _lmcache.fetched(engine, lookup_id)} if consumes else {}
+    chunks = {id(chunk): chunk for chunk in _lmcache.fetched(engine, lookup_id)} if consumes else {}
     if not chunks:
         return (yield)
+    released, unpinned = set[int](), set[int]()
     try:
         with ExitStack() as stack:
-            for chunk, calls in chunks.values():
-                stack.enter_context(replaced(chunk, **calls.counted))
+            for name, chunk in chunks.items():
+                down, unpin = _noting(chunk.ref_count_down, released, name), _noting(chunk.unpin, unpinned, name)
+                stack.enter_context(replaced(chunk, ref_count_down=down, unpin=unpin))
             return (yield)
     finally:
-        gone = {name for name, (_, calls) in chunks.items() if calls.references}
-        for name in gone:
-            chunk, calls = chunks[name]
-            if not calls.pins:
-                _lmcache.unpin(chunk)
-        _lmcache.keep_fetched(engine, lookup_id, lambda chunk: id(chunk) not in gone)
+        for name in released - unpinned:
+            _lmcache.unpin(chunks[name])
+        _lmcache.keep_fetched(engine, lookup_id, lambda chunk: id(chunk) not in released)
 
 
 FIX = Fix(

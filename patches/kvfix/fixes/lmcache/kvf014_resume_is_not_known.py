@@ -4,8 +4,8 @@ Symptom: Nothing is logged. Requests that were preempted, and others that begin 
 
 Cause: The connector promises a resumed request the tokens that LMCache has. vLLM counts them as computed, but no load
 starts, because only new requests load. The tracker keeps the tokens and blocks from before the preemption, and appends
-those of the resume. The old blocks now belong to other requests. LMCache stores the KV of the old blocks under the keys
-of the resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
+the tokens and blocks of the resume. The old blocks now belong to other requests. LMCache stores the KV of the old
+blocks under the keys of the resumed request (0.3.9 vllm_v1_adapter.py, `build_connector_meta`).
 
 Fix: The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
 """
@@ -31,14 +31,14 @@ def fix_metadata(impl: Any, scheduler_output: Any) -> None:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A lookup for a request that was scheduled before. Right is 0 here: no load would start."""
+    """Look up a request that was scheduled before. The right answer is 0, because no load would start."""
     client = stubs.lookup_client(256)
     impl = stubs.scheduler_side(lookup_client=client, _request_trackers={stubs.NAME: object()})
     return bool(hook(impl, stubs.request(300), 0) != 0)
 
 
 def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resumed with 256 of 512 tokens and 20 new blocks. Wrong is a tracker that also has the old blocks."""
+    """Resume with 256 of 512 tokens and 20 new blocks. With the bug, the tracker also has the old blocks."""
     impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
     hook(impl, stubs.step(16, computed=256, blocks=list(range(40, 60)), resumed=True))
     return bool(tracker.allocated_block_ids != list(range(40, 60)))

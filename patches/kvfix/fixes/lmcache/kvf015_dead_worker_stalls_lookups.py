@@ -77,7 +77,7 @@ def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Three lookups in a row to a worker that does not answer. Wrong is to wait for all three."""
+    """Send three lookups to a worker that does not answer. With the bug, the client waits for all three."""
     asked: list[Any] = []
 
     def recv() -> bytes:

@@ -9,18 +9,17 @@ with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.
 Fix: A load waits for at most ten seconds for all its chunks together. Then the load gets no memory and fails, and vLLM
 computes its tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread that
 loads. After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that
-gets no memory returns no chunk instead of an AssertionError.
+gets no memory returns no chunk, instead of raising AssertionError.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 - Remove when: `allocate` has a timeout.
 """
 
-import functools
 import threading
 import time
 
 from kvfix import clock, engine_log
-from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, Wrapper, fix_calls, positional, stubs
+from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
 #: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.
@@ -30,7 +29,7 @@ PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """left: the seconds that this thread could still wait at the time `at`."""
+    """The waits of a thread. left: the seconds that the thread could still wait at the time `at`."""
 
     left = LONGEST_WAIT
     at = 0.0
@@ -50,32 +49,26 @@ class _Waits(threading.local):
         return True
 
 
-def fix(module: Any) -> Wrapper:
-    def bounded(original: Any) -> Any:
-        evicts, loops = PLACES.get(original.__name__, (4, 5))
-        by_position = positional(original)
-        waits = _Waits()
+_WAITS = _Waits()
 
-        @functools.wraps(original)
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            given, _ = by_position(args, kwargs)
-            if len(given) <= loops or not (given[evicts] and given[loops]):
-                return original(*args, **kwargs)
-            waits.begin()
-            while True:
-                memory = original(*given[:loops], False, *given[loops + 1 :])
-                if memory is not None:
-                    return memory
-                if not waits.wait():
-                    engine_log.warning(
-                        f"KVF016: LMCache's CPU cache had no memory for a load for {LONGEST_WAIT:.0f} s. The load "
-                        "has failed, and vLLM computes its tokens. Check local_cpu and max_local_cpu_size."
-                    )
-                    return None
 
-        return hook
-
-    return bounded
+@fix_calls
+def fix(allocate: Any, *args: Any, **kwargs: Any) -> Any:
+    evicts, loops = PLACES.get(allocate.__name__, (4, 5))
+    given, _ = positional(allocate)(args, kwargs)
+    if len(given) <= loops or not (given[evicts] and given[loops]):
+        return allocate(*args, **kwargs)
+    _WAITS.begin()
+    while True:
+        memory = allocate(*given[:loops], False, *given[loops + 1 :])
+        if memory is not None:
+            return memory
+        if not _WAITS.wait():
+            engine_log.warning(
+                f"KVF016: LMCache's CPU cache had no memory for a load for {LONGEST_WAIT:.0f} s. The load has failed, "
+                "and vLLM computes its tokens. Check local_cpu and max_local_cpu_size."
+            )
+            return None
 
 
 @fix_calls
@@ -89,7 +82,7 @@ def fix_disk(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def disk_shows_bug(hook: Any, module: Any) -> bool:
-    """A load of a chunk without free memory. Right is None, wrong is an AssertionError."""
+    """Load a chunk without free memory. The right answer is None. The bug raises AssertionError."""
     backend = stubs.Stub(local_cpu_backend=stubs.Stub(allocate=lambda *_, **__: None))
     try:
         return hook(backend, None, "", dtype=None, shape=None, fmt=None) is not None

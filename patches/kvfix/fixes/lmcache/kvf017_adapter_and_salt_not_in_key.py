@@ -91,7 +91,7 @@ fix_layer_saves = _lmcache.layer_saves(_add_request_configs, _layers_found_by_no
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A request with a salt is looked up. Wrong is a lookup without request_configs."""
+    """Look up a request with a salt. With the bug, the lookup has no request_configs."""
     asked: list[Any] = []
 
     def lookup(*_: Any, request_configs: Any = None, **__: Any) -> int:
@@ -104,7 +104,7 @@ def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A new request with an adapter. Wrong is a tracker without a tag."""
+    """Schedule a new request with an adapter. With the bug, the tracker of the request has no tag."""
     lora = stubs.Stub(lora_name="a", lora_int_id=1)
     new = stubs.request(300, req_id=stubs.NAME, lora_request=lora, block_ids=(list(range(20)),))
     impl = stubs.scheduler_side()
@@ -126,14 +126,14 @@ def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
 
 
 def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
-    """A request with a tag is loaded by layers. Wrong is a load without the tag."""
+    """Load a request with a tag by layers. With the bug, the load has no tag."""
     impl, passed = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
     hook(impl, stubs.Stub(attn_metadata=object()))
     return passed == [None]
 
 
 def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
-    """A request with a tag is saved by layers. Wrong is a save without the tag."""
+    """Save a request with a tag by layers. With the bug, the save has no tag."""
     impl, passed = _layers(adapter, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=True))
     hook(impl, "layer", None, None)
     return passed == [None]

@@ -10,8 +10,7 @@ cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` wit
 lookup pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
-the load does not release this pin, the fix does. For loads by layers, it also passes on the request id (0.5.6
-vllm_v1_adapter.py:842).
+the load does not release this pin, the fix does. Layerwise loads get the request id (0.5.6 vllm_v1_adapter.py:842).
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
   https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.5.6.
@@ -32,8 +31,8 @@ _LOADS = "_kvfix_loads"
 class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
-    `with load:` surrounds each stretch of the load's own code. Meanwhile other threads can release pins of the chunk,
-    and loads by layers take turns. A release counts for this load only during a stretch, in that thread.
+    `with load:` surrounds each part of the load's own code. Loads by layers take turns, and other threads can release
+    pins of the chunk at any time. A release counts for this load only within a part, in the same thread.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -84,7 +83,7 @@ def _loads_of(chunk: Any) -> list[_Load]:
 
 
 def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
-    """Add a pin to each chunk of the CPU cache that this lookup has pinned. None if there is no such chunk."""
+    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if there is none."""
     if engine.async_loading or engine.remove_after_retrieve or lookup_id not in engine.lookup_pins:
         return None
     cached = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache
@@ -107,7 +106,7 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 @fix_after()
 def fix_layers(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
-    """Add the pins for a load by layers. The hook is a generator, which loads one layer in each iteration."""
+    """Add the pins for a load by layers. The function is a generator that loads one layer in each iteration."""
     load = _pinned(engine, more.get("req_id"))
     return _layers(layers, load) if load else layers
 

@@ -22,7 +22,7 @@ def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """All 512 tokens are computed. Wrong is to count them as found without asking a worker."""
+    """Look up 512 tokens that are all computed. With the bug, they count as found, and no worker is asked."""
     asked: list[Any] = []
 
     def ask(*_: Any, **__: Any) -> int:

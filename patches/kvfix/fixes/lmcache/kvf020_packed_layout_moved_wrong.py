@@ -29,10 +29,9 @@ _EMPTY = "_kvfix_empty"
 
 def fix_store(connectors: Any) -> Wrapper:
     def from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
-        caches = packed(connector, **more)
-        if not caches or _is_refused(connector, more):
+        parts = _parts(connector, memory_obj, more)
+        if not parts:
             return None
-        parts = _parts(connector, memory_obj, caches, more)
         _store(connectors.torch, connector, parts, more["slot_mapping"][start:end])
         return instead(None)
 
@@ -41,11 +40,10 @@ def fix_store(connectors: Any) -> Wrapper:
 
 def fix_load(connectors: Any) -> Wrapper:
     def to_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
-        caches = packed(connector, **more)
-        if not caches or _is_refused(connector, more):
+        parts = _parts(connector, memory_obj, more)
+        if not parts:
             return None
         skip = min(end - start, max(0, more.get("vllm_cached_tokens", 0) - start))
-        parts = _parts(connector, memory_obj, caches, more)
         for tensor, held in parts:
             moved = tensor.to(held[0].device, non_blocking=True)
             scatter(connectors.torch, moved, held, more["slot_mapping"][start:end], skip)
@@ -90,27 +88,18 @@ def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
         mask[start:end] = False
 
 
-def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
-    """Return vLLM's tensors if they are packed: only this layout has four axes. None: LMCache moves them correctly."""
-    return kvcaches if kvcaches and not connector.use_mla and getattr(kvcaches[0], "ndim", 0) == 4 else None
-
-
-def _is_refused(connector: Any, more: Any) -> bool:
-    """Return True if V3 refuses this layout: the first calls of its functions then raise (0.5.3 refuses pools)."""
+def _parts(connector: Any, memory_obj: Any, more: Any) -> list[tuple[Any, list[Any]]]:
+    """Return the memory object's tensors, each with the layers it holds (V3: a group); [] if the fix moves nothing."""
+    caches = more.get("kvcaches")
+    if not caches or connector.use_mla or getattr(caches[0], "ndim", 0) != 4:  # only the packed layout has four axes
+        return []
     if not hasattr(connector, "_initialize_kv_cache_pointers"):
-        return False
+        return [(memory_obj.tensor, caches)]
     try:
         connector.initialize_kvcaches_ptr(**more)
         connector._initialize_kv_cache_pointers()
-    except Exception:  # noqa: BLE001  the function's own exception follows
-        return True
-    return False
-
-
-def _parts(connector: Any, memory_obj: Any, caches: Any, more: Any) -> list[tuple[Any, list[Any]]]:
-    """Return the memory object's tensors, each with the layers it holds. V3 has a tensor for each group of layers."""
-    if not hasattr(connector, "_initialize_kv_cache_pointers"):
-        return [(memory_obj.tensor, caches)]
+    except Exception:  # noqa: BLE001 - V3 refuses this layout (0.5.3 refuses pools), and raises this itself
+        return []
     groups = connector.metadata.kv_layer_groups_manager.kernel_groups
     return [
         (memory_obj.get_tensor(number), [caches[layer] for layer in group.layer_indices])

@@ -5,8 +5,8 @@ bounds for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value te
 broadcast to indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, no error is
 raised. Blocks that LMCache stores only in part then get wrong KV.
 
-Cause: LMCache falls back to torch operations, without a warning, if its compiled ones do not load (0.5.4 to 0.5.6 on
-torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
+Cause: LMCache falls back to torch operations, without a warning, if its compiled operations do not load (0.5.4 to 0.5.6
+on torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
 Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not
@@ -29,9 +29,9 @@ def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_ma
 
 
 def shows_bug(hook: Any, operations: Any) -> bool:
-    """Two heads, blocks of one token, the token in slot 1: no index is out of range. Right is to copy its two rows."""
+    """Copy the token in slot 1, with two heads and blocks of one token. With the bug, the wrong rows are copied."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
-        return False  # re-exported by a package (0.5.6): another target has the module that defines it
+        return False  # a package re-exports the function (0.5.6): another target has the module that defines it
     import torch  # the module has imported it
 
     held, cache = torch.zeros(2, 1, 2), torch.arange(8.0).view(2, 2, 2, 1, 1)

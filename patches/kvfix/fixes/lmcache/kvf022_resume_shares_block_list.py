@@ -4,9 +4,9 @@ Symptom: Nothing is logged. After preemptions (`Preemptions:` in vLLM's statisti
 text. So do other requests that begin with the same tokens, until the chunks are evicted.
 
 Cause: For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
-vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). With one
-worker, which runs in the scheduler's process by default (`uni`), both keep the same list. In each step both append the
-new blocks to it (:1422), so from the second step on the list has each new block twice.
+vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). A single worker
+runs in the scheduler's process by default (`uni`), so tracker and worker keep the same list. In each step both append
+the new blocks to it (:1422), so from the second step on the list has each new block twice.
 
 The slots of the tracker are then slots of other tokens, and LMCache stores their KV under valid keys. If a request
 skips a step, the worker fills its row of the block table from the list, and then reads and writes wrong blocks.
@@ -40,7 +40,7 @@ def fix(impl: Any, answer: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resumed with two blocks; the worker appends a third to its list. Wrong is a third block in the tracker."""
+    """Resume with two blocks; the worker then appends a third. With the bug, the tracker also has the third block."""
     tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
     since_0_3_11 = "all_token_ids" in inspect.signature(hook).parameters
     hook(tracker, [0] * 16, (blocks,), True, **({"all_token_ids": [0] * 48} if since_0_3_11 else {}))
@@ -51,7 +51,7 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def step_shows_bug(hook: Any, adapter: Any) -> bool:
-    """A step resumes the request. Wrong is a tracker that keeps the same list object as the scheduler output."""
+    """Resume a request. With the bug, the tracker keeps the list object of the scheduler output."""
     blocks = [1, 2]
     specs = {stubs.NAME: adapter.LoadSpec(32, 32, can_load=False)}
     impl, tracker = stubs.scheduled(adapter, 48, tracked=32, computed=32, load_specs=specs)

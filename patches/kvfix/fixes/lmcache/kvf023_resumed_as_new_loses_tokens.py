@@ -32,7 +32,7 @@ def fix(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int,
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """A prompt of 32 tokens and 16 generated ones, all scheduled. Wrong is a tracker without the generated ones."""
+    """Schedule a prompt of 32 tokens and 16 generated tokens. With the bug, the tracker has only the prompt."""
     new = stubs.Stub(
         req_id=stubs.NAME, prompt_token_ids=[0] * 32, prefill_token_ids=[0] * 48, block_ids=([0, 1, 2],),
         sampling_params=stubs.Stub(extra_args=None), mm_features=[], mm_hashes=[], mm_positions=[],

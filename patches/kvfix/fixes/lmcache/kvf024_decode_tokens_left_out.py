@@ -27,7 +27,7 @@ def fix(impl: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """The tracker has 512 tokens, 513 are computed and known. Wrong is to continue without the last one."""
+    """513 tokens are computed and known, and the tracker has 512. With the bug, the last token is not added."""
     impl, tracker = stubs.scheduled(adapter, 513, tracked=512, computed=513)
     impl.config.save_decode_cache = True
     hook(impl, stubs.step(1, computed=513))

@@ -6,7 +6,7 @@ outer function in the same stack holds this lock.
 
 Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. It takes the plain locks of `AddressManager` and
 of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle. The garbage collector
-can collect it at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
+can run at any allocation, also while `allocate` or `PrometheusLogger.GetOrCreate` holds one of the locks.
 
 Fix: `__del__` only puts the chunk on a list. The next `ref_count_down` of any chunk frees it. Both locks are free then.
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
@@ -46,7 +46,7 @@ fix_release = fix_before(when=lambda *_: COLLECTED)(free_collected)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A chunk that is collected. Wrong is to free it at once."""
+    """Let the collector find a chunk. With the bug, `__del__` frees the chunk at once."""
     freed: list[Any] = []
     allocator, meta = stubs.Stub(free=freed.append), stubs.Stub(ref_count=0, pin_count=0, address=0)
     chunk = stubs.Stub(parent_allocator=allocator, is_valid=lambda: True, meta=meta)

@@ -7,7 +7,7 @@ are left, the request returns wrong text. Only the line `Retrieved ... tokens` s
 Cause: `retrieve_layer` loads only the chunks before the first missing chunk. A chunk is gone if it was evicted after
 the lookup, because its pins timed out or another request released them (KVF018). If no chunk is left, `retrieve_layer`
 reads a variable that it has not set (0.5.6 cache_engine.py:1133). If some are left, the adapter only logs the number of
-tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` it reports the missing blocks as failed (:886-893).
+tokens (vllm_v1_adapter.py:990-992). Without `use_layerwise` it reports the blocks as failed (:886-893).
 
 Fix: The first value that `retrieve_layer` yields is the number of tokens that it will load. The fix reports the blocks
 of the missing tokens as failed, before the step saves anything. vLLM then computes these tokens again, or ends the
@@ -32,7 +32,7 @@ def fix(impl: Any, *_: Any, **__: Any) -> Steps:
 
     def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
         layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
-        if request is None:  # an error of `find`: the load is unknown
+        if request is None:  # `find` has failed, so the load is unknown
             engine_log.guarded(_WHERE, _closed.worker_loads_fail, impl)
             return layers
         return _layers(impl, layers, request, mask)
@@ -60,7 +60,7 @@ def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
 def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     """Record the blocks that will not be loaded, and return how many tokens will be loaded.
 
-    first: the number of these tokens; None if there are none; a mask without tokens if LMCache is unhealthy.
+    first: the first value of `retrieve_layer`: this number, None for no tokens, or a mask if LMCache is unhealthy.
     """
     loaded = 0 if first is None or first.dim() else int(first)
     start = len(mask) - int(mask.sum())
@@ -75,7 +75,7 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """The load covers 32 tokens in blocks 3 and 4. Only the first 16 are loaded. Right is to record block 4."""
+    """Load only 16 of 32 tokens, in blocks 3 and 4. With the bug, block 4 is not recorded as failed."""
     import torch  # the adapter has imported it
 
     load = stubs.Stub(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)

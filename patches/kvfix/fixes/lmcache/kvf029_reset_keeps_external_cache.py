@@ -42,7 +42,7 @@ def keeps_its_cache(scheduler: Any) -> bool:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """The connector has no `reset_cache` of its own. Wrong is to take that for success."""
+    """Reset a connector that has no `reset_cache` of its own. With the bug, the answer is not False."""
     connector = stubs.Stub(reset_cache=lambda: None)
     return hook(stubs.Stub(connector=connector, log_stats=False)) is not False
 
@@ -52,7 +52,7 @@ FIX = Fix(
     effect="wrong output",
     scenarios=("reset-keeps-external-cache", "mp-reset-keeps-external-cache", "mp-reset-keeps-external-cache-in-tree"),
     no_patch={
-        "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "
-        "which is for its owners to design"
+        "vllm": "connectors that have no cache answer None too, and LMCache must design the message that empties the "
+        "caches of its workers"
     },
 )

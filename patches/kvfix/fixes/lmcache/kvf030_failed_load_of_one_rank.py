@@ -5,13 +5,13 @@ Nothing else is logged. Later, other requests that begin with the same prompt re
 
 Cause: Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, only that rank
 knows of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step depends on the KV in all
-ranks, and the other ranks store it in the same step (:1104-1259).
+ranks, and the other ranks store this result in the same step (:1104-1259).
 
 After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
 keep the wrong chunks. KVF007 fixes the rank whose load failed.
 
-Fix: With several workers, a step that loads something saves nothing, and neither do the steps in flight behind it. The
-fix saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load
+Fix: With several workers, a step that loads something saves nothing, and the later steps in flight save nothing either.
+The fix saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load
 failed. If a request ends or is preempted before its save, it is not saved, because other requests have its blocks.
 
 A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. For a
@@ -28,14 +28,14 @@ from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
 from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, stubs
 
-#: Attribute of an adapter in the scheduler: its Unsaved.
+#: Attribute of an adapter in the scheduler: its `Unsaved` object.
 _UNSAVED = "_kvfix_unsaved"
 #: Attribute of a request's metadata: the worker of a kv_producer does not store the request in this step.
 _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class Unsaved:
-    """The saves that wait for the reports of all ranks: one for each request, with all tokens of the request."""
+    """The saves that wait for the reports of all ranks: one save per request, with all tokens of the request."""
 
     def __init__(self, config: Any) -> None:
         self.in_flight = scheduling.most_in_flight(config)
@@ -46,7 +46,7 @@ class Unsaved:
         self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """Return the waiting saves of the requests in this step: only these still have their blocks."""
+        """Return the waiting saves of the requests in this step: only these requests still have their blocks."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         for name in again.union(scheduling.resumed(scheduler_output), scheduler_output.finished_req_ids):
             self.saves.pop(name, None)
@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Let a later step make this save instead of the current step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # a kv_producer would store it anyway; the next save includes it
+        if not meta.save_spec.can_save:  # a kv_producer would store it anyway; its next save has these tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)
@@ -111,7 +111,7 @@ def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     for impl in _scheduler.lmcache_adapters(scheduler):
         setattr(impl, _UNSAVED, None)
         for tracker in impl._request_trackers.values():
-            tracker.skip_save = True  # tokens behind unsaved ones are never hit
+            tracker.skip_save = True  # no request hits the tokens after an unsaved token
     return answer
 
 
@@ -125,7 +125,7 @@ def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Two ranks load 256 tokens of a request and compute 256 more. Wrong is to save them in this step."""
+    """Two ranks load 256 tokens of a request and compute 256 more. With the bug, the same step saves the request."""
     config = stubs.Stub(max_concurrent_batches=1, parallel_config=stubs.Stub(world_size=2))
     new = stubs.request(512, req_id=stubs.NAME, block_ids=(list(range(32)),), num_computed_tokens=256)
     load = adapter.LoadSpec(vllm_cached_tokens=0, lmcache_cached_tokens=256, can_load=True)
@@ -133,13 +133,13 @@ def shows_bug(hook: Any, adapter: Any) -> bool:
     return bool(meta.requests[0].save_spec.can_save)
 
 
-def stores_all_the_same(hook: Any, adapter: Any) -> bool:
-    """A kv_producer's request whose metadata are marked. Wrong is to store it."""
+def stores_marked_request(hook: Any, adapter: Any) -> bool:
+    """Save a marked request of a kv_producer. Without the fix, the worker stores the request."""
     return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, **{_STORE_NOTHING: True})
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
-    """The hook rolls back a request with a waiting save, whose first block has failed. Wrong is to keep the save."""
+    """Roll back a request that has a waiting save. Without the fix, the save stays."""
     saves = {stubs.NAME: None}
     _scheduler.roll_back_one(hook, stubs.Stub(**{_UNSAVED: stubs.Stub(saves=saves)}))
     return bool(saves)
@@ -147,12 +147,12 @@ def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
 
 FIX = Fix(
     LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, order=9),
-    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_stores, order=4, helper=True),
+    LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_marked_request, fix=fix_stores, order=4, helper=True),
     LMCACHE_V1.start_load_kv(broken=">=0.3.9", fix=fix_layers, order=6, helper=True),
     SCHEDULER._update_requests_with_invalid_blocks(
         broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, order=6, helper=True
     ),
     effect="wrong output",
     scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),
-    no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
+    no_patch={"lmcache": "within the step, all ranks must agree which loads have failed, by a collective call"},
 )

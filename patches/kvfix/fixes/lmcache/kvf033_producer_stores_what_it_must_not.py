@@ -1,6 +1,6 @@
 """A kv_producer stores the prompt of a request although the request asks for `lmcache.skip_save`.
 
-Symptom: Only `Storing KV cache for ...` is logged for that request. Later requests hit the chunks that it has stored.
+Symptom: Only `Storing KV cache for ...` is logged for that request. Later requests hit the chunks of this request.
 
 Cause: A request whose KV must not be stored still has metadata if LMCache looked it up. A kv_producer stores every
 request that has metadata, even if the request names no decoder (0.5.6 vllm_v1_adapter.py:1152).
@@ -22,7 +22,7 @@ fix, fix_layers = _lmcache.skip_producer_stores(_must_not_be_stored)
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """A kv_producer saves a step of a request that asks for `lmcache.skip_save`. Wrong is to store it."""
+    """Save a kv_producer's request that asks for `lmcache.skip_save`. With the bug, the worker stores the request."""
     return _lmcache.stores(hook, adapter, {"kv_role": "kv_producer"}, request_configs={"lmcache.skip_save": True})
 
 

@@ -25,7 +25,7 @@ def fix(client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, 
 
 
 def shows_bug(hook: Any, client: Any) -> bool:
-    """A lookup with a setting that is true. Wrong is a message that the worker cannot decode."""
+    """Look up a request with a setting that is `True`. With the bug, the worker cannot decode the message."""
     import msgspec  # the client has imported it
 
     sent: list[bytes] = []

@@ -34,7 +34,7 @@ def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """A request with blocks, whose `disagg_spec` is empty. Wrong is a KeyError."""
+    """Allocate blocks for a request whose `disagg_spec` is empty. The bug raises KeyError."""
     impl = stubs.scheduler_side(lookup_client=stubs.Nothing())
     return stubs.raises(KeyError, hook, impl, stubs.request(16, kv_transfer_params={_SPEC: {}}), 0)
 

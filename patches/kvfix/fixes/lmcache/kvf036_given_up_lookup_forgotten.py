@@ -27,7 +27,7 @@ def fix(client: Any, lookup_id: str) -> Any:
 
 
 def shows_bug(hook: Any, client: Any) -> bool:
-    """A cancelled lookup in flight is cleared. Wrong is to forget it."""
+    """Clear a cancelled lookup in flight. With the bug, the client forgets the lookup."""
     stub = stubs.async_lookup_client(aborted_lookups={stubs.NAME})
     hook(stub, stubs.NAME)
     return stubs.NAME not in stub.reqs_status

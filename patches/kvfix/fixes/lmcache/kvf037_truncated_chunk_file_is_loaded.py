@@ -42,7 +42,7 @@ _READS = _Reads()
 
 @fix_around()
 def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
-    _READS.short += 1  # counts as short until the whole file is read
+    _READS.short += 1  # the read counts as short until the whole file is read
     size, entry = len(buffer), backend.dict.get(key)
     end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
     mark = os.urandom(len(end))
@@ -143,7 +143,7 @@ def fix_report(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A read of 32 bytes from an empty file. Wrong is to end without an error."""
+    """Read 32 bytes from an empty file. With the bug, the read ends without an error."""
     backend = stubs.Stub(os_disk_bs=4096, use_odirect=False, dict={})
     try:
         return hook(backend, stubs.NAME, bytearray(32), os.devnull) is None

@@ -47,7 +47,7 @@ def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A write that fails. Wrong is to leave the memory in use."""
+    """Let a write fail. With the bug, the memory stays in use."""
     released: list[bool] = []
 
     def write_file(*_: Any) -> None:
@@ -57,7 +57,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         tensor=object(), byte_array=b"", get_size=lambda: 0, get_physical_size=lambda: 0,
         ref_count_down=lambda: released.append(True),
     )  # fmt: skip
-    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # it also has methods that a release adds
+    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # it has all methods of the class
     vars(backend).update(
         _key_to_path=lambda key: os.devnull + "/none", write_file=write_file, usage=0, current_cache_size=0,
         disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),

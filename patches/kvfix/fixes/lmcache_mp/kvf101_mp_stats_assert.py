@@ -33,7 +33,7 @@ def fix(module: Any) -> Wrapper:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request that was never looked up asks for its statistics. Wrong is an AssertionError."""
+    """End a request that asks for statistics and was never looked up. The bug raises AssertionError."""
     request = stubs.request(2048, kv_transfer_params=dict.fromkeys(STATISTICS, True))
     return stubs.raises(AssertionError, hook, _mp.scheduler_side(module), request, [])
 

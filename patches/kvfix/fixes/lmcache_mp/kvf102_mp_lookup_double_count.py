@@ -27,7 +27,7 @@ def fix(connector: Any, answer: Any, request: Any, num_computed_tokens: int) -> 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The numbers of the upstream issue: a hit of 512, looked up twice. Then a miss while vLLM has computed 1024."""
+    """With the bug, a hit of 512 counts twice after two lookups, or a miss does not record 1024 computed tokens."""
     request = stubs.request(2048)
     connector = _mp.scheduler_side(module, found=512)
     for _ in range(2):

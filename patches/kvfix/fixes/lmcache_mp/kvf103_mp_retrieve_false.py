@@ -53,7 +53,7 @@ def fix(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """One load of blocks 3 and 4, whose result is false. The probe then calls the function that reads the result."""
+    """Let a load fail, and call the function that reads its result. With the bug, its two blocks are not reported."""
     failed = stubs.Stub(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
     failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
     adapter = _mp.worker_side(

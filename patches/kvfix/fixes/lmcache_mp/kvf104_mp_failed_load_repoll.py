@@ -9,7 +9,7 @@ hook promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_sta
 tracker that is PREFETCHING (0.5.4:852).
 
 LMCache 0.5.5 recognizes this request and promises 0. LMCache 0.5.6 also loads for preempted requests. It first gives
-them a fresh tracker (0.5.6:1833). So it does not recognize the request, and repeats lookup and load for ever.
+them a fresh tracker (0.5.6:1833). So LMCache does not recognize the request, and repeats lookup and load for ever.
 
 Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,
 and has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where
@@ -32,7 +32,7 @@ def fix(module: Any) -> Wrapper:
         tracker = connector.request_trackers[request.request_id]
         if (
             request.num_computed_tokens
-            or tracker.num_scheduled_tokens  # the request ran: it was preempted, its load did not fail
+            or tracker.num_scheduled_tokens  # the request has run, so it was preempted: its load did not fail
             or not _mp.tokens(tracker, "num_lmcache_hit")
             or (bypasses and request.status != preempted)
         ):
@@ -46,7 +46,7 @@ def fix(module: Any) -> Wrapper:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A READY tracker with a hit of 512, and a request with no computed tokens; then a preempted one like it."""
+    """Look up again after a failed load, also of a preempted request. With the bug, the hit is promised again."""
     for status in (None, module.RequestStatus.PREEMPTED):
         connector, request = _mp.scheduler_side(module, found=512), stubs.request(2048)
         hook(connector, request, 0)

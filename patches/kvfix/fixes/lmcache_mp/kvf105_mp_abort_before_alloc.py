@@ -38,7 +38,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
     is_pending = name in adapter._pending_lookups
     locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
-    if not locked and is_pending:  # the answer was not read yet. None: there is no answer yet
+    if not locked and is_pending:  # the answer was not read yet. If it is None, there is no answer yet
         locked = adapter.check_lookup_result(name)
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
@@ -79,7 +79,7 @@ def fix_step(connector: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """512 tokens were found for a request that ends before it is admitted. Wrong is not to free their locks."""
+    """End a request with a hit of 512 tokens before its admission. With the bug, its locks are not freed."""
     request = stubs.request(2048)
     connector, _ = _mp.tracked(module, request, num_lmcache_hit=512)
     hook(connector, request, [])
@@ -87,7 +87,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 def step_shows_bug(hook: Any, module: Any) -> bool:
-    """The request ends before the answer of 512 tokens has come, and a step follows. Wrong is not to free the locks."""
+    """End a request before its lookup is answered, then run a step. With the bug, its locks are not freed."""
     request = stubs.request(2048)
     connector, _ = _mp.tracked(module, request, found=None)
     connector.scheduler_adapter._pending_lookups.add(request.request_id)

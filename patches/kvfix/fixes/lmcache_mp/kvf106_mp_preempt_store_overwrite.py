@@ -69,7 +69,7 @@ def _worker(store: Any) -> Any:
 
 
 def connector_shows_bug(hook: Any, module: Any) -> bool:
-    """A step after a preemption. Right is marked metadata, and a worker that then waits."""
+    """Run a step after a preemption. With the bug, the metadata are not marked, or the worker does not wait."""
     metadata = hook(_mp.scheduler_side(module), stubs.step(preempted=True))
     if not getattr(metadata, "need_flush_before_forward", False):
         return True
@@ -81,7 +81,7 @@ def connector_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def own_shows_bug(hook: Any, module: Any) -> bool:
-    """Call `flush_inflight_stores`, which LMCache's own `handle_preemptions` calls. Wrong is not to wait."""
+    """Call `flush_inflight_stores`, as LMCache's own `handle_preemptions` does. With the bug, it does not wait."""
     store = _store()
     context = stubs.Stub(
         _inflight_lock=nullcontext(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
@@ -91,7 +91,7 @@ def own_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def base_shows_bug(hook: Any, module: Any) -> bool:
-    """The base class waits for nothing, which is right for connectors that store within the step."""
+    """Return True if the base class does not wait, which is right for connectors that store within the step."""
     store = _store()
     hook(_worker(store), stubs.Stub())
     return not store.waited

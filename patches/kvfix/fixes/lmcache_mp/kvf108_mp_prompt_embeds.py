@@ -17,7 +17,7 @@ from kvfix.fixes.api import GO_ON, LMCACHE_MP, Any, Fix, Steps, Wrapper, around,
 
 
 def _has_embeddings(connector: Any, request: Any, *_: Any, **__: Any) -> bool:
-    return getattr(request, "prompt_embeds", None) is not None  # the requests of LMCache's own tests do not have it
+    return getattr(request, "prompt_embeds", None) is not None  # requests of LMCache's own tests lack the attribute
 
 
 def fix(module: Any) -> Wrapper:

@@ -55,7 +55,7 @@ def fix(adapter: Any, request_id: str, *_: Any, **__: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Two stores of one request after one that has ended; only the second is done. Wrong is to count all as done."""
+    """Start two stores after one that has ended, and end only the second. With the bug, all stores count as done."""
     stores = [stubs.Stub(query=lambda: False), stubs.Stub(query=lambda: True)]
     for store in stores:
         store.to_cuda_future = lambda store=store: store  # 0.4.5 sends the request itself

@@ -2,7 +2,7 @@
 
 Symptom: vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished
 loading long ago. These requests share a prefix with the failed one, such as a system prompt. With
-`kv_load_failure_policy=recompute` they recompute tokens that they had.
+`kv_load_failure_policy=recompute` they recompute tokens that they already had.
 
 Cause: A load begins at the start of a chunk. The load does not write the blocks of the chunk that vLLM has computed
 (`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:387). If the load fails, the worker reports all blocks of the chunk
@@ -39,7 +39,7 @@ def _skipped(op: Any) -> list[int]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A load of blocks 3 to 6, of which vLLM has computed block 3. The server is silent. Wrong is to report block 3."""
+    """Load blocks 3 to 6 from a silent server. vLLM has computed block 3. With the bug, block 3 is reported too."""
     adapter = _mp.worker_side(is_healthy=False)
     op = module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], start=0, end=64, skip_first_n_tokens=16)
     hook(adapter, stubs.NAME, op, None)

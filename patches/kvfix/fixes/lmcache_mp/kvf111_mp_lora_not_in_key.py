@@ -38,7 +38,7 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """One request with an adapter, and one without. Wrong is the same salt."""
+    """Make a tracker with an adapter, and one without. With the bug, both have the same salt."""
     salts = []
     for lora in (None, stubs.Stub(lora_name=stubs.NAME)):
         tracker = module.LMCacheMPRequestTracker.__new__(module.LMCacheMPRequestTracker)

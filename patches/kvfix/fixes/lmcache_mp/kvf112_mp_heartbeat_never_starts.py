@@ -30,7 +30,7 @@ def fix(adapter: Any, answer: None) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Without a server, no thread starts. Wrong is that `_heartbeats` is None after the call."""
+    """Start the heartbeats without a server. With the bug, `_heartbeats` is None after the call."""
     adapter = stubs.Stub(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
     hook(adapter)
     return adapter._heartbeats is None

@@ -25,7 +25,7 @@ def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A registration. Wrong is not to start the heartbeat."""
+    """Register the worker. With the bug, the heartbeat does not start."""
     started: list[bool] = []
     adapter = stubs.Stub(
         lmcache_tokens_per_chunk=256,
@@ -41,5 +41,5 @@ FIX = Fix(
     MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),
     effect="lost hits",
     evidence={"KVD210": ""},
-    attaches=AT_START,  # it acts when the worker registers
+    attaches=AT_START,  # the fix acts when the worker registers
 )

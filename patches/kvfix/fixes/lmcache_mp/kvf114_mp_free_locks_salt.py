@@ -27,7 +27,7 @@ def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """512 tokens were found, and vLLM has them too. Wrong is to free their locks without the salt."""
+    """Admit a request with a salt; vLLM has its 512 tokens. With the bug, the locks are freed without the salt."""
     request = stubs.request(2048, cache_salt="tenant")
     connector, _ = _mp.tracked(module, request, num_vllm_hit=512, num_lmcache_hit=512)
     hook(connector, request, _mp.BLOCKS, 0)

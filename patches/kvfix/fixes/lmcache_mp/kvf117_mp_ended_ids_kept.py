@@ -1,10 +1,10 @@
 """The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
-Symptom: Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused
-(with a vLLM that takes ids from clients), the blocks of that request are never freed, and the KV cache fills up.
+Symptom: Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If a client can
+choose ids and reuses one, the blocks of that request are never freed, and the KV cache fills up.
 
-Cause: The adapter keeps the ids that it has reported as done, because with asynchronous scheduling two steps may ask
-for the same id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034). No id is removed or reported twice.
+Cause: The adapter keeps the ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
+0.5.6:2034). With asynchronous scheduling two steps may ask for the same id. No id is removed or reported twice.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -22,10 +22,10 @@ KEPT = 32
 
 
 class Recent(set[str]):
-    """A bounded set of ids. With more than KEPT ids, these become the old ids, and the previous old ids are dropped.
+    """A bounded set of ids. More than KEPT ids become the old ids, and replace the previous old ids.
 
-    `update` runs in every step. `in` runs only once for each request that ends, so it drops the old ids. It does so at
-    most once between two updates, and never drops the ids of the last update. LMCache calls no other function.
+    LMCache calls only `update` and `in`. `update` runs in every step, and `in` once for each ended request. So `in`
+    drops the old ids, at most once between two updates. It never drops the ids of the last update.
     """
 
     old: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request ends in each of 128 steps. The probe calls the function that uses the set of `__init__`."""
+    """End one request in each of 128 steps. With the bug, the set that `__init__` makes keeps all ids."""
     adapter = stubs.Stub(
         finished_stores=set(), store_futures={}, previously_finished=set(), _returned_finished=set(),
         _returned_finished_steps=deque(),  # patches/upstream/mp-ended-ids-kept adds this

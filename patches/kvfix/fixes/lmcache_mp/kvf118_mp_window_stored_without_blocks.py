@@ -16,8 +16,8 @@ The server leaves a chunk out only if all blocks of all its groups are null (mod
 0.5.6:86). So the chunk gets a valid key with wrong KV. A later hit that ends at this chunk reads the wrong KV.
 
 Fix: The fix ends a store before the first chunk whose window blocks vLLM no longer has, because they are null or freed.
-The request stores no later chunk, because no prefix hit would find it. One disadvantage: with
-`--separate-object-groups` the server could have stored the full-attention part of these chunks.
+The request stores no later chunk, because no prefix hit would find it. With `--separate-object-groups` the server could
+store the full-attention part of these chunks, but does not get it.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: The tracker stores no block that vLLM has taken out of the list.
 """
@@ -27,29 +27,20 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
-def fix_new(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-    _keep_whole(connector, metadata, computed)
-
-
-@fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
-def fix_cached(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    cached = scheduler_output.scheduled_cached_reqs
-    _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
-
-
-def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:
-    """Keep only the chunks of these requests' stores whose blocks vLLM has. computed: tokens before the step."""
-    windows, chunk = _windows.of(connector), _mp.chunk_size(connector)
+def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
+    """Keep only the chunks of the step's stores whose blocks vLLM has."""
+    computed, windows, chunk = _windows.computed(scheduler_output), _windows.of(connector), _mp.chunk_size(connector)
     for meta in list(metadata.requests):
         if meta.direction != "STORE" or meta.request_id not in computed:
             continue
         tracker, op = connector.request_trackers[meta.request_id], meta.op
-        has_hole, before = hasattr(tracker, "_kvfix_hole"), computed[meta.request_id]
-        end = op.start if has_hole else _whole_until(op, windows, chunk, before)
+        cut = getattr(tracker, "_kvfix_cut", None)
+        if cut is op:  # the fix has cut this store already, after `_process_new_requests`
+            continue
+        end = op.start if cut is not None else _whole_until(op, windows, chunk, computed[meta.request_id])
         if end == op.end:
             continue
-        tracker._kvfix_hole = end
+        tracker._kvfix_cut = op
         note(__name__, f"request {meta.request_id}: tokens {end} to {op.end} are not stored")
         if end == op.start:
             metadata.requests.remove(meta)
@@ -72,25 +63,22 @@ def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, compu
 
 
 def new_shows_bug(hook: Any, module: Any) -> bool:
-    """vLLM has 512 tokens, LMCache none; the window's list begins with null blocks. Wrong is to store them."""
+    """Schedule a request with 512 tokens of vLLM, and null blocks before its window. With the bug, they are stored."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), [0] * 16 + list(range(65, 113)), computed=512)
     return any(0 in meta.op.block_ids[1] for meta in _windows.stored(hook, module, connector, 512, 512)[1:])
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """768 tokens are computed, and the tracker knows of none. Wrong is to store the first 256 of them."""
+    """768 tokens are computed, and the tracker knows none. With the bug, the first 256 of them are stored."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), list(range(65, 129)), computed=0)
     return len(_windows.stored(hook, module, connector, 768, 256, blocks=[])) > 1
 
 
 FIX = Fix(
-    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
-    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached),
+    LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix),
+    LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix),
     effect="wrong output",
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-window-stored-null", "mp-window-stored-late"),
-    no_patch={
-        "lmcache": "the tracker is given neither windows nor what vLLM has taken out of a list: which it is to have is "
-        "for LMCache to decide"
-    },
+    no_patch={"lmcache": "LMCache must decide how the tracker learns of windows, and of blocks that vLLM has freed"},
 )

@@ -13,7 +13,7 @@ other blocks of the request only when the stores have ended. LMCache waits for i
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
 Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has already freed. When a
-freed block is in use again in a step, the fix sets the flag in the step's metadata that LMCache sets after a
+freed block is in use again in a step, the fix sets a flag in the step's metadata. LMCache sets the same flag after a
 preemption. The workers then wait for the stores in flight before anything is written. They wait at most LMCache's own
 `mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
@@ -103,7 +103,7 @@ def _any_in_use(connector: Any, blocks: set[int]) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """256 tokens are stored with a window of 16; their blocks are used when the next step begins. Right is to wait."""
+    """Store 256 tokens with a window of 16; the next step uses their blocks. With the bug, no worker has to wait."""
     connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
     connector._gpu_block_pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1)] * 129)
     _windows.stored(hook, module, connector, 0, 256, blocks=[])
@@ -116,5 +116,5 @@ FIX = Fix(
     effect="wrong output",
     evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),
-    no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},
+    no_patch={"lmcache": "vLLM and LMCache must decide which of them keeps a block until it is stored"},
 )

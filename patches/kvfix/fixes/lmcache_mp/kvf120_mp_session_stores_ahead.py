@@ -31,7 +31,7 @@ def fix(connector: Any, scheduler_output: Any, metadata: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A session with 400 tokens counted goes on with 100 computed ones, and 16 new ones. Wrong is to count 416."""
+    """Continue a session at 100 computed tokens, with 16 new ones; 400 were counted. With the bug, 416 are counted."""
     connector, tracker = _mp.tracked(module, stubs.request(2048))
     tracker.num_scheduled_tokens = 400
     new = stubs.Stub(req_id=stubs.NAME, num_computed_tokens=100)

@@ -26,14 +26,14 @@ def fix(impl: Any, answer: bool) -> bool:
 
 @fix_before(on_fault=_closed.refuse)
 def fix_scheduler(scheduler: Any) -> None:
-    """Tell the connector how many requests vLLM has: the connector does not know those that have ended."""
+    """Tell the connector how many requests vLLM has: the connector does not know the ended requests."""
     for each in _scheduler.connectors(scheduler):
         if hasattr(each, "request_trackers"):
             each._kvfix_requests = len(scheduler.requests)
 
 
 def shows_bug(hook: Any, connector: Any) -> bool:
-    """A request is open, and the servers answer. Wrong is True."""
+    """Reset the connector while a request is open. With the bug, the answer is True."""
     adapter = stubs.Stub(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER
     trackers = {stubs.NAME: None}

@@ -24,9 +24,9 @@ its transfers stay in use until the server's process ends. With gRPC the fix cha
 from kvfix.fixes import _closed, _mp, api
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_after, fix_around, fix_before, note, replaced, stubs
 
-#: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
+#: {operation that moves KV: the answer of a server that has moved nothing: no event, no success}
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
-#: Replaces the event that is set while the worker is healthy. This one is always set.
+#: An event that is always set. It replaces the event that is set while the worker is healthy.
 _SET = stubs.Stub(is_set=lambda: True)
 
 
@@ -66,28 +66,19 @@ def fail_transfers(client: Any, answer: Any) -> None:
         note(__name__, "transfers of a server that has ended are reported as failed")
 
 
-class _Unhealthy(stubs.Stub):
-    """A worker's adapter that has missed a heartbeat, and is connected."""
-
-    _health_event = stubs.Stub(is_set=lambda: False)
-    req_client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))
-
-    @property
-    def is_healthy(self) -> bool:
-        return bool(self._health_event.is_set())
-
-
 def _unhealthy(module: Any, **more: Any) -> Any:
-    """Return an unhealthy worker. Raises LookupError if the client does not watch its connection (KVF904)."""
-    if not hasattr(module, "MessagingStream"):  # only a client with it watches
+    """Return a connected worker that missed a heartbeat. Raise LookupError if the client does not watch (KVF904)."""
+    if not hasattr(module, "MessagingStream"):  # only a client that watches its connection has this class
         raise LookupError("the client does not watch its connection")
-    attributes = vars(_mp.worker_side(**more))
-    del attributes["is_healthy"]
-    return _Unhealthy(**attributes)
+    client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))
+    event = stubs.Stub(is_set=lambda: False)
+    adapter = module.LMCacheMPWorkerAdapter.__new__(module.LMCacheMPWorkerAdapter)
+    vars(adapter).update(vars(_mp.worker_side(_health_event=event, req_client=client, **more)))
+    return adapter
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A load that has no answer. Wrong is to report it."""
+    """Start a load that gets no answer. With the bug, the worker reports the load."""
     future = stubs.Stub(query=lambda: False)
     adapter = _unhealthy(module, lazy_offload=True, retrieve_futures={stubs.NAME: (future, [3, 4])})
     _, loads = _mp.get_finished(hook, adapter)
@@ -95,7 +86,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 def preemption_shows_bug(hook: Any, module: Any) -> bool:
-    """A step after a preemption, with a store in flight. Wrong is not to wait for it."""
+    """Run a step after a preemption, with a store in flight. With the bug, the worker does not wait for the store."""
 
     def wait() -> None:
         raise TimeoutError
@@ -106,14 +97,14 @@ def preemption_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def unnoted(hook: Any, module: Any) -> bool:
-    """An answer without content comes. Right, for this fix, is to record that the client is connected."""
+    """Receive an answer without content. Without the fix, nothing records that the client is connected."""
     client = stubs.Stub(socket=stubs.Stub(recv_multipart=list))
     hook(client)
     return not getattr(client, "_kvfix_connected", False)
 
 
 def unanswered(hook: Any, module: Any) -> bool:
-    """A load is in flight when the connection is lost. Wrong is to leave it without an answer."""
+    """Lose the connection while a load is in flight. Without the fix, the load gets no answer."""
     return _mp.is_left_unanswered(hook, "retrieve")
 
 

@@ -31,7 +31,7 @@ def fix(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> li
         specs = _specs(group)
         for name in group.layer_names:
             spec = specs.get(name) or specs[""]
-            if getattr(spec, _EXTRA, 0) > 1:  # one fits: the window already includes the step's token
+            if getattr(spec, _EXTRA, 0) > 1:  # one extra token needs no room: the window has the step's own token
                 kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
                 whole = -(-kept // spec.block_size) * spec.block_size
                 sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
@@ -45,7 +45,7 @@ def _specs(group: Any) -> dict[str, Any]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A window of 64 tokens, and three in front of it. Wrong is to register 64."""
+    """Register a window of 64 tokens, and three tokens in front of it. With the bug, only 64 are registered."""
     kind = type("SlidingWindowSpec", (), {"sliding_window": 64, "block_size": 16, _EXTRA: 3})
     return bool(hook([stubs.Stub(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
 
@@ -56,6 +56,6 @@ FIX = Fix(
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # The function runs once, at the start. Lookups and loads cannot learn of an error, so its answer stays.
+    # The function runs once, at the start. Lookups and loads cannot learn of an error, so an error keeps its answer.
     on_fault="original",
 )

@@ -12,9 +12,10 @@ all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). 
 block may hold a state. The server then stores the last block, although it is null. After a failed load, a store comes
 late, and stores a block that already belongs to another request.
 
-Fix: The fix acts after the hooks that add stores to the step's metadata. If a chunk ends neither where the step begins
-nor where it ends, the fix sets all blocks of the chunk in the state group to null. The server then leaves the state
-out, and no hit ends there. This works with `lmcache server --separate-object-groups`. Without this option, see KVF125.
+Fix: The fix acts after the hooks that add stores to the step's metadata. Take a chunk that ends neither where the step
+begins nor where the step ends. The fix sets all blocks of this chunk in the state group to null. The server then leaves
+the state out, and no hit ends there. This works with `lmcache server --separate-object-groups`. Without this option,
+see KVF125.
 - Releases: LMCache 0.5.4 to 0.5.6. According to their source code, 0.4.7 to 0.5.3 have the bug too. The server of 0.4.7
   to 0.5.3 stores null blocks of every model (KVF125).
 - Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.
@@ -26,7 +27,7 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    """In the step's stores of new and running requests, set the blocks of states that vLLM does not have to null."""
+    """In the step's stores, set to null each block of a state that vLLM does not have."""
     states, chunk = _windows.states(connector), _mp.chunk_size(connector)
     if not states:
         return
@@ -47,7 +48,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
 
 
 def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> bool:
-    """A step of 512 tokens. All blocks but the first and the last are null. Wrong is to store the first block."""
+    """Store a step in which only the first and last block hold a state. With the bug, the first one is stored."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=computed)
     stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
     return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)

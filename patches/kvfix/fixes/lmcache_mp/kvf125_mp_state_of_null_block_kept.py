@@ -36,7 +36,7 @@ def fix(
 
 
 def shows_bug(function: Any, module: Any) -> bool:
-    """One object of two KV groups, and a chunk whose last block is null in the second. Wrong is to store it."""
+    """Check a chunk whose last block is null in the second of two KV groups. With the bug, the chunk is stored."""
     group = stubs.Stub(kernel_group_indices=[0, 1], aux=False)
     return not function([[1, 2], [3, 0]], [group], [2, 2], 1)[0][0]
 
@@ -45,5 +45,5 @@ FIX = Fix(
     MP_SERVER_TRANSFER.all_null_chunk_masks(broken=">=0.5.4", probe=shows_bug, fix=fix),
     effect="wrong output",
     scenarios=("mp-state-kept-null",),
-    attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach
+    attaches=AT_START,  # the fix acts in the server, which `kvfix attach` does not reach
 )

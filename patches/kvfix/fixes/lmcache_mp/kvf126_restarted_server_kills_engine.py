@@ -29,7 +29,7 @@ from kvfix.fixes import _mp, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
 #: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
-#: that it does not know; it needs to know the worker for transfers.
+#: that it does not know, but no transfers.
 _TRANSFERS = {
     "prepare_store": stubs.Stub(context={}),
     "commit_store": False,
@@ -94,7 +94,7 @@ def register_again(heartbeat: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A store is in flight when the connection is lost. Wrong is to leave it without an answer."""
+    """Lose the connection while a store is in flight. With the bug, the store gets no answer."""
     return _mp.is_left_unanswered(hook, "prepare_store")
 
 

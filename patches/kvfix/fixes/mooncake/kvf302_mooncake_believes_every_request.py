@@ -5,7 +5,7 @@ MooncakeConnector (before vLLM 0.20 `assert self.kv_role != ...`). Or the log ha
 This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 Cause: The parameters come with the request, from any client that can reach the engine. A producer asserts that no
-request asks for a load. A consumer asserts that none asks it to send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
+request asks for a load. A consumer asserts that none asks for a send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
 
 get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the allocation of the
 blocks whether the request names its peer. If the request does not, MooncakeConnector only logs a warning (:1049). If a
@@ -75,14 +75,14 @@ def request_finished(*_: Any) -> Steps:
 
 
 def promises(hook: Any, module: Any) -> bool:
-    """A remote prefill that names no peer. Wrong is to promise its tokens."""
+    """Look up a remote prefill that names no peer. With the bug, the tokens of the prefill are promised."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
     return bool(hook(_mooncake.scheduler_side("kv_consumer"), request, 0)[0])
 
 
 def _raises_with(*arguments: Any) -> Callable[[Any, Any], bool]:
     def raises(hook: Any, module: Any) -> bool:
-        """A consumer that is asked to send. Wrong is to raise."""
+        """Ask a consumer to send. The bug raises AssertionError."""
         request = stubs.request(32, kv_transfer_params={"do_remote_decode": True, "transfer_id": "t"})
         return stubs.raises(AssertionError, hook, _mooncake.scheduler_side("kv_consumer"), request, *arguments)
 

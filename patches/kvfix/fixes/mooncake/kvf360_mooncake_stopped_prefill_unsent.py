@@ -27,7 +27,7 @@ def fix(connector: Any, request: Any, blocks: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A prefill that has stopped. Wrong is to keep no blocks of it."""
+    """End a prefill by a stop token. With the bug, the blocks of the prefill are not kept."""
     request = _mooncake.finished_prefill(16, module.RequestStatus.FINISHED_STOPPED)
     return not hook(_mooncake.scheduler_side("kv_producer"), request, ([1],))[0]
 

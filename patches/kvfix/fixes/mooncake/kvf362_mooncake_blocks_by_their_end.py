@@ -2,11 +2,11 @@
 
 Symptom: Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
 
-Cause: The prefill engine sends as many blocks as the decode engine has asked for, and takes them from the end of its
-list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens there shifts the whole KV by one block.
+Cause: The prefill engine sends as many blocks as the decode engine asks for. It takes these blocks from the end of its
+list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in this list shifts the whole KV by one block.
 
-Fix: The worker gets only the blocks of the prompt. The fix does not handle KV groups without full attention, or engines
-with several context-parallel ranks.
+Fix: The worker gets only the blocks of the prompt. The fix skips KV groups without full attention, and context
+parallelism.
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 - Remove when: vLLM counts the blocks from their start.
 """
@@ -40,7 +40,7 @@ def build_connector_meta(connector: Any, *_: Any) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A prompt of two blocks whose request has three. Wrong is to offer the third."""
+    """End a request that has three blocks, two of them for its prompt. With the bug, the third one is offered too."""
     config = stubs.Stub(parallel_config=stubs.Stub(decode_context_parallel_size=1, prefill_context_parallel_size=1))
     connector = _mooncake.scheduler_side("kv_producer", _is_hma_required=False, vllm_config=config)
     request = _mooncake.finished_prefill(40, module.RequestStatus.FINISHED_LENGTH_CAPPED, num_prompt_tokens=32)

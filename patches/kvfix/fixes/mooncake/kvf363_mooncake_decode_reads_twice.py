@@ -26,12 +26,12 @@ def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     return prefill if all(isinstance(each, str) for each in prefill) else None
 
 
-# Without the second wrapper, an abort of the second request lets prefill free blocks while it writes them to the first.
+# Without the second wrapper, an abort of the second request lets prefill free blocks that it still sends to the first.
 promise_once, end_once = _prefills.for_the_first(_prefill)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Two requests for one prefill. Wrong is to promise its tokens to both."""
+    """Look up two requests for one prefill. With the bug, both get a promise."""
     connector, peer = _mooncake.scheduler_side("kv_consumer"), dict.fromkeys(_mooncake.PEER, "p")
     return _prefills.promised_twice(hook, connector, **peer)
 

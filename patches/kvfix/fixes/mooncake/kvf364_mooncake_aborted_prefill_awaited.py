@@ -62,7 +62,7 @@ def _forget(worker: Any, dropped: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to let decode wait."""
+    """Abort a prefill that the worker does not know. With the bug, the hook raises KeyError, or decode waits."""
     worker = stubs.Stub(reqs_need_send={}, sender_loop=stubs.Stub(call_later=lambda *_: None))
     steps = hook(worker, stubs.Stub(reqs_to_send={}, reqs_not_processed={"t"}))
     try:

@@ -28,7 +28,7 @@ def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The last answer names nothing. Wrong is to count no load as failed."""
+    """Receive a last answer that names no request. With the bug, no load counts as failed."""
     failed: list[str] = []
     worker = stubs.Stub(_handle_failed_recv=lambda _, names, reason: failed.extend(names), finished_recving_reqs=set())
     response = stubs.Stub(status=module.MooncakeXferResponseStatus.FINISH, ok_reqs=None, err_reqs=None, err_msg=None)

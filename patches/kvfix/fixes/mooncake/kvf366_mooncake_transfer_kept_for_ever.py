@@ -1,7 +1,7 @@
 """The prefill worker's memory grows: MooncakeConnector keeps each transfer that decode asked for and that never came.
 
 Symptom: The memory grows by less than a kilobyte for each decode request whose prefill's lease is over, or that names a
-wrong transfer. Only `Timeout waiting for P side ready` is logged.
+wrong transfer. The log has only `Timeout waiting for P side ready`.
 
 Cause: A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py
 0.32.0:1563). When the wait for the prefill times out, nothing removes the entry (:1593).
@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between two looks. An entry is removed at the second look, because its waiter may come a moment after it.
+#: Seconds between two checks. The fix removes an entry at the second check, because its waiter may come after it.
 _PAUSE = 0.25
 
 

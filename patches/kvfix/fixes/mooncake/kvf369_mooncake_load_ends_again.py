@@ -56,7 +56,7 @@ def process_pulling_result(worker: Any, response: Any, metas: dict[str, Any]) ->
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """One of two ranks fails. Wrong is to report the load."""
+    """Let one of two ranks fail. With the bug, the load is reported before the other rank has ended."""
     ended: set[str] = set()
     worker = stubs.Stub(
         xfer_stats=stubs.Stub(record_failed_recv=lambda: None), _is_hma_required=False,

@@ -7,8 +7,8 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks.
 Cause: The parameters come with the request, from the router or from any client that can reach the engine. If the
 parameters ask for a remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60).
 update_state_after_alloc checks the parameters only after the blocks were granted. The function checks for remote blocks
-(:186, assertion) and for their engine (:179, warning). The blocks or the engine may be missing because a prefill kept
-no blocks (KVF314), the router is of another release, or the request is malformed.
+(:186, assertion) and for their engine (:179, warning). The blocks or the engine may be missing: a prefill kept no
+blocks (KVF314), the router is of another release, or the request is malformed.
 
 If the blocks are not in lists, or the name of engine, request or host is not a string, the worker raises later. For
 blocks in one flat list, the fix still promises the tokens if the worker can fail their load (KVF311).
@@ -66,7 +66,7 @@ def _asked_for(function: Any) -> tuple[str, ...]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A remote prefill that names no blocks. Wrong is to promise its tokens."""
+    """Look up a remote prefill that names no blocks. With the bug, the tokens of the prefill are promised."""
     request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True, "remote_block_ids": []})
     return bool(hook(_nixl.scheduler_side(), request, 0)[0])
 

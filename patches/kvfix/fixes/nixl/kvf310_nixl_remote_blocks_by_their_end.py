@@ -46,7 +46,7 @@ def _same_blocks(worker: Any, engine: str) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Decode wants two blocks, and prefill has three. Wrong is to read the last two."""
+    """Load two blocks from a prefill that has three. With the bug, the worker reads the last two."""
     read: list[Any] = []
 
     def reads(read_spec: Any, **_: Any) -> bool:

@@ -40,7 +40,7 @@ def _log_failure(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A read from a peer that the worker does not know. Wrong is to raise."""
+    """Read from a peer that the worker does not know. The bug raises KeyError, or does not report the load."""
     failed: set[str] = set()
     worker = _nixl.worker_side(
         _remote_agents={"p": {}}, _recv_failures=failed, _handle_failed_transfer=lambda name, *_, **__: failed.add(name)

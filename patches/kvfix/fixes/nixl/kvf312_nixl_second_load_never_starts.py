@@ -27,7 +27,7 @@ def fix(connector: Any, request: Any) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A second request for the blocks of the previous turn. Wrong is to promise them."""
+    """Look up the blocks of the previous turn for the second time. With the bug, they are promised again."""
     connector = _nixl.scheduler_side(is_bidirectional_kv_xfer_enabled=True)
     params = {
         "do_remote_decode": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "d", "remote_request_id": "r",

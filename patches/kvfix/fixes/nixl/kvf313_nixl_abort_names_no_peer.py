@@ -2,8 +2,8 @@
 
 Symptom: EngineCore dies in `build_connector_meta` with `KeyError: 'remote_request_id'` or another key of the peer.
 
-Cause: If a request ends before it was scheduled, request_finished adds it to the list of requests that receive KV, so
-that the prefill engine frees the blocks (pull_scheduler.py 0.32.0:243). In the next step add_new_req_to_recv reads the
+Cause: If a request ends before it was scheduled, request_finished adds it to the list of requests that receive KV
+(pull_scheduler.py 0.32.0:243). The prefill engine then frees the blocks. In the next step add_new_req_to_recv reads the
 peer's address from the request's parameters without a check (metadata.py 0.32.0:330).
 
 Fix: Before build_connector_meta, the fix removes a request without a peer from this list.
@@ -19,7 +19,7 @@ fix = _prefills.drop_peerless(__name__, lambda params: all(key in params for key
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """An aborted request that names no peer. Wrong is a KeyError."""
+    """Abort a request that names no peer. The bug raises KeyError."""
     waiting: dict[str, Any] = {stubs.NAME: (stubs.request(8, kv_transfer_params={}), [], (), False)}
     return stubs.raises(KeyError, hook, _nixl.scheduler_side(_reqs_need_recv=waiting), stubs.Stub())
 

@@ -29,7 +29,7 @@ def start_load_kv(worker: Any, answer: None, metadata: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request without blocks. Wrong is to wait for them."""
+    """Start the load of a request without blocks. With the bug, the worker waits for blocks."""
     worker = _nixl.worker_side()
     meta = stubs.Stub(local_block_ids=[], remote=stubs.Stub(engine_id="p", block_ids=()))
     metadata = stubs.Stub(

@@ -25,7 +25,7 @@ def begin_lease(connector: Any, answer: None, request: Any, *_: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request that loads nothing. Wrong is not to tell the worker about it."""
+    """Admit a request that loads nothing. With the bug, the worker is not told about the request."""
     connector = _nixl.scheduler_side(is_bidirectional_kv_xfer_enabled=True)
     hook(connector, stubs.request(8, kv_transfer_params={"do_remote_prefill": False}), None, 0)
     return not connector._reqs_in_batch

@@ -16,13 +16,12 @@ With `bidirectional_kv_xfer` the fix does nothing, because `remote_blocks_expiry
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the
 decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines a read after that time, even if its heartbeats have renewed the lease. So set this option in both or neither.
+declines a read after that time, even if heartbeats have renewed the lease. So set this option in both engines or none.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
-from kvfix.fixes import _closed, _nixl
-from kvfix.fixes.api import NEW_REQUESTS, NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER, Any, Fix, Steps, fix_after, fix_around
-from kvfix.wrapping import View, replaced
+from kvfix.fixes import _closed, _nixl, api
+from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, replaced
 
 #: Seconds before the end of a lease. A heartbeat that is sent in this time may come too late, so it does not count.
 MARGIN = 1.0
@@ -93,18 +92,18 @@ def _too_late(worker: Any, name: str, now: float) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A prefill that ends. Wrong is not to name the end of its lease."""
+    """End a prefill. With the bug, the answer does not name the end of the lease."""
     _, params = hook(_nixl.scheduler_side(), _nixl.finished_prefill(8), ([1],))
     return params.get("remote_blocks_expiry_time") is None
 
 
 FIX = Fix(
-    NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", order=1, probe=shows_bug, fix=request_finished),
-    NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
-    NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
+    api.NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", order=1, probe=shows_bug, fix=request_finished),
+    api.NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", fix=_send_heartbeats, helper=True),
+    api.NIXL_BASE_WORKER._pop_done_transfers(broken=">=0.32", fix=_pop_done_transfers, helper=True),
     effect="wrong output",
     evidence={"KVR017": ""},
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
+    no_patch={"vllm": "all routers would have to pass on a parameter with the end of the lease"},
     opt_in=True,
 )

@@ -35,7 +35,7 @@ def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Three blocks, two of them the prompt's. Wrong is to push all three."""
+    """End a prefill that has three blocks, two of them for its prompt. With the bug, all three are pushed."""
 
     class FullAttentionSpec:
         block_size = 16

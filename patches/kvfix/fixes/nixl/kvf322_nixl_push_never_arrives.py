@@ -17,8 +17,8 @@ Fix: The fix adds an end time to the registration. After this time the prefill e
 seconds later the decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
 
 Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes
-nothing. In the decode engine alone it can be worse than the released code: a prefill engine without the fix may write
-into blocks of a load that has timed out. So add the fix to prefill engines first, and remove it from them last.
+nothing. In the decode engine alone it can be worse than no fix. A prefill engine without the fix may write into blocks
+of a load that has timed out. So add the fix to prefill engines first, and remove it from them last.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 
@@ -78,7 +78,7 @@ def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, regist
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A registration. Wrong is that it does not name its end."""
+    """Register a load. With the bug, the registration does not name its end."""
     connector = _nixl.scheduler_side()
     hook(connector, _nixl.remote_prefill(8), _nixl.allocated(1), 8)
     known = {
@@ -100,6 +100,6 @@ FIX = Fix(
     },
     scenarios=("nixl-push-never-arrives", "nixl-push-abort-keeps-blocks", "nixl-push-engines-wait-for-each-other"),
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of NIXL's messages"},
+    no_patch={"vllm": "both engines must agree how long a write may take, which changes NIXL's messages"},
     opt_in=True,
 )  # fmt: skip

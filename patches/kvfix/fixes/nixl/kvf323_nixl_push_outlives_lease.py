@@ -65,7 +65,7 @@ def _xfer_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request whose lease is over. Wrong is to connect to its peer."""
+    """Begin the write of a request whose lease is over. With the bug, the worker connects to the peer."""
     worker = _nixl.worker_side(_sending_transfers_lock=threading.Lock(), **{_OVER: {stubs.NAME: None}})
     return stubs.raises(KeyError, hook, worker, stubs.NAME, stubs.Stub(remote=stubs.Stub(engine_id="d")))
 

@@ -3,11 +3,11 @@
 Symptom: The memory grows with each request of the decode engine in one of three cases. The prefill was aborted, the
 prefill had ended before the registration came, or the KV was pushed to another request.
 
-Cause: A registration that comes before the end of its prefill waits in `_pending_d_registrations`. Its key there is the
-decode engine's id of the request. The worker drops it by the prefill engine's id (push_worker.py 0.32.0:276,
-`_evict_finished_inbox`). The two ids end differently (`-` and eight digits), so the worker never drops it. The worker
-compares ids without this suffix (:413). So it writes the KV of a later request with the same id into the blocks of the
-old registration, and the later request's own registration waits.
+Cause: A registration that comes before the end of its prefill waits in `_pending_d_registrations`. The key of the
+registration is the decode engine's id of the request. The worker drops the registration by the prefill engine's id
+(push_worker.py 0.32.0:276, `_evict_finished_inbox`). The two ids end differently (`-` and eight digits), so the worker
+never drops the registration. The worker compares ids without this end (:413). So it writes the KV of a later request
+with the same id into the blocks of the old registration. The later request's own registration waits.
 
 Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has dropped it by then.
 - Remove when: vLLM drops registrations for which nothing is pushed.

@@ -28,7 +28,7 @@ def fix(function: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A registration that cannot be served. Wrong is to raise."""
+    """Handle a registration that cannot be served. The bug raises KeyError."""
     worker = _nixl.worker_side(_do_start_push_kv=lambda *_: set[str]().pop())
     return stubs.raises(KeyError, hook, worker, _nixl.registration(module))
 

@@ -30,7 +30,7 @@ promise_once, arrive_once = _prefills.for_the_first(_prefill)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Two requests for one prefill. Wrong is to promise its tokens to both."""
+    """Look up two requests for one prefill. With the bug, both get a promise."""
     peer = _nixl.remote_prefill(32).kv_transfer_params
     return _prefills.promised_twice(hook, _nixl.scheduler_side(), **peer)
 

@@ -30,7 +30,7 @@ def fix(worker: Any, metadata: Any, *_: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A peer is refused. Wrong is to keep its number of ranks."""
+    """Refuse a peer. With the bug, the worker keeps the number of ranks of this peer."""
     kept: set[str] = set()
     topo = stubs.Stub(
         tp_size=1, register_remote_engine=lambda engine, _: kept.add(engine), unregister_remote_engine=kept.discard,

@@ -39,7 +39,7 @@ def _is_refused(worker: Any, ranks: int) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A peer with two ranks that share a head. Wrong is a handshake as for reads."""
+    """Send a heartbeat to a peer whose two ranks share a head. With the bug, it starts the complete handshake."""
     asked: list[bool] = []
 
     def ensures(*arguments: Any) -> Any:

@@ -51,7 +51,7 @@ def _registered(notice: bytes) -> tuple[str, int]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The first registration of two. Wrong is to begin to write."""
+    """Handle the first of two registrations. With the bug, the write begins."""
     begun: list[Any] = []
     worker = _nixl.worker_side(_do_start_push_kv=lambda *arguments: begun.append(arguments))
     hook(worker, _nixl.registration(module, decode_tp_size=2))

@@ -28,12 +28,12 @@ from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after, 
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
 def _prefill_backoff(scheduler: Any, tokens: int) -> int:
-    """Return 1 for windows if vLLM returns 0. vLLM calls it a few times for each request, and never in a step."""
+    """Return 1 for windows if vLLM returns 0. vLLM calls this function a few times per request, never in a step."""
     return tokens or int(any(scheduler.blocks_per_sw))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A model with a window. Wrong is to have prefill compute all of the prompt."""
+    """Ask how many tokens prefill leaves to decode, for a model with a window. With the bug, the answer is 0."""
     vllm_config = stubs.Stub(num_prefill_lookahead_tokens=0)
     scheduler = stubs.Stub(_has_mamba=False, _bounded_replay=False, blocks_per_sw=[0, 2], vllm_config=vllm_config)
     return bool(hook(scheduler) == 0)

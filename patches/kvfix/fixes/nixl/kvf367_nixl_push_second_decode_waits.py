@@ -44,7 +44,7 @@ def _prefill(request: Any) -> tuple[str, str, str]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """One request has registered for a prefill. Wrong is to promise its tokens to another one too."""
+    """Look up a second request for a prefill that has a registration. With the bug, the prefill is promised again."""
     connector = _nixl.scheduler_side()
     first, again = (_nixl.remote_prefill(32, f"r-0000000{end}") for end in (1, 2))
     module.NixlPushConnectorScheduler.update_state_after_alloc(connector, first, _nixl.allocated(1, 2), 32)

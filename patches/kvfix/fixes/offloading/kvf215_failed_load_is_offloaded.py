@@ -43,7 +43,7 @@ fix = _offloading.fails_jobs("_kvfix_failed_stores", _failed_stores)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A store of block 3 is done, and its load fails in the same step. Wrong is to complete the store as a success."""
+    """End a store of block 3 in the step in which the load of this block fails. With the bug, the store succeeds."""
     group = stubs.Stub(block_ids=[3], next_stored_chunk_idx=1)
     request = stubs.Stub(
         req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,

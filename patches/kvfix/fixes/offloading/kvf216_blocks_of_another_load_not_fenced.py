@@ -1,7 +1,7 @@
 """Later requests return wrong text: another connector loads into blocks that OffloadingConnector still copies.
 
-Symptom: Nothing is logged. Later, requests that begin with the same prompt return wrong text. The bug needs a
-MultiConnector of OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process one.
+Symptom: Nothing is logged. Later, requests with the same prompt return wrong text. The bug needs a MultiConnector of
+OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process connector.
 
 Cause: The blocks of an ended request are free while OffloadingConnector still copies them. Before another request
 writes to these blocks, OffloadingConnector waits for the copy. But OffloadingConnector checks only the blocks that are
@@ -20,7 +20,7 @@ def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-# Without stores that are still copied there is nothing to wait for.
+# If no store is still copied, there is nothing to wait for.
 @fix_before(when=lambda scheduler, *_, **__: scheduler._block_id_to_pending_jobs, on_fault=_wait_for_all)
 def record_blocks(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
     if num_external_tokens:
@@ -32,7 +32,7 @@ def record_blocks(scheduler: Any, request: Any, blocks: Any, num_external_tokens
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Block 3 is allocated, and another connector loads. Wrong is not to record it."""
+    """Allocate block 3 for a load of another connector. With the bug, block 3 is not recorded."""
     allocated: set[int] = set()
     scheduler = stubs.Stub(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
     hook(scheduler, stubs.request(16), stubs.Stub(blocks=([stubs.Stub(block_id=3)],)), 0)

@@ -22,7 +22,7 @@ def hide_loading(scheduler: Any, scheduler_output: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request that was preempted has a load in flight. Wrong is an AssertionError."""
+    """Preempt a request that has a load in flight. The bug raises AssertionError."""
 
     def nothing(*_: Any) -> dict[Any, Any]:
         return {}

@@ -5,7 +5,7 @@ offloading/worker.py, and EngineCore dies with it. vLLM's own copy between GPU a
 Other workers (`spec_module_path`), such as llm-d's worker for a file system, report the failure and trigger it.
 
 Cause: `get_finished` asserts that each copy has succeeded: "we currently do not support job failures"
-(offloading/worker.py 0.32.0:288). The code to handle a failed copy exists.
+(offloading/worker.py 0.32.0:288). vLLM has code that handles a failed copy.
 
 Fix: The fix shows all copies to `get_finished` as successful. The worker's report names the copies that failed. The
 manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
@@ -61,7 +61,7 @@ def start_kv_transfers(worker: Any, metadata: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The copy of a load has failed. Wrong is an AssertionError."""
+    """Let the copy of a load fail. The bug raises AssertionError."""
     result = stubs.Stub(job_id=7, success=False, transfer_size=None, transfer_time=None)
     worker = stubs.Stub(
         worker=stubs.Stub(get_finished=lambda: [result]), _load_jobs={7: stubs.NAME},

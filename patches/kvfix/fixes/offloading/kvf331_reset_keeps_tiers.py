@@ -29,7 +29,7 @@ def reset_cache(connector: Any, answer: Any) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A manager with a tier is reset. Wrong is to answer True."""
+    """Reset a manager that has a secondary tier. With the bug, the answer is True."""
     manager = stubs.Stub(secondary_tiers=[object()])
     scheduler = stubs.Stub(manager=manager, reset_cache=lambda: None)
     return hook(stubs.Stub(connector_scheduler=scheduler)) is True

@@ -3,10 +3,10 @@
 Symptom: Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again.
 This needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU memory for the chunks of waiting requests.
 
-Cause: A lookup that finds a chunk in a tier allocates CPU memory for it at once, and evicts the least recently used
-chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may be one that was just promoted for
-the same request, because a found chunk is not protected before the load is granted. The lookup answers "not yet" while
-a chunk is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
+Cause: A lookup that finds a chunk in a tier allocates CPU memory for the chunk at once. For this it evicts the least
+recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may have just been
+promoted for the same request: nothing protects a found chunk before the load is granted. The lookup answers "not yet"
+while a chunk is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
 
 Fix: Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted
 before the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
@@ -35,7 +35,7 @@ def prepare_load(manager: Any, keys: Any, req_context: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A chunk is promoted twice for one request. Wrong is to do it both times."""
+    """Promote a chunk twice for one request. With the bug, both promotions start."""
     written = stubs.Stub(keys_to_store=[b"key"], store_spec=module.CPULoadStoreSpec([0]))
     manager = stubs.Stub(
         primary_tier=stubs.Stub(prepare_write=lambda *_: written), _request_load_sources={},

@@ -38,7 +38,7 @@ def _fits(scheduler: Any, name: str, entry: Any) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """40 tokens of a request that allows 8 are passed on. Wrong is an AssertionError."""
+    """Pass on 40 tokens of a request whose limit is 8. The bug raises AssertionError."""
     status = stubs.Stub(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
     scheduler = stubs.Stub(
         _req_status={stubs.NAME: status}, _partial_tail_block_size=16, _cow_source_groups=frozenset(),

@@ -40,7 +40,7 @@ def on_new_request(tier: Any, context: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request whose peer is a number. Wrong is to raise."""
+    """Start a request whose peer is a number. The bug raises AttributeError."""
     context = stubs.Stub(kv_transfer_params={"remote_decoder": 1}, req_id=stubs.NAME, set_state=id, get_state={}.get)
     return stubs.raises(AttributeError, hook, stubs.Stub(), context)
 

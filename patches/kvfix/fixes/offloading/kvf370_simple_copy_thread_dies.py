@@ -22,8 +22,7 @@ import sys
 from collections.abc import Callable
 
 from kvfix.fixes import _offloading, api, stubs
-from kvfix.fixes.api import Any, Fix, Fixing, Steps, engine_log, fix_after, fix_around, fix_before, fix_calls, note
-from kvfix.wrapping import GO_ON, View
+from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
 #: Attributes. The worker has the requests whose load failed. Its report and the scheduler have the failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
@@ -71,7 +70,7 @@ def _recorded(module: Any, stream: Any) -> Any:
     return event
 
 
-def _survives(least: int, place: int, noting: Callable[..., Any]) -> Fixing:
+def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
     """Let the loop of a copy thread go on after a failed copy.
 
     least: the number of arguments of the loop. A loop with fewer arguments is not changed.

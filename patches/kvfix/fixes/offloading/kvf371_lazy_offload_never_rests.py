@@ -34,5 +34,5 @@ FIX = Fix(
     SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", fix=prepare_store_specs),
     effect="hang",
     scenarios=("simple-offload-never-rests",),
-    no_patch={"vllm": "what lazy_offload is to store while nothing runs is for vLLM to decide"},
+    no_patch={"vllm": "vLLM must decide what lazy_offload stores while no request runs"},
 )

@@ -52,5 +52,5 @@ FIX = Fix(
     SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", fix=get_num_new_matched_tokens),
     effect="wrong output",
     scenarios=("simple-offload-window-not-loaded",),
-    no_patch={"vllm": "whether a hit has all that is kept, or what is not loaded is not cached, is for vLLM to decide"},
+    no_patch={"vllm": "vLLM must decide: a hit needs the extra tokens too, or a block not loaded is not cached"},
 )

@@ -77,14 +77,14 @@ def _process_store_event(scheduler: Any, event: int) -> None:
 
 
 def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
-    """Return the same transfer with only some of its blocks."""
+    """Return a transfer like this one that has only the wanted blocks."""
     places = [place for place, block in enumerate(transfer.gpu_block_ids) if wanted(block)]
     columns = transfer.gpu_block_ids, transfer.cpu_block_ids, transfer.block_meta
     return type(transfer)(*(None if column is None else [column[place] for place in places] for column in columns))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """The store of block 3 is done, and its load has failed in the same step. Wrong is that requests find the block."""
+    """End the store of block 3 in the step in which its load fails. With the bug, later requests find the block."""
     found: list[Any] = []
     block = stubs.Stub(
         block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None

@@ -59,7 +59,7 @@ def _is_due(scheduler: Any, request_id: str, of_load: bool) -> bool:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A report of a request that does not exist. The probe calls the function that reads it, for both targets."""
+    """Call the function that reads the reports, for a request that does not exist. The bug raises AssertionError."""
     reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
     scheduler = stubs.Stub(connector=None, requests={}, finished_recving_kv_req_ids=set())
     output = stubs.Stub(finished_recving=None, finished_sending={stubs.NAME})

@@ -25,7 +25,7 @@ def forget_failed_load(scheduler: Any, answer: None, request: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A load that failed completely. A scheduler without a list of prefills in flight cannot have the bug."""
+    """Let a load fail completely. With the bug, `_inflight_prefills` keeps the request, if a release has this list."""
     if "_inflight_prefills" not in inspect.unwrap(module.Scheduler.__init__).__code__.co_names:
         return False
     request = type("Request", (), {"request_id": stubs.NAME, "num_computed_tokens": 0, "num_tokens": 100})()

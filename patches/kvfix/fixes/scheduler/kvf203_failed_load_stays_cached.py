@@ -7,11 +7,11 @@ them at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted 
 With either policy, another request may have computed KV in the same step on top of shared blocks. This KV stays cached.
 vLLM also does not check a request that is aborted during its step, or preempted while the next step is in flight.
 
-Fix: With either policy, the fix evicts from the prefix cache the failed blocks, and all later blocks of every request
-that has a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no
-longer exists, its later blocks are not known: the fix evicts all blocks that no request holds.
+Fix: With either policy, the fix evicts the failed blocks from the prefix cache, and all later blocks of every request
+with a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no longer
+exists, its later blocks are not known: the fix evicts all blocks that no request holds.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
-- Remove when: `_handle_invalid_blocks` evicts them, or caches them again only once they are computed.
+- Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches them only after they are computed.
 """
 
 import functools
@@ -47,7 +47,7 @@ def _evict(manager: Any, blocks: set[int]) -> None:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """One running request, one failed block. Wrong is that neither the hook nor its caller evicts the block."""
+    """Let one block of a running request fail. With the bug, neither the hook nor its caller evicts the block."""
     evicted: list[Any] = []
     stub = _scheduler.running(stubs.request(32, num_computed_tokens=20, num_cached_tokens=16))
     stub.kv_cache_manager.evict_blocks = evicted.append

@@ -35,7 +35,7 @@ def roll_back_all(scheduler: Any, answer: Any, requests: Any, invalid_block_ids:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """Two requests that share the failed block. Wrong is to roll back only one of them."""
+    """Let a block fail that two requests share. With the bug, only one request is rolled back."""
     both = [stubs.request(32, request_id=name, num_computed_tokens=20, num_cached_tokens=16) for name in "ab"]
     _scheduler.roll_back(hook, *both)
     return any(request.num_computed_tokens for request in both)

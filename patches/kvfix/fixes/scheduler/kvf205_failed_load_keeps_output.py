@@ -7,10 +7,10 @@ defaults on a GPU. The connector loads within the step (LMCache in process).
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
 - With either policy, in rare cases, a request that was preempted when its load failed returns wrong text.
 
-Cause: vLLM schedules a step before it knows that a load of the last step has failed, and the step computes on top of
+Cause: vLLM schedules a step before it knows that a load of the last step has failed. The new step computes on top of
 that load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
-`num_output_placeholders` continues to count them. With pipeline parallelism several chunks of a prompt are in flight,
-and vLLM keeps the output of the last chunk as the first token.
+`num_output_placeholders` continues to count these outputs. With pipeline parallelism several chunks of a prompt are in
+flight, and vLLM keeps the output of the last chunk as the first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1846).
 Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. If a
@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # No lookup reads an earlier mark that is still there: another preemption would load and fail for ever.
+            # A request that still has its mark was not looked up since. Another preemption would repeat this for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -70,7 +70,7 @@ def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
     request._kvfix_compute = True
     if hasattr(scheduler, "_preempt_request"):
-        # One statement: after an error between the two, no queue would have the request.
+        # One statement: after an error between the two calls, no queue would have the request.
         _ = scheduler.running.remove(request), scheduler._preempt_request(request, time.monotonic())
     else:  # 0.11
         scheduler.running.remove(request)
@@ -156,14 +156,14 @@ def lacks_stale_output(hook: Any, module: Any) -> bool:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """One running request with two tokens in flight. Wrong is to keep waiting for both."""
+    """Roll back a request that has two tokens in flight. With the bug, the request still waits for both."""
     request = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16, num_output_placeholders=2)
     _scheduler.roll_back(hook, request)
     return bool(request.num_output_placeholders == 2 and not _is_to_compute(request))
 
 
 def promises(hook: Any, adapter: Any) -> bool:
-    """A request that must be computed. Wrong is to promise it the hit."""
+    """Look up a request that vLLM must compute. Without the fix, the hit is promised."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, _kvfix_compute=True), 0))
 

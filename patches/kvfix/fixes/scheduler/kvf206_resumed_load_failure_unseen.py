@@ -39,7 +39,7 @@ def look_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any)
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """No token was cached at first, 16 tokens at the resume, and their block has failed. Wrong is to miss it."""
+    """Let a block fail that was loaded when its request resumed. With the bug, vLLM does not see the failure."""
     affected, *_ = _scheduler.roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=0))
     return not affected
 

@@ -45,7 +45,7 @@ def _handle_invalid_blocks(scheduler: Any, invalid_block_ids: Any, *_: Any) -> S
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A request with two groups loads, and a block of the second has failed. Wrong is to raise."""
+    """Let a block fail in the second of two KV groups. The bug raises RuntimeError or ValueError."""
     request = stubs.request(32, is_finished=lambda: False, status=module.RequestStatus.WAITING_FOR_REMOTE_KVS)
     scheduler = _scheduler.running(request)
     scheduler.connector = type("LMCacheMPConnector", (), {})()

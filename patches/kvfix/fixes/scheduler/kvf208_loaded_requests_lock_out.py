@@ -76,6 +76,6 @@ FIX = Fix(
     evidence={"KVD202": ""},
     # After an idle step, another loaded request runs first. In healthy schedules, other requests would free blocks.
     changes_healthy=("mp", "mp-in-tree"),
-    no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; who is first is policy"},
+    no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; the order of requests is policy"},
     opt_in=True,
 )

@@ -4,7 +4,7 @@ Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Con
 
 Cause: A step may return more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops the
 tokens after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts
-them. The session continues from there (2471). So tokens of the next input take the places of the dropped tokens.
+them. The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
 
 Fix: When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops that token.
 - Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
@@ -33,7 +33,7 @@ def compute_last_again(scheduler: Any, request: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A turn ends with 22 tokens, and 24 count as computed. Wrong is to continue from 24."""
+    """End a turn of 22 tokens, while 24 count as computed. With the bug, the session continues from 24."""
     session, _ = _scheduler.end_turn(hook, computed=24)
     return bool(session.num_computed_tokens > 22)
 

@@ -72,7 +72,7 @@ def _place(function: Callable[..., Any]) -> int:
 
 
 def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
-    """Count the blocks, also of the hit, that are not free: those behind the last null block."""
+    """Count the blocks of the request and its hit that are in use: the blocks after the last null block."""
     held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
     for block in reversed(manager.req_to_blocks.get(request, ())):
         if block.is_null:
@@ -82,7 +82,7 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """192 of 256 tokens are a hit: the list has or gets 12 blocks for them. The rest needs 4, the limit is 10."""
+    """Reserve blocks for 256 tokens with a hit of 192, before and after its load. With the bug, there are too few."""
     null, block = (stubs.Stub(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
     lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}

@@ -12,8 +12,8 @@ request must be enough for another one to run. The newest loaded request that is
 after a failed load. vLLM computes this request later. The fix acts only if LMCacheMPConnector is the only connector.
 Only this connector accepts a request whose computed tokens are zero again. So the fix does not act in a MultiConnector.
 
-Mixed roll-out: The fix acts in one engine: engines with and without it work together. It is opt-in because it takes the
-blocks of a loaded request. vLLM then computes the prompt of this request.
+Mixed roll-out: The fix acts in one engine: engines with and without it work together. The fix is opt-in because it
+takes the blocks of a loaded request, whose prompt vLLM then computes.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
 - Remove when: vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.
@@ -22,7 +22,7 @@ blocks of a loaded request. vLLM then computes the prompt of this request.
 from kvfix.fixes import _mp
 from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 
-#: Idle steps before the fix acts: a connector may report something in between.
+#: Idle steps before the fix acts. In these steps a connector may still report a load or a store.
 _STEPS = 3
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 
@@ -64,7 +64,7 @@ def _to_give_back(scheduler: Any) -> Any:
 
 
 def _give_back(scheduler: Any, request: Any) -> None:
-    """Free all its blocks, as vLLM does after a completely failed load (`_update_waiting_for_remote_kv`, :3123)."""
+    """Free all blocks of the request, as `_update_waiting_for_remote_kv` does after a failed load (:3123)."""
     name = request.request_id
     scheduler.kv_holding_waiting.remove_requests([request])
     scheduler.finished_recving_kv_req_ids.discard(name)
@@ -85,6 +85,6 @@ FIX = Fix(
     evidence={"KVD202": ""},
     # In the lab, a step can let other requests hold blocks. The fix then acts before these requests return the blocks.
     changes_healthy=("mp",),
-    no_patch={"vllm": "which of the two gives way is policy: https://github.com/vllm-project/vllm/pull/57104"},
+    no_patch={"vllm": "which request gives up its blocks is a policy: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,
 )

@@ -37,7 +37,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """46 of 50 tokens are computed, and 2 are left of the block. Wrong is to compute none."""
+    """46 of 50 tokens are computed, and the block lacks 2 tokens. With the bug, no token is scheduled."""
     scheduler = stubs.Stub(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
     return bool(hook(scheduler, stubs.Stub(num_tokens=50), 46, 2) == 0)
 

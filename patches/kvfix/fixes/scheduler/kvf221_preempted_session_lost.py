@@ -64,7 +64,7 @@ def _update_request_as_session(scheduler: Any, session: Any, *_: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A turn ends. Wrong is to put the session into a queue before the caller has removed other requests."""
+    """End a turn. With the bug, the hook queues the session before its caller has removed other requests."""
     _, queued = _scheduler.end_turn(hook, computed=21)
     return bool(queued)
 

@@ -41,7 +41,7 @@ def reserve_one_more(scheduler: Any, reserved: int) -> int:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """One request runs. Wrong is to reserve nothing."""
+    """Reserve blocks while one request runs. With the bug, no block is reserved."""
     scheduler = stubs.Stub(
         requires_kv_delivery=True, defer_block_free=False, _spec_decode_step_blocks=0, running=[None],
         _inflight_prefills=set(), vllm_config=stubs.Stub(max_concurrent_batches=2),

@@ -20,7 +20,7 @@ def observe(metrics: Any, transfer_stats_data: dict[str, Any], *engine: Any) -> 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Statistics of a connector without metrics. Wrong is to raise."""
+    """Observe statistics of a connector without metrics. The bug raises AssertionError."""
     return stubs.raises(AssertionError, hook, stubs.Stub(_prom_metrics={}), {"MooncakeConnector": {}}, 0)
 
 

@@ -6,7 +6,7 @@ pressure, and a connector that loads between steps.
 Cause: A loaded request holds its blocks, cannot be preempted, and needs one more block to run. If vLLM admits loads
 until all blocks are taken, no request gets this one more block. vLLM 0.26 reserves blocks for the load
 (`reserved_blocks`), and vLLM 0.32 also for the tokens of speculative decoding (`_spec_decode_step_blocks`). Up to 0.26
-a waiting request that holds no blocks may stand first in the queue, and vLLM then does not try the requests that hold
+a waiting request that holds no blocks may be at the head of the queue. vLLM then does not try the requests that hold
 blocks. The check is in the middle of `schedule`, 500 lines that differ in every release, so kvfix cannot wrap it.
 
 Workaround: Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true). If you cannot upgrade, allow fewer

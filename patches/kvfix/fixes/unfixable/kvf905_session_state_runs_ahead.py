@@ -24,5 +24,5 @@ FIX = Fix(
     SCHEDULER._update_request_as_session(broken=">=0.32", fix=None),
     effect="wrong output",
     scenarios=("session-state-runs-ahead", "session-state-has-drafts"),
-    no_patch={"vllm": "the scheduler has no way to take a state back; where it keeps one is for vLLM to decide"},
+    no_patch={"vllm": "the scheduler cannot go back to an earlier state, and vLLM must decide which states it keeps"},
 )
