@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from kvfix.fix_status import FixRow
+    from kvfix.catalogue import FixRow
 
 ENV = "KVFIX"
 #: If this list is set, vLLM skips every plugin that is not in it, without a message (vllm/plugins/__init__.py).
@@ -93,9 +93,9 @@ def revert() -> None:
 
 def status() -> list[FixRow]:
     """Return one row per fix and distribution: the state in this process, and why. Import neither vLLM nor LMCache."""
-    from kvfix import fix_status
+    from kvfix import catalogue
 
-    return fix_status.rows()
+    return catalogue.rows()
 
 
 def load() -> None:

@@ -155,7 +155,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a violation": violated,
     "odd object in an event": odd_event,
     "report": lambda: violated(mock.patch("kvfix.connector_events.violations.compose", fails)),
-    "fixes of a finding": lambda: violated(mock.patch("kvfix.fix_status.handling", fails)),
+    "fixes of a finding": lambda: violated(mock.patch("kvfix.catalogue.rows_handling", fails)),
     "metrics": lambda: violated(
         mock.patch.dict(sys.modules, prometheus_client=object()), mock.patch.object(session, "metrics", {})
     ),

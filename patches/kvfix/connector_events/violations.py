@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kvfix import engine_log, fix_status, metrics, redact
+from kvfix import catalogue, engine_log, metrics, redact
+from kvfix.catalogue import FixRow
 from kvfix.connector_events import dump, recorder
 from kvfix.connector_events.recorder import Entry
-from kvfix.fix_status import FixRow
 from kvfix.ledger import RULES, Finding
 from kvfix.ledger.events import Event, Raised
 from kvfix.session import session
@@ -44,7 +44,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
     kind = f"{finding.code} {_without_numbers(finding.message)}"
     what = f"{finding} (in {hook} of {watched.name})."
     if _is_due(kind):
-        fixes = engine_log.guarded("kvfix.fix_status", fix_status.handling, finding) or []
+        fixes = engine_log.guarded("kvfix.catalogue", catalogue.rows_handling, finding) or []
         path = written(dump.write, "violation", finding)
         path = path and written(_write, watched, hook, finding, fixes, path)
         handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from kvfix import acting, activation, applicability, catalogue, engine_log, fix_status
+from kvfix import acting, activation, applicability, catalogue, engine_log
 from kvfix.applicability import Applicability
 from kvfix.config import Config
 from kvfix.engine_state import places
@@ -100,7 +100,7 @@ def state() -> dict[str, Any]:
     for fix in catalogue.fixes():
         why = session.held_back.get(fix.code)
         loaded = any(target.module in sys.modules for target in fix.targets)
-        for row in fix_status.rows_of(fix, applicability.judge if why and loaded else lambda _: nothing):
+        for row in catalogue.rows_of(fix, applicability.judge if why and loaded else lambda _: nothing):
             reason = row.reason
             if why and row.verdict == "applicable":
                 reason = why
