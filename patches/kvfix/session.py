@@ -10,7 +10,7 @@ from itertools import count
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Container
     from typing import Any
 
     from kvfix.acting import Tally
@@ -74,8 +74,6 @@ class Session:
         #: Watched connectors and schedulers by number, as long as they exist (recorder).
         self.connectors: Any = None
         self.numbers = count(1)
-        #: Weak references to the schedulers that have run a watched function.
-        self.schedulers: list[Callable[[], Any]] = []
         #: `restart_recording` increments it. kvfix no longer uses a WatchedConnector of an earlier generation.
         self.generation = 0
         #: The last generation with an error in the connector events.
@@ -107,7 +105,6 @@ class Session:
         self.events.clear()
         if self.connectors is not None:
             self.connectors.clear()
-        self.schedulers.clear()
         self.violations.clear()
         self.report_times.clear()
         self.reports, self.suppressed = 0, None

@@ -6,7 +6,6 @@ not wrapped, except `update_connector_output`: it gets the results of the loads.
 """
 
 import functools
-import weakref
 from _thread import get_ident
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -170,10 +169,7 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
 
             watched.audit = engine_log.guarded(audit.__name__, audit.begin, connector, session.config.audit, AUDIT)
         recorder.register(watched)
-        if is_scheduler:
-            alive = [each for each in session.schedulers if each() is not None]
-            session.schedulers[:] = [weakref.ref(connector), *alive]
-        else:
+        if not is_scheduler:
             signals.announce()
             metrics.settled()  # the modules of the connector are imported now
         return watched

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from kvfix import engine_log, engine_state
-from kvfix.connector_events import dump, recorder, signals, violations
+from kvfix.connector_events import recorder, signals, violations
 from kvfix.engine_state import places
 from kvfix.ledger import liveness, standstill
 from kvfix.ledger.standstill import LATE, Look
@@ -136,7 +136,7 @@ class Watchdog:
         found = standstill.verdicts(looks)
         # The state and the stacks of this process come last.
         states = [{"kind": "state", **each} for each in reversed(look.processes)]
-        path = violations.written(dump.write, "standstill", None, [*states, *stacks])
+        path = violations.written(recorder.write, "standstill", None, [*states, *stacks])
         what = " The cause is not known: read the state and the stacks of the engine."
         if found:
             code, name, _, message, now, _ = found[0]
@@ -171,7 +171,7 @@ def _call(frames: list[FrameType]) -> tuple[Any, ...]:
         running = (watched.running or {}).get(main or 0)
         if running is not None and watched.role:
             return "call", f"{running[0]} of {watched.name}", running[1]
-    if any(watched.steps for watched in recorder.connectors()) or session.schedulers:
+    if any(watched.steps for watched in recorder.connectors()) or recorder.schedulers():
         return ()
     for frame in reversed(frames):
         if "lmcache" in frame.f_code.co_filename.lower() and frame.f_code.co_name == "__init__":
