@@ -42,8 +42,9 @@ def settle(module: ModuleType, complete: bool) -> None:
                     engine_log.guarded(f"removing {fix.code}", _wrap, fix, [])
 
 
-def attach(owner: Any, name: str, key: str, wrapper: Wrapper) -> None:
-    """Put a wrapper that belongs to no fix around a function, outside of the wrappers of all fixes."""
+def attach(holder: type, name: str, key: str, wrapper: Wrapper) -> None:
+    """Put a wrapper that belongs to no fix around a method of this class, outside of the wrappers of all fixes."""
+    owner: Any = next(each for each in holder.__mro__ if name in vars(each))
     at = (owner.__module__, f"{owner.__qualname__}.{name}")
     with session.lock:
         function = session.wrapped.get(at)

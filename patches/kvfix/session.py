@@ -67,8 +67,6 @@ class Session:
         self.before: Container[str] = ()
 
         # Connector events, except in mode `fix`.
-        #: `get_connector_class` of vLLM's factory, as (factory, original).
-        self.factory: tuple[Any, Any] | None = None
         #: The last events (recorder.Entry).
         self.events: deque[Any] = deque(maxlen=EVENTS)
         #: Watched connectors and schedulers by number, as long as they exist (recorder).

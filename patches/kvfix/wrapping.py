@@ -217,7 +217,7 @@ class WrappedFunction:
         """Raises TypeError for a kind of function that it cannot wrap."""
         kind = _other_kind(original)
         if kind:
-            raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps plain and static functions only")
+            raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps functions and methods only")
         self.owner = owner
         self.name = name
         self.original = original
@@ -225,7 +225,8 @@ class WrappedFunction:
         self._is_inherited = name not in vars(owner)
         #: {key: (order, wrapper)}; the lowest order is nearest to the original.
         self._wrappers: dict[str, tuple[int, Wrapper]] = {}
-        self._function: Function = original.__func__ if isinstance(original, staticmethod) else original
+        is_bound = isinstance(original, staticmethod | classmethod)
+        self._function: Function = original.__func__ if is_bound else original
         self._call = self._function
 
         @functools.wraps(self._function)
@@ -233,7 +234,7 @@ class WrappedFunction:
             return self._call(*args, **kwargs)
 
         #: The function that kvfix puts into the class.
-        self.placed: Any = staticmethod(wrapped) if isinstance(original, staticmethod) else wrapped
+        self.placed: Any = type(original)(wrapped) if is_bound else wrapped
 
     def __contains__(self, key: str) -> bool:
         return key in self._wrappers
@@ -269,10 +270,7 @@ class WrappedFunction:
 
 
 def _other_kind(original: Any) -> str:
-    """Return the kind of a value that is not a plain function; "" for a plain function."""
-    for kind in (classmethod, property):
-        if isinstance(original, kind):
-            return f"a {kind.__name__}"
+    """Return the kind of a value that is no function and no method, or that is async; "" for any other value."""
     original = getattr(original, "__func__", original)
     if inspect.iscoroutinefunction(original) or inspect.isasyncgenfunction(original):
         return "an async function"

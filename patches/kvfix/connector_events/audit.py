@@ -204,9 +204,7 @@ def begin(connector: Any, fraction: float, key: str) -> Audit | None:
         return None
     found = Audit(connector, fraction)
     vars(connector)[_HELD] = found
-    name = "get_num_new_matched_tokens"
-    owner = next(each for each in type(connector).__mro__ if name in vars(each))
-    applying.attach(owner, name, key, after(_promise_nothing, _is_hit))
+    applying.attach(type(connector), "get_num_new_matched_tokens", key, after(_promise_nothing, _is_hit))
     return found
 
 

@@ -16,6 +16,7 @@ from kvfix.connector_events import peers, recorder, signals, violations, watchdo
 from kvfix.connector_events.watched import WatchedConnector
 from kvfix.engine_state import places
 from kvfix.session import session
+from kvfix.wrapping import after
 
 KEY = "connector events"
 #: Key of the audit's wrapper. It sorts before KEY, so this wrapper is inside, and kvfix records its answer.
@@ -23,13 +24,6 @@ AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
 _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
-
-#: {wrapped hook: (method of WatchedConnector that runs before the hook, method that gets its answer)}. "": no method.
-#: kvfix also records exceptions, and the hook that runs now. With `layers` it also wraps `places.LAYER_HOOKS`.
-HOOKS = {
-    name: [each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}")]
-    for name in places.HOOKS
-}
 #: Functions of the scheduler that kvfix wraps. EngineCore dies if one of them raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
@@ -42,64 +36,45 @@ def settle(module: ModuleType) -> None:
     if session.config is None or not session.config.watches:
         remove_all()
     elif hasattr(module, "Scheduler"):
-        for name in _SCHEDULER:  # wrapped to record exceptions, and the running and waiting requests
+        for name in _SCHEDULER:
             if callable(vars(module.Scheduler).get(name)):
-                applying.attach(module.Scheduler, name, KEY, functools.partial(_around, name, "", ""))
+                applying.attach(module.Scheduler, name, KEY, functools.partial(_around, name))
     else:
-        watch_factory(module.KVConnectorFactory)
+        applying.attach(module.KVConnectorFactory, "get_connector_class", KEY, after(_watch_answer))
 
 
 def remove_all() -> None:
     """Remove every wrapper and everything that was recorded."""
     applying.detach(KEY)
     applying.detach(AUDIT)
-    if session.factory is not None:
-        factory, original = session.factory
-        factory.get_connector_class = original
-        session.factory = None
     signals.remove()
     watchdog.stop()
     session.restart_recording()
 
 
-def watch_factory(factory: Any) -> None:
-    """Watch every class that the factory returns from now on."""
-    original = vars(factory).get("get_connector_class")
-    if session.factory is not None or not isinstance(original, classmethod):
-        return
-    function = original.__func__
-
-    @functools.wraps(function)
-    def get_connector_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found = function(cls, *args, **kwargs)
-        engine_log.guarded("kvfix.connector_events.hooks.watch_class", watch_class, found)
-        return found
-
-    session.factory = factory, original
-    factory.get_connector_class = classmethod(get_connector_class)
+def _watch_answer(factory: Any, connector_class: type, *_: Any, **__: Any) -> None:
+    watch_class(connector_class)
 
 
 def watch_class(connector_class: type) -> None:
     """Wrap the hooks that this class or one of its bases defines. Idempotent."""
-    for name, (before, after) in HOOKS.items():
-        _attach(connector_class, name, functools.partial(_around, name, before, after))
-    for name in places.LAYER_HOOKS if session.config is not None and session.config.layers else ():
-        _attach(connector_class, name, functools.partial(_around, name, "", ""))
+    layers = places.LAYER_HOOKS if session.config is not None and session.config.layers else ()
+    for name in (*places.HOOKS, *layers):
+        for owner in connector_class.__mro__:
+            if owner.__name__ == _BASE and name != _OF_BASE:
+                break
+            if callable(vars(owner).get(name)):
+                applying.attach(owner, name, KEY, functools.partial(_around, name))
+                break
     signals.install()
     watchdog.start()
 
 
-def _attach(connector_class: type, name: str, decorate: Callable[[Any], Any]) -> None:
-    for owner in connector_class.__mro__:
-        if owner.__name__ == _BASE and name != _OF_BASE:
-            return
-        if callable(vars(owner).get(name)):
-            applying.attach(owner, name, KEY, decorate)
-            return
-
-
-def _around(name: str, before: str, after: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a hook, or a function of the scheduler, to record its events, its exception, and that it runs now."""
     is_scheduler = name in _SCHEDULER
+    # The methods of WatchedConnector that run before the hook and get its answer; "" if there is none.
+    before, then = (each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}"))
 
     @functools.wraps(original)
     def hook(connector: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +94,8 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
             if before:
                 _record(watched, before, args, kwargs)
             answer = original(connector, *args, **kwargs)
-            if after:
-                _record(watched, after, (answer, *args), kwargs)
+            if then:
+                _record(watched, then, (answer, *args), kwargs)
             return answer
         except violations.Violation:
             raise

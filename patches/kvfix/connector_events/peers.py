@@ -161,8 +161,7 @@ def watch(connector: Any, key: str) -> Leases | None:
     if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):
         return None
     for name, decorate in wrappers.items():
-        owner = next(each for each in type(worker).__mro__ if name in vars(each))
-        applying.attach(owner, name, key, decorate)
+        applying.attach(type(worker), name, key, decorate)
     found = Leases(getattr(worker, "_lease_extension", None))
     setattr(worker, _HELD, found)
     return found
