@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix import clock, scheduling
 from kvfix.connector_events import readers, recorder, violations, windows
 from kvfix.connector_events.peers import Leases
-from kvfix.engine_state.connectors import place
+from kvfix.engine_state import place
 from kvfix.engine_state.reader import PINS, Reader, Span
 from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev

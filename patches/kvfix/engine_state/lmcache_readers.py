@@ -135,7 +135,7 @@ class V1(Reader):
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
-    """Return the row of a request without a promise (connectors.py)."""
+    """Return the row of a request without a promise (__init__.py)."""
     unknown = dict.fromkeys(("promised", "granted", "stored", "since"))
     return {"hit": hit, "lookup": lookup, "phase": "", **unknown}
 

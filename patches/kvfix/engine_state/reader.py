@@ -34,7 +34,7 @@ class Reader:
         self.connector = connector
 
     def add_state(self, state: dict[str, Any]) -> None:
-        """Add the fields of connectors.py to `state`, which has the connector's class and role."""
+        """Add the fields of `kvfix.engine_state` to `state`, which has the connector's class and role."""
 
     def sends(self, request: str) -> bool:
         """Return True if the worker will report this ended request as sent."""
