@@ -11,8 +11,9 @@ from kvfix import catalogue, engine_log, metrics, redact
 from kvfix.catalogue import FixRow
 from kvfix.connector_events import recorder
 from kvfix.connector_events.recorder import Entry
-from kvfix.ledger import RULES, Finding
+from kvfix.ledger import Finding
 from kvfix.ledger.events import Event, Raised
+from kvfix.ledger.rules import RULES
 from kvfix.session import session
 
 if TYPE_CHECKING:
