@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Container
     from typing import Any
 
-    from kvfix.acting import Tally
     from kvfix.applicability import Applicability
     from kvfix.config import Config
     from kvfix.fixes.record import Target
+    from kvfix.metrics import Tally
     from kvfix.wrapping import WrappedFunction
 
 #: Events that the recorder keeps. An event takes about 200 bytes.
@@ -59,7 +59,7 @@ class Session:
         self.complete: dict[str, Any] = {}
         #: {module: codes of fixes that were applied to it and are not logged yet}.
         self.newly_applied: dict[str, dict[str, None]] = {}
-        #: {key of wrappers: how often they acted and failed} (acting).
+        #: {key of wrappers: how often they acted and failed} (metrics).
         self.tallies: dict[str, Tally] = {}
         #: {code of a fix that cannot be applied to a running engine: reason} (kvfix attach).
         self.held_back: dict[str, str] = {}

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
-from kvfix import acting, engine_log
+from kvfix import engine_log, metrics
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
@@ -36,11 +36,11 @@ class _Code:
     def __init__(self, where: str, on_fault: Function | None) -> None:
         self.where = where
         self.on_fault = on_fault
-        self.tally = acting.composing
+        self.tally = metrics.composing
 
     def count(self, error: Exception) -> None:
         engine_log.fault(self.where, error)
-        acting.count_fault(self.tally)
+        metrics.count_fault(self.tally)
 
     def failed(self, error: Exception, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Count the error. Return the answer of `on_fault`; GO_ON if there is none, or if `on_fault` raises too."""
@@ -68,7 +68,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
             try:
                 given, named = by_position(args, kwargs)
                 if (when is None or when(*given, **named)) and prepare(*given, **named):
-                    acting.acted(code.tally, function, args)
+                    metrics.acted(code.tally, function, args)
             except Exception as error:  # noqa: BLE001
                 answer = code.failed(error, args, kwargs)
                 if answer is not GO_ON:
@@ -99,7 +99,7 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
                 if when is None or when(instance, answer, *given, **named):
                     changed = change(instance, answer, *given, **named)
                     if changed is not None and changed is not answer:
-                        acting.changed(code.tally, function, args, answer, changed)
+                        metrics.changed(code.tally, function, args, answer, changed)
                         return changed
             except Exception as error:  # noqa: BLE001
                 closed = code.failed(error, (*args[:1], answer, *args[1:]), kwargs)
@@ -142,7 +142,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
             try:
                 changed = next(running)
             except StopIteration as done:
-                acting.acted(code.tally, function, args, "the call was skipped")
+                metrics.acted(code.tally, function, args, "the call was skipped")
                 return done.value
             except Exception as error:  # noqa: BLE001
                 answer = code.failed(error, args, kwargs)
@@ -160,9 +160,9 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
             except StopIteration as done:
                 right = answer if done.value is None else done.value
                 if changed is not None:
-                    acting.acted(code.tally, function, args, "its arguments were corrected")
+                    metrics.acted(code.tally, function, args, "its arguments were corrected")
                 elif right is not answer:
-                    acting.changed(code.tally, function, args, answer, right)
+                    metrics.changed(code.tally, function, args, answer, right)
                 return right
             except Exception as error:  # noqa: BLE001
                 closed = code.failed(error, args, kwargs)
@@ -254,10 +254,10 @@ class WrappedFunction:
         call = self._function
         try:
             for _, key, wrap in sorted((order, key, wrap) for key, (order, wrap) in wrappers.items()):
-                acting.composing = acting.of(key)
+                metrics.composing = metrics.of(key)
                 call = wrap(call)
         finally:
-            acting.composing = acting.NONE
+            metrics.composing = metrics.NONE
         self._wrappers, self._call = wrappers, call
         current = vars(self.owner).get(self.name)
         if wrappers and current is (None if self._is_inherited else self.original):

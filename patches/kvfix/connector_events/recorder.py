@@ -39,7 +39,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from kvfix import acting, clock, engine_state, installed_source
+from kvfix import clock, engine_state, installed_source, metrics
 from kvfix.connector_events import readers
 from kvfix.engine_state import places
 from kvfix.ledger import Finding
@@ -224,7 +224,7 @@ def _fixes() -> Iterator[dict[str, Any]]:
         yield {"kind": "fix", "function": target.function, "dist": target.dist, **outcome}
     for tally in list(session.tallies.values()):
         if tally.acted or tally.faults:
-            yield {"kind": "tally", "code": tally.key, **acting.counts(tally.key)}
+            yield {"kind": "tally", "code": tally.key, **metrics.counts(tally.key)}
 
 
 def _event(event: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from kvfix import acting, activation, applicability, catalogue, engine_log
+from kvfix import activation, applicability, catalogue, engine_log, metrics
 from kvfix.applicability import Applicability
 from kvfix.config import Config
 from kvfix.engine_state import places
@@ -110,7 +110,7 @@ def state() -> dict[str, Any]:
     return {
         "state": "there",
         "mode": session.mode if session.config is not None else "off",
-        "rows": [{**row._asdict(), **acting.counts(row.code)} for row in rows if row.verdict in _SHOWN],
+        "rows": [{**row._asdict(), **metrics.counts(row.code)} for row in rows if row.verdict in _SHOWN],
     }
 
 
