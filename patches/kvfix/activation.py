@@ -88,7 +88,17 @@ def revert() -> None:
             os.environ[name] = value
     session.environment.clear()
     os.environ.pop(ENV, None)
-    deactivate()
+    session.config = None
+    if Finder in sys.meta_path:
+        sys.meta_path.remove(Finder)
+    if "kvfix.applying" in sys.modules:
+        from kvfix import applying
+
+        engine_log.guarded("kvfix.revert", applying.remove_all)
+    if "kvfix.connector_events" in sys.modules:
+        from kvfix import connector_events
+
+        engine_log.guarded("kvfix.revert", connector_events.remove_all)
 
 
 def status() -> list[FixRow]:
@@ -134,7 +144,8 @@ def _with(listed: str, item: str) -> str:
 class Finder:
     """A meta path finder that lets the other finders find a module, and applies fixes after its execution."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         # The import system asks for thousands of modules. Return at once for modules that are not in PACKAGES.
         finding = get_ident(), name
         if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
@@ -152,30 +163,13 @@ class Finder:
             session.finding.discard(finding)
 
 
-_finder = Finder()
-
-
 def activate(config: Config) -> None:
     """Activate this configuration in this process. Remove fixes that only an earlier configuration wanted."""
     session.config = config
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    if Finder not in sys.meta_path:
+        sys.meta_path.insert(0, Finder)
     if any(package in sys.modules for package in PACKAGES):
         engine_log.guarded("kvfix.apply", _settle_imported)
-
-
-def deactivate() -> None:
-    session.config = None
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-    if "kvfix.applying" in sys.modules:
-        from kvfix import applying
-
-        engine_log.guarded("kvfix.revert", applying.remove_all)
-    if "kvfix.connector_events" in sys.modules:
-        from kvfix import connector_events
-
-        engine_log.guarded("kvfix.revert", connector_events.remove_all)
 
 
 def _settle_imported() -> None:

@@ -133,7 +133,20 @@ def _clock() -> dict[str, Any]:
 
 
 def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
-    yield {"kind": "recorder", "schema": SCHEMA, "reason": reason, **process()}
+    yield {
+        "kind": "recorder",
+        "schema": SCHEMA,
+        "reason": reason,
+        "pid": os.getpid(),
+        "process": places.process_name(),
+        **_clock(),
+        "mode": session.mode,
+        "kvfix": VERSION,
+        "versions": {dist: installed_source.version(dist) for dist in ("vllm", "lmcache")},
+        "wall": time.time_ns(),
+        "mono": time.monotonic_ns(),
+        "violations": dict(session.violations),
+    }
     for watched in connectors():
         yield {"kind": "connector", **_connector(watched)}
     yield from _fixes()
@@ -159,20 +172,6 @@ def _stacks() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
-
-
-def process() -> dict[str, Any]:
-    return {
-        "pid": os.getpid(),
-        "process": places.process_name(),
-        **_clock(),
-        "mode": session.mode,
-        "kvfix": VERSION,
-        "versions": {dist: installed_source.version(dist) for dist in ("vllm", "lmcache")},
-        "wall": time.time_ns(),
-        "mono": time.monotonic_ns(),
-        "violations": dict(session.violations),
-    }
 
 
 def _connector(watched: "WatchedConnector") -> dict[str, Any]:

@@ -57,7 +57,6 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        self._hook = ""
         #: In the scheduler {request: its last Asked event without a grant}; in the worker {request: its last transfer}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
@@ -228,13 +227,11 @@ class WatchedConnector:
 
     def raised(self, hook: str, error: Exception, arguments: tuple[Any, ...]) -> None:
         name = getattr(arguments[0], "request_id", "") if arguments else ""
-        self._hook = hook
         self._record(ev.Raised(name, hook, violations.error_text(error)), error)
 
     def _record(self, event: Event, error: Exception | None = None) -> None:
         """Record the event and, in `check` and `strict`, check the rules. Raises Violation in `strict`."""
-        running = self.running.get(get_ident())
-        hook = running[0] if running is not None else self._hook
+        hook, _ = self.running[get_ident()]
         recorder.add(self.number, hook, event)
         if session.mode in ("check", "strict") and self.trusted and event.request not in session.before:
             for finding in self.ledger.feed(event):

@@ -76,12 +76,8 @@ class V1(Reader):
         return {name for name, spec in specs if spec is not None and not spec.can_save}
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        for name in self._KEPT:
-            if hasattr(self.impl, name):
-                yield name, getattr(self.impl, name)
-        for name in self._LOOKUPS:
-            if hasattr(self.client, name):
-                yield f"lookup_client.{name}", getattr(self.client, name)
+        yield from self.containers(self.impl, self._KEPT)
+        yield from self.containers(self.client, self._LOOKUPS, "lookup_client.")
         if self.client is not None:
             yield "tmp_disagg_tracker", self._decoders
         pins = self._pins()
@@ -202,15 +198,11 @@ class MP(Reader):
         return [(meta.request_id, meta.op.start, meta.op.end) for meta in metas]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        adapter = getattr(self.connector, "scheduler_adapter", None)
-        if adapter is not None:
+        scheduler, worker = (getattr(self.connector, f"{role}_adapter", None) for role in ("scheduler", "worker"))
+        if scheduler is not None:
             yield "request_trackers", self.connector.request_trackers
-            for name in self._LOOKUPS:
-                yield f"scheduler_adapter.{name}", getattr(adapter, name, ())
-        adapter = getattr(self.connector, "worker_adapter", None)
-        if adapter is not None:
-            for name in self._TRANSFERS:
-                yield f"worker_adapter.{name}", getattr(adapter, name, ())
+        yield from self.containers(scheduler, self._LOOKUPS, "scheduler_adapter.")
+        yield from self.containers(worker, self._TRANSFERS, "worker_adapter.")
 
     def left(self, request: str) -> list[str]:
         """Leave out lookups that KVF105 keeps after the end of the request, until the server answers."""

@@ -72,6 +72,11 @@ class Reader:
         """Yield (name, entries by request id) of all state that must be removed when the request has ended."""
         return ()
 
+    @staticmethod
+    def containers(holder: Any, names: Iterable[str], prefix: str = "") -> Iterable[tuple[str, Collection[str]]]:
+        """Yield (prefix and name, container) of the attributes that `holder` has."""
+        return [(prefix + name, getattr(holder, name)) for name in names if hasattr(holder, name)]
+
     def pinned(self, request: str) -> Any:
         """Return the pins of this request, or None. Compare with `is`: a reused id has a different object."""
         return None
