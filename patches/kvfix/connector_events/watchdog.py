@@ -126,14 +126,11 @@ class Watchdog:
 
     def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
         """Write and log the standstill, if two looks agree on it. Return True if it was reported."""
-        looks = [self._look()[0]]
-        if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing:
-            return False
-        if self._since[standing] != began:
+        first, _ = self._look()
+        if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing or self._since[standing] != began:
             return False
         look, stacks = self._look()
-        looks.append(look)
-        found = standstill.verdicts(looks)
+        found = standstill.verdicts([first, look])
         # The state and the stacks of this process come last.
         states = [{"kind": "state", **each} for each in reversed(look.processes)]
         path = violations.written(recorder.write, "standstill", None, [*states, *stacks])
