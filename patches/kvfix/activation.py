@@ -4,8 +4,8 @@ vLLM starts EngineCore and its workers as other processes, most often by spawn, 
 `apply()` writes the configuration into the environment. vLLM's plugin entry point (`load`) reads it in each process,
 before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
-A finder on the meta path applies a fix after the import of its target's module, or at once if the module is imported
-already. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.
+A finder on the meta path applies a fix after the import of the fixed module. `activate` applies the fixes of imported
+modules at once. kvfix does not use wrapt: its import is slow. Its hooks can break an import and stay.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def apply(
 ) -> None:
     """Fix the known bugs of the installed vLLM and LMCache, here and in every process started from here.
 
-    Call it before you launch vLLM. You may call it again: the last configuration holds. It imports no heavy modules:
-    kvfix applies a fix after the import of the fixed module.
+    Call this function before you launch vLLM. If you call it again, the last configuration holds. It imports no heavy
+    modules: kvfix applies a fix after the import of the fixed module.
 
     mode: `fix`: the fixes. `observe`: also a flight recorder of the connector hooks. `check`: also the rules after each
     hook, with a log line and a dump for each violation. `strict`: also raises `kvfix.connector_events.Violation`.
-    only, skip, plus: codes (`KVF001`) or slugs of fixes. Default: all that are not opt-in. only: these and no others.
-    skip: all but these. plus: these opt-in fixes too.
+    only, skip, plus: codes (`KVF001`) or slugs of fixes. By default, kvfix applies all fixes that are not opt-in.
+    only: apply no other fixes. skip: do not apply these fixes. plus: apply these opt-in fixes too.
     layers: also count the hooks that run once per layer and step, and record which of them hangs; not in mode `fix`.
     audit: the fraction of hits that vLLM computes instead of loading, to check the cache. Needs `check` or `strict`.
     Raises ValueError for an unknown mode or fix, and nothing else.

@@ -2,7 +2,7 @@
 
 A fix is one transaction: kvfix judges all its functions before it wraps the first one (`kvfix.applicability`). A module
 that is not imported yet is judged by its file. If its live function later differs, the whole fix is removed again. One
-`WrappedFunction` has all wrappers of a function: each can be removed by itself, and the original can be put back.
+`WrappedFunction` has all wrappers of a function. It can remove each wrapper alone, and it can put back the original.
 """
 
 import inspect

@@ -35,15 +35,15 @@ def fixes() -> tuple[Fix, ...]:
 
 
 def fixes_of(module: str) -> list[Fix]:
-    """Return the fixes that have a function in this module, sorted by code. Load no other fixes."""
+    """Return the fixes of functions in this module, sorted by code. Load no other fixes."""
     return [fix for fix in map(_load, modules_of_fixes().get(module, ())) if fix is not None]
 
 
 @functools.lru_cache(maxsize=1)
 def modules_of_fixes() -> dict[str, list[str]]:
-    """{module of vLLM or LMCache: modules of the fixes that have a function in it}.
+    """Return {module of vLLM or LMCache: modules of the fixes of its functions}.
 
-    The pairs come from fingerprints.json. This function loads only the fixes that the file does not have.
+    The pairs come from fingerprints.json. This function loads only the fixes that are not in fingerprints.json.
     """
     found: dict[str, list[str]] = {}
     indexed = set()
@@ -75,10 +75,7 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return the fixes with this rule or finding as evidence, for any release. text: its message; None: any message.
-
-    There may be several fixes, because one message can have several causes.
-    """
+    """Return the fixes with this rule or finding as evidence, for any release. text: the message; None: any message."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
 
 

@@ -18,14 +18,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Each mode adds to the one before: fixes; a flight recorder; rules, reports and dumps; exceptions for violations.
+#: Each mode does more than the mode before: it fixes; records; checks rules, with reports and dumps; raises exceptions.
 MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
     """`only`, `skip` and `plus` have codes, never slugs. `only` is None for all fixes that are not opt-in.
 
-    audit: 0 if there is no audit. Raises ValueError. For an unknown fix, the error names a similar slug.
+    audit: 0 if there is no audit. Raises ValueError, which for an unknown fix names a similar slug.
     """
 
     def __init__(

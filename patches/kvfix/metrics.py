@@ -23,9 +23,9 @@ _PLAIN = (int, bool, str, float, type(None))
 
 @dataclass(slots=True)
 class Tally:
-    """The counters of one fix, or of all other wrappers that have the same key.
+    """The counters of one fix, or of the other wrappers with one key.
 
-    acted, faults: how often the wrappers acted, and how often their code raised. first: what happened the first time.
+    acted, faults: how often the wrappers acted, and how often their code raised. first: a text on the first action.
     """
 
     key: str
@@ -34,7 +34,7 @@ class Tally:
     first: str = ""
 
 
-#: The tally of the wrappers that a `WrappedFunction` makes now, under `session.lock`. NONE at other times.
+#: The tally of the wrapper that a `WrappedFunction` makes now; NONE at other times. `session.lock` protects it.
 composing = NONE = Tally("")
 
 
@@ -106,7 +106,7 @@ def audited(chunks: int) -> None:
 
 
 def _count_of_fix(name: str, text: str, key: str) -> None:
-    """Count in this metric, with the code as its label, if the key of the wrapper is the code of a fix (KVF)."""
+    """Increment this metric with the label `code`, if the key of the wrapper is the code of a fix (KVF)."""
     if key.startswith("KVF"):
         _count(name, text, code=key)
 
@@ -121,7 +121,7 @@ def _count(name: str, text: str, by: int = 1, **label: str) -> None:
 
 
 def settled() -> None:
-    """Set kvfix_fixes to 1 for each fix and its state in this process, which is the label `verdict`."""
+    """Set kvfix_fixes to 1 for each fix. The label `verdict` is the state of the fix in this process."""
     try:
         from kvfix import catalogue
 

@@ -43,19 +43,19 @@ class Session:
         # Imports (activation). Any thread may import a module.
         #: Modules with functions to wrap; None: not read yet.
         self.modules: frozenset[str] | None = None
-        #: (thread, module) that the other finders look for now.
+        #: (thread, module) for each module for which kvfix now asks the other finders.
         self.finding: set[tuple[int, str]] = set()
-        #: Modules that are executed now.
+        #: Modules whose code runs now for the first time, because they are being imported.
         self.executing: set[str] = set()
 
         # Fixes (applying). A thread that holds the lock imports no target.
         self.lock = RLock()
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
-        #: The outcome of each target with a wanted fix whose module is imported.
+        #: {function of a wanted fix, in an imported module: its outcome}.
         self.outcomes: dict[Target, Applicability] = {}
-        #: The verdict on each function of a wanted fix, judged without the wrappers of kvfix (applying).
+        #: {function of a wanted fix: the verdict on it without the wrappers of kvfix} (applying).
         self.judged: dict[Target, Applicability] = {}
-        #: {name: module} of the modules whose import kvfix has seen ending.
+        #: {name: module} of the modules whose import has ended while kvfix was active.
         self.complete: dict[str, Any] = {}
         #: {module: codes of fixes that were applied to it and are not logged yet}.
         self.newly_applied: dict[str, dict[str, None]] = {}
@@ -72,15 +72,15 @@ class Session:
         #: Watched connectors and schedulers by number, as long as they exist (recorder).
         self.connectors: Any = None
         self.numbers = count(1)
-        #: `restart_recording` increments it. kvfix no longer uses a WatchedConnector of an earlier generation.
+        #: `restart_recording` increments this number. kvfix ignores a WatchedConnector of an earlier generation.
         self.generation = 0
         #: The last generation with an error in the connector events.
         self.failed_generation = -1
 
         # Reports (violations, dump, signals, metrics).
-        #: Violations by rule, reported or not.
+        #: {rule: number of its violations, reported or not}.
         self.violations: dict[str, int] = {}
-        #: {kind of report: monotonic seconds of its last one}, and the number of reports of all kinds.
+        #: {kind of report: monotonic seconds of the last report}, and the number of reports of all kinds.
         self.report_times: dict[str, float] = {}
         self.reports = 0
         self.suppressed: list[tuple[str, str]] | None = None

@@ -181,7 +181,7 @@ def instead(answer: Any) -> Generator[None, Any, Any]:
 
 
 class View:
-    """An object of the engine with some attributes replaced. Everything else goes to the object itself."""
+    """An object of the engine with some attributes replaced. Other reads, and all writes, go to the object itself."""
 
     def __init__(self, own: Any, **instead: Any) -> None:
         vars(self).update(instead, _own=own)
@@ -270,7 +270,7 @@ class WrappedFunction:
 
 
 def _other_kind(original: Any) -> str:
-    """Return the kind of a value that is no function and no method, or that is async; "" for any other value."""
+    """Return the kind of a value that kvfix cannot wrap, such as "a property"; "" for a function or a method."""
     original = getattr(original, "__func__", original)
     if inspect.iscoroutinefunction(original) or inspect.isasyncgenfunction(original):
         return "an async function"
@@ -284,7 +284,7 @@ def _where(function: Function) -> str:
 def positional(function: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
     """Return a function that sorts the arguments of a call by position and fills in the defaults.
 
-    Like `inspect.Signature.bind`, without its 5 microseconds for every call of every wrapper.
+    `inspect.Signature.bind` does the same, but takes 5 microseconds for every call of every wrapper.
     """
     inner = inspect.unwrap(function)
     if not isinstance(inner, FunctionType):

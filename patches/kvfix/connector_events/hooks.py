@@ -1,8 +1,9 @@
 """Wrappers around the hooks of every connector class that vLLM's factory returns, and around the scheduler.
 
-MultiConnector's children go through `get_connector_class` and never through `create_connector` (multi_connector.py
-0.32.0:232), so kvfix wraps the class, once. Hooks that a class inherits from `KVConnectorBase_V1` do nothing and are
-not wrapped, except `update_connector_output`: it gets the results of the loads.
+A MultiConnector gets its children's classes from `get_connector_class`, not from `create_connector` (multi_connector.py
+0.32.0:232). So kvfix wraps `get_connector_class`, and the hooks of each class that it returns. Hooks that a class
+inherits from `KVConnectorBase_V1` do nothing and are not wrapped, except `update_connector_output`, which gets the
+results of the loads.
 """
 
 import functools
@@ -111,11 +112,11 @@ def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call this method. Log its first error. After an error the record has gaps, so no rule checks this connector."""
+    """Call this method of `watched`. Log its first error. After an error the record has gaps, so no rule is checked."""
     try:
         getattr(watched, what)(*args, **kwargs)
     except violations.Violation:
-        raise  # if a hook has raised, the violation has this exception as its context
+        raise  # `__context__` of the violation is the exception of the hook, if the hook has raised
     except Exception as error:  # noqa: BLE001
         watched.trusted = False
         if session.failed_generation != session.generation:

@@ -21,7 +21,7 @@ LONGEST = 256
 
 
 class _Peer(Reader):
-    """Base class: the metadata name the blocks of a load. `_SCHEDULER`, `_WORKER`: attributes that hold requests."""
+    """Base class. The metadata name the blocks of a load. `_SCHEDULER`, `_WORKER`: attributes that hold requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the seconds. Decode keeps blocks longer, for the next turn (nixl/pull_scheduler.py 0.32.0:250)."""
+        """Return the seconds. Decode keeps blocks longer, for the next prompt (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 

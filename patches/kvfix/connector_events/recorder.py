@@ -15,12 +15,13 @@ describes the file. The other lines follow in any order, each with its `kind`:
     {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
     {"kind": "state", "schema": 1, "scheduler": {...}, ...}    at a signal or a standstill: see kvfix.engine_state
     {"kind": "stacks", "pid": 1, "text": "Thread 0x... (most recent call first): ..."}    at a signal or a standstill
-    {"kind": "fix", "code": "KVF001", "dist": "lmcache", "version": "0.3.10", "verdict": "applied", ...}
+    {"kind": "fix", "function": "LMCacheConnectorV1Impl.get_finished", "dist": "lmcache", "verdict": "applied", ...}
+    {"kind": "tally", "code": "KVF001", "acted": 3, "faults": 0, "first": "..."}
 
 - mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share
 - wall: nanoseconds since 1970
 - stepped: time of the scheduler's last step, by the clock of mono; 0 in a worker
-- pid and began (its start in clock ticks after boot): both together identify a process on its node
+- began: start of the process, in clock ticks after boot. pid and began together identify a process on its node
 
 The file has ids and token counts of requests, but no tokens.
 """
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
     from kvfix.connector_events.watched import WatchedConnector
 
 SCHEMA = 1
-#: Maximum bytes of one file: the oldest events are dropped.
+#: Maximum bytes of one file. kvfix leaves out the oldest events of a larger record.
 LARGEST = 8 << 20
-#: Maximum recorder files of this process, and of all processes in a folder: each restart has a new pid.
+#: Maximum recorder files of this process. Maximum in a folder, because each restart has a new pid.
 FILES, FILES_OF_ALL = 32, 256
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"
@@ -124,7 +125,7 @@ def began(pid: int | str = "self") -> int:
 
 
 def _clock() -> dict[str, Any]:
-    """Return fields that identify the monotonic clock. Containers of one machine share it, but differ in `node`."""
+    """Return fields that identify the monotonic clock. Containers of one machine share the clock, but not `node`."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return {"node": os.uname().nodename, "boot": file.read().strip(), "began": began()}
@@ -252,8 +253,8 @@ def _bounded(lines: list[bytes]) -> bytes:
 def folder() -> Iterator[tuple[str, int]]:
     """Yield path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
 
-    The parent folder may be shared (1777), so another user may have made a link or a folder with this name. kvfix does
-    not change the mode of the parent. Files are created through the descriptor: later changes of the path do nothing.
+    The parent folder may be shared (1777), so another user may have made a link or folder with this name. kvfix keeps
+    the mode of the parent. It creates files through the descriptor, so a later change of the path has no effect.
     """
     shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
     os.makedirs(shared, mode=0o700, exist_ok=True)

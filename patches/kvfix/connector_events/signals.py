@@ -1,6 +1,6 @@
 """Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1. Announce this process to `kvfix dump`.
 
-A process with its own handler for SIGUSR2 keeps it. The handler of kvfix logs nothing: it may interrupt a log call.
+A process with its own handler for SIGUSR2 keeps it. The handler of kvfix logs nothing, as it may interrupt a log call.
 """
 
 import atexit
@@ -94,7 +94,7 @@ def _on_signal(number: int, frame: Any) -> None:
 
 
 def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
-    """Return the states and stacks of the other processes of the same engines. Each of them writes a recorder file.
+    """Send the signal to the other processes of the same engines. Return states and stacks from their recorder files.
 
     A process whose main thread runs no Python does not answer within `seconds`.
     """

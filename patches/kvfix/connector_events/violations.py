@@ -1,4 +1,4 @@
-"""Reports a violation: one line in the log, a report and a dump; in `strict` an exception."""
+"""Report a violation with a line in the log, a report and a dump. In mode `strict`, also raise an exception."""
 
 import os
 import re

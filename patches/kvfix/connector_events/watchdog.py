@@ -34,11 +34,11 @@ SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
 _LOOKS = 12
 #: Maximum tries to read a state outside of the scheduler's functions, and seconds between two tries.
 _TRIES, _PAUSE = 200, 0.003
-#: If the main thread is in the same call at this many tries, the call is the standstill: use the last state.
+#: If the main thread is in the same call at this many tries, the call is the standstill, and the last state is used.
 _STANDS = 50
 #: Scheduler functions that EngineCore's step calls. While the step runs none of them, it waits for the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
-#: Connectors whose KV comes from a prefill instance, once the queue of that instance has reached the request.
+#: Connectors whose KV comes from a prefill instance. A load waits while the request is in the queue of that instance.
 _PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))
 _STEP, _CORE = frozenset(("step", "step_with_batch_queue")), "/v1/engine/core"
 
@@ -120,7 +120,7 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(frames)  # a step that computes nothing ends soon
+        computing = steps == self._steps and _is_with_workers(frames)  # steps that end without progress compute nothing
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 

@@ -1,6 +1,6 @@
 """One watched connector of this process: its hook calls become events of the ledger.
 
-`before_HOOK` and `after_HOOK` run before and after this hook (`hooks`). They take the hook's own parameters
+`before_HOOK` and `after_HOOK` run before and after the hook HOOK (hooks.py). They take the hook's own parameters
 (vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
 step must not grow with the number of running requests. So kvfix records only requests with a load or store in the step.
 """
@@ -279,7 +279,7 @@ class WatchedConnector:
                 self._record(ev.LeaseEnded(name, None))
 
     def _leases_end(self, names: Iterable[str]) -> None:
-        """Record the leases that ended. Runs in the worker, which knows how they ended. Record renewals first."""
+        """Record the renewed leases, then the ended leases. Only the worker knows how a lease has ended."""
         found = self.leases
         for name in found.first_renewed() if found is not None else ():
             self._record(ev.LeaseExtended(name, found.extension if found is not None else None))
@@ -305,7 +305,7 @@ class WatchedConnector:
             self._unanswered.discard(oldest)
 
     def _look_for_leaks(self) -> None:
-        """Check the ended requests that are due. They are sorted by time: stop at the first that is not due."""
+        """Check the ended requests that are due. `_ended` is sorted by time: stop at the first one not due."""
         now = clock.now()
         while self._ended:
             name, (at_step, at, pinned) = next(iter(self._ended.items()))

@@ -1,4 +1,4 @@
-"""Readers of LMCache's connectors, by the attributes of LMCache's releases (0.3.9 to 0.5.6)."""
+"""Readers of LMCache's connectors. They know the attributes of LMCache 0.3.9 to 0.5.6."""
 
 import sys
 import time
@@ -105,7 +105,7 @@ class V1(Reader):
         impl = self.impl
         manager = getattr(impl, "_manager", None)
         client = self.client
-        for _ in range(4):  # wrappers only count or limit lookups (hit_limit_lookup_client.py 0.5.6:31)
+        for _ in range(4):  # skip wrappers, which only count or limit lookups (hit_limit_lookup_client.py 0.5.6:31)
             client = getattr(client, "actual_lookup_client", None) or client
         engine = getattr(impl, "lmcache_engine", None)
         state["chunk_size"] = getattr(impl, "_lmcache_chunk_size", None)
@@ -169,7 +169,7 @@ class MP(Reader):
     _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
 
     def hit(self, request: str) -> int | None:
-        """Return None also while the connector believes that the server is dead: it then promises nothing."""
+        """Return None also while the connector takes the server for dead: the connector then promises nothing."""
         adapter = self.connector.scheduler_adapter
         found = adapter._finished_lookup_results.get(request) if getattr(adapter, "is_healthy", True) else None
         return found if isinstance(found, int) else None

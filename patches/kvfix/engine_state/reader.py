@@ -1,7 +1,7 @@
 """The base class of readers, which read a connector's own state and metadata.
 
-A reader changes nothing. The recorder calls it before and after hooks. If it raises there, the connector is still
-recorded, but no rule is checked any more. A look may call `add_state` at any point, even inside a step.
+A reader changes nothing. The recorder calls it before and after hooks. If the reader raises there, kvfix still records
+the connector, but checks no rule any more. A look may call `add_state` at any point, even inside a step.
 """
 
 from collections.abc import Collection, Iterable
@@ -94,7 +94,7 @@ class Reader:
         return None
 
     def lease_name(self, request: Any) -> str:
-        """Return the name by which the peer knows this request, if that is not its id; else ""."""
+        """Return the peer's name of this request, if that name is not the request id; else ""."""
         return ""
 
     def waits(self, request: str) -> bool:

@@ -154,7 +154,7 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
     nothing. It covers KV groups of full attention and of sliding windows.
 
     promised: tokens that the connector would load, if the request has no computed tokens yet.
-    between: True for a load between steps, False within the step that computes the rest. reserved: see `_reserved`.
+    between: True for a load between steps, False for a load within a step. reserved: see `_reserved`.
 
     The watermark for running requests is left out: if any request runs, the engine does not stand still.
     """
@@ -239,7 +239,7 @@ def _after_step(scheduler: Any, computed: int, total: int) -> int:
 def _cached(scheduler: Any, request: Any, none: Sequence[Any]) -> tuple[Sequence[Any], int]:
     """Return the blocks of the longest cached prefix in each KV group, and its number of tokens.
 
-    The last token of the request is never part of it. vLLM's lookup only reads.
+    The last token of the request is never part of the prefix. vLLM's lookup only reads.
     """
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or getattr(request, "skip_reading_prefix_cache", False):

@@ -67,7 +67,7 @@ class History:
             # vLLM calls the hook again, with 0, when it admits a request after a load between steps.
             if event.external or self.admitted or self.granted is None or not self.granted.external:
                 if self.admitted:
-                    self.asked = None  # a session continues with more input: vLLM does not ask
+                    self.asked = None  # a session continues with more input: vLLM does not ask again
                 self.granted, self.due = event, None
         elif kind is ev.Stored:
             self.stored_to = max(self.stored_to or 0, event.end, event.covered)
@@ -88,7 +88,7 @@ class History:
 
 
 class Ledger:
-    """Checks events, fed in the order in which they happened, against the rules.
+    """Check events against the rules. The caller feeds the events in the order in which they happened.
 
     events_kept: maximum events kept per request, for the report. A finished request is kept until `forget`, so that its
     leaks can be reported.
