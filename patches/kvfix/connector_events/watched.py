@@ -1,6 +1,6 @@
 """One watched connector of this process: its hook calls become events of the ledger.
 
-`before_HOOK` and `after_HOOK` run before and after the hook HOOK (hooks.py). They take the hook's own parameters
+`before_HOOK` and `after_HOOK` run before and after the hook HOOK (`_around`). They take the hook's own parameters
 (vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
 step must not grow with the number of running requests. So kvfix records only requests with a load or store in the step.
 """

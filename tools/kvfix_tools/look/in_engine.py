@@ -17,7 +17,7 @@ from kvfix.fixes.record import AT_START, NEW_REQUESTS, Fix
 from kvfix.session import session
 
 #: attach and detach change nothing while certain functions in these files (see `_unsafe`) are on any thread's stack.
-_PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
+_PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/__init__.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
 #: Attribute paths from a local variable of a frame to the engine's scheduler. The frame may be a method of the
@@ -159,11 +159,11 @@ def _scheduler() -> Any:
 
 def watch_connectors() -> None:
     """Watch the classes of existing connectors. vLLM does not call its factory, which kvfix wraps, for them again."""
-    from kvfix.connector_events import hooks
+    from kvfix import connector_events
 
     base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)
     classes = list(base.__subclasses__()) if base is not None else []
     while classes:
         each = classes.pop()
-        engine_log.guarded("kvfix attach", hooks.watch_class, each)
+        engine_log.guarded("kvfix attach", connector_events.watch_class, each)
         classes += each.__subclasses__()
