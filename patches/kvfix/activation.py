@@ -1,11 +1,11 @@
-"""Brings one configuration to every process, and applies fixes there after the import of each fixed module.
+"""Bring one configuration to every process of an engine, and apply fixes there after the import of the fixed modules.
 
 vLLM starts EngineCore and its workers as other processes, most often by spawn, without the parent's patches. So
 `apply()` writes the configuration into the environment. vLLM's plugin entry point (`load`) reads it in each process,
 before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
 A finder on the meta path applies a fix after the import of the fixed module. `activate` applies the fixes of imported
-modules at once. kvfix does not use wrapt: its import is slow. Its hooks can break an import and stay.
+modules at once. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ENV = "KVFIX"
 #: If this list is set, vLLM skips every plugin that is not in it, without a message (vllm/plugins/__init__.py).
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
-#: Ray workers get only variables with a prefix from vLLM's own list and from this one (vllm/ray/ray_env.py).
+#: Ray workers get only variables with a prefix from vLLM's own list or from this list (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 #: Top-level packages with fixed functions. The first import from one of them loads the fixes.
 PACKAGES = ("lmcache", "vllm")
@@ -50,8 +50,8 @@ def apply(
     Call this function before you launch vLLM. If you call it again, the last configuration holds. It imports no heavy
     modules: kvfix applies a fix after the import of the fixed module.
 
-    mode: `fix`: the fixes. `observe`: also a flight recorder of the connector hooks. `check`: also the rules after each
-    hook, with a log line and a dump for each violation. `strict`: also raises `kvfix.connector_events.Violation`.
+    mode: `fix` applies fixes. `observe` also records the connector hooks. `check` also checks rules after each hook and
+    writes a log line and a dump for each violation. `strict` also raises `kvfix.connector_events.Violation`.
     only, skip, plus: codes (`KVF001`) or slugs of fixes. By default, kvfix applies all fixes that are not opt-in.
     only: apply no other fixes. skip: do not apply these fixes. plus: apply these opt-in fixes too.
     layers: also count the hooks that run once per layer and step, and record which of them hangs; not in mode `fix`.
@@ -142,7 +142,7 @@ def _with(listed: str, item: str) -> str:
 
 
 class Finder:
-    """A meta path finder that lets the other finders find a module, and applies fixes after its execution."""
+    """A meta path finder. It lets the other finders find a module, and applies fixes after the module was executed."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:

@@ -1,4 +1,4 @@
-"""Judges one function of the installed code: is it wrong, right, or unknown? Then decides whether a fix is applied.
+"""Judge one function of the installed code: is it wrong, right, or unknown? Then decide if a fix is applied.
 
 The version number alone decides nothing: LMCache changed these functions in post releases, and people edit them. kvfix
 looks for a release that has the same file (by a hash) or, if there is none, the same function (by its fingerprint). If
@@ -48,7 +48,7 @@ def fingerprints() -> dict[str, Any]:
     """Return {dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}, "files": {module: {hash of
     the file: a version}}, "fixes": {module: [module of a fix]}}}, with the oldest version first.
 
-    `make fingerprints` computes them from the released files.
+    `make fingerprints` writes fingerprints.json from the released files.
     """
     text = pkgutil.get_data("kvfix", "fingerprints.json")  # kvfix may be in a zip
     return dict(json.loads(text or b""))

@@ -91,7 +91,7 @@ class FixRow(NamedTuple):
 
 
 def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list[FixRow]:
-    """Return one row for each fix and distribution. `session.judged` takes precedence over `judge`."""
+    """Return one row for each fix and distribution. A verdict in `session.judged` takes precedence over `judge`."""
     return [row for fix in fixes() for row in rows_of(fix, judge)]
 
 

@@ -1,4 +1,4 @@
-"""Finds installed packages, versions and functions in the installed files, without importing them.
+"""Find installed packages, versions and functions in the installed files, without importing them.
 
 Live objects are not enough: another tool may have wrapped them, and `inspect.getsource` fails on LMCache's classes.
 A fingerprint comes from the source file: `ast` finds the function, and its tokens are hashed without comments,

@@ -1,4 +1,4 @@
-"""Count how often each fix acted, how often its own code raised, and violations. Log the first action of each fix.
+"""Count the actions and the errors of each fix, and the violations. Log the first action of each fix.
 
 A fix acts if it changes an answer or an argument, or skips a call. `kvfix.wrapping` notices these actions by itself. A
 fix that changes an object in place must report it with `note`.
@@ -23,7 +23,7 @@ _PLAIN = (int, bool, str, float, type(None))
 
 @dataclass(slots=True)
 class Tally:
-    """The counters of one fix, or of the other wrappers with one key.
+    """The counters of the wrappers with one key, which is the code of a fix or another key.
 
     acted, faults: how often the wrappers acted, and how often their code raised. first: a text on the first action.
     """

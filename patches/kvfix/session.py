@@ -1,6 +1,6 @@
 """The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
 
-One object holds all of it: the other modules of kvfix have no state. This module imports little, for a fast `apply()`.
+The object `session` holds all of it: the other modules have no state. This module imports little, for a fast `apply()`.
 """
 
 import os
@@ -43,9 +43,9 @@ class Session:
         # Imports (activation). Any thread may import a module.
         #: Modules with functions to wrap; None: not read yet.
         self.modules: frozenset[str] | None = None
-        #: (thread, module) for each module for which kvfix now asks the other finders.
+        #: (thread, module): in this thread, kvfix now asks the other finders for this module.
         self.finding: set[tuple[int, str]] = set()
-        #: Modules whose code runs now for the first time, because they are being imported.
+        #: Modules whose code runs now, because they are being imported.
         self.executing: set[str] = set()
 
         # Fixes (applying). A thread that holds the lock imports no target.
@@ -69,7 +69,7 @@ class Session:
         # Connector events, except in mode `fix`.
         #: The last events (recorder.Entry).
         self.events: deque[Any] = deque(maxlen=EVENTS)
-        #: Watched connectors and schedulers by number, as long as they exist (recorder).
+        #: {number: watched connector or scheduler}, as long as the connector or scheduler exists (recorder).
         self.connectors: Any = None
         self.numbers = count(1)
         #: `restart_recording` increments this number. kvfix ignores a WatchedConnector of an earlier generation.

@@ -1,4 +1,4 @@
-"""Wrappers around functions of vLLM or LMCache: `before`, `after` and `around`. They are plain closures.
+"""Wrappers around functions of vLLM or LMCache: `before`, `after` and `around` return plain closures.
 
 The function gets its arguments as the caller passed them. A wrapper gets the arguments by position, with the defaults
 filled in, because releases and callers differ in what they pass by name.
@@ -24,7 +24,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: For `on_fault`: the function's own answer.
 ORIGINAL = None
 
-#: `on_fault` returns this if the function is safe to call now. If it was called already, its own answer is kept.
+#: `on_fault` returns this if the function is safe to call now. If it was called before, that call's answer is kept.
 GO_ON = object()
 
 
@@ -56,7 +56,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """Call `prepare` before the function.
 
     prepare: (instance, *arguments). If its result is true, the fix has acted.
-    when: takes the same parameters. `prepare` is called only if `when` returns true.
+    when: takes the parameters of `prepare`. `prepare` is called only if `when` returns true.
     on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises. The function is not called.
     """
 
@@ -84,7 +84,7 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
     """Call the function, then change its answer.
 
     change: (instance, answer, *arguments) -> the right answer; None keeps the answer. If it differs, the fix has acted.
-    when: takes the same parameters. `change` is called only if `when` returns true.
+    when: takes the parameters of `change`. `change` is called only if `when` returns true.
     on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
     """
 
@@ -119,7 +119,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     the function with those arguments instead of the caller's. A return before the yield skips the function. If the
     function raises, its exception goes to the caller and the generator is closed (use `finally`). The fix has acted if
     it changes the arguments or the answer, or skips the call.
-    when: takes the same parameters. `steps` is called only if `when` returns true.
+    when: takes the parameters of `steps`. `steps` is called only if `when` returns true.
     on_fault: (arguments of the caller) -> the answer if the code of the wrapper raises. If it raises before the yield,
     the function is not called.
     """
@@ -243,7 +243,7 @@ class WrappedFunction:
         self._compose({**self._wrappers, key: (order, wrapper)})
 
     def remove(self, key: str) -> None:
-        """Remove a wrapper. After the last one, the class has its original again."""
+        """Remove a wrapper. After the last wrapper, the class has its original function again."""
         if key in self._wrappers:
             self._compose({name: each for name, each in self._wrappers.items() if name != key})
 

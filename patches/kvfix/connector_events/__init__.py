@@ -25,7 +25,7 @@ from kvfix.session import session
 from kvfix.wrapping import after
 
 KEY = "connector events"
-#: Key of the audit's wrapper. It sorts before KEY, so this wrapper is inside, and kvfix records its answer.
+#: Key of the audit's wrapper. It sorts before KEY, so the audit's wrapper is inside, and kvfix records its answer.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
@@ -79,7 +79,7 @@ def watch_class(connector_class: type) -> None:
 def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a hook, or a function of the scheduler, to record its events, its exception, and that it runs now."""
     is_scheduler = name in _SCHEDULER
-    # The methods of WatchedConnector that run before the hook and get its answer; "" if there is none.
+    # A method of WatchedConnector that runs before the hook, and a method that gets the answer. "": there is none.
     before, then = (each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}"))
 
     @functools.wraps(original)
@@ -142,7 +142,7 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
     """Start to record this connector, also after `restart_recording`. Return None after an error, and do not retry."""
     held = vars(connector)
     try:
-        held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # kept if the next line fails
+        held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # stays if the next line fails
         held[_HELD] = watched = WatchedConnector(connector, next(session.numbers))
         watched.leases = peers.watch(connector, KEY)
         if not is_scheduler and session.config is not None and session.config.audit:

@@ -140,7 +140,7 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
 
 
 def limits(names: Sequence[str], dtype: Any) -> list[float]:
-    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), counted from 0.
+    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), from layer 0 on.
 
     One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
     attention, projection, two in the MLP, residual. The squares of independent errors add up. So the KV of a layer is

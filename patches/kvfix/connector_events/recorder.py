@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 #: Maximum bytes of one file. kvfix leaves out the oldest events of a larger record.
 LARGEST = 8 << 20
-#: Maximum recorder files of this process. Maximum in a folder, because each restart has a new pid.
+#: Maximum recorder files of one process, and of one folder: a crash loop has a new process at each start.
 FILES, FILES_OF_ALL = 32, 256
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"

@@ -63,7 +63,7 @@ class WatchedConnector:
         self._storing: list[Span] = []
         #: {request with a granted load: its blocks}
         self._blocks: dict[str, set[int]] = {}
-        #: None if the model has no sliding windows.
+        #: None if the model has neither sliding windows nor states.
         self._windows = windows.stores(connector)
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
@@ -118,7 +118,7 @@ class WatchedConnector:
         self.steps += 1
         self.stepped = self.running[get_ident()][1]
         for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
-            if name in self._admitted:  # else it was preempted between steps: recorded at its next lookup
+            if name in self._admitted:  # else the preemption was between steps, and is recorded at the next lookup
                 self._preempted(name)
         loads, stores = self.reader.loads(answer), self.reader.stores(answer)
         for name, start, end in loads or ():

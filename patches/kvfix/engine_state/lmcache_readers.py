@@ -131,7 +131,7 @@ class V1(Reader):
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
-    """Return the row of a request without a promise (__init__.py)."""
+    """Return the row of a request without a promise (`kvfix.engine_state` describes rows)."""
     unknown = dict.fromkeys(("promised", "granted", "stored", "since"))
     return {"hit": hit, "lookup": lookup, "phase": "", **unknown}
 
@@ -271,7 +271,7 @@ def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
 
 
 def _add_worker(state: dict[str, Any], adapter: Any) -> None:
-    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py). It keeps no times of transfers."""
+    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py), which keeps no times of transfers."""
     state["lookup_timeout"] = getattr(adapter, "_mq_timeout", None)
     state["healthy"] = _healthy(adapter)
     loads, stores = dict(adapter.retrieve_futures), dict(adapter.store_futures)

@@ -2,7 +2,7 @@
 
 EngineCore's loop is on that stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
 engine in the user's own process is on the stack while it computes. Otherwise a variable of the user's program holds the
-engine. `gc` cannot find it: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
+engine. `gc` cannot find an engine: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
 import os

@@ -34,7 +34,7 @@ class Reader:
         self.connector = connector
 
     def add_state(self, state: dict[str, Any]) -> None:
-        """Add the fields of `kvfix.engine_state` to `state`, which has the connector's class and role."""
+        """Add fields to the row of the connector (`kvfix.engine_state` describes rows). `state` has class and role."""
 
     def sends(self, request: str) -> bool:
         """Return True if the worker will report this ended request as sent."""
@@ -45,11 +45,11 @@ class Reader:
         return None
 
     def found(self, request: str) -> int:
-        """Return the tokens that the connector regards as stored after a lookup, even if it then promised none."""
+        """Return the tokens that the connector regards as stored after a lookup, even if it promised none."""
         return 0
 
     def lookup_timeout(self) -> float:
-        """Return the maximum seconds that the hook waits for a lookup; 0: it never waits."""
+        """Return the maximum seconds that the hook waits for a lookup; 0: the hook never waits."""
         return 0.0
 
     def loads(self, metadata: Any) -> Spans:

@@ -1,4 +1,4 @@
-"""A ledger of tokens: typed events in, findings out. Pure: it imports neither vLLM nor LMCache nor torch.
+"""A ledger of tokens: typed events in, findings out. The package is pure: no vLLM, no LMCache, no torch.
 
 Every known bug is a wrong balance of tokens: computed by vLLM, held by the external cache, promised, granted, loaded
 and stored. Live hooks, log lines, recorded dumps and the lab feed their events to the same model.
@@ -49,7 +49,7 @@ class History:
         self.due: ev.LoadDue | None = None
         #: True if the request has been in a step since the last grant.
         self.admitted = False
-        #: The last lookup that timed out. `timed_out_again`: it directly followed another timeout.
+        #: The last lookup that timed out. `timed_out_again`: True if the lookup directly followed another timeout.
         self.timed_out: ev.TimedOut | None = None
         self.timed_out_again = False
         #: Tokens from the start that the external cache has or gets, according to the connector.

@@ -58,7 +58,7 @@ class Asked(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """`update_state_after_alloc`: vLLM has blocks for the request and takes `external` tokens of the promise."""
+    """vLLM called `update_state_after_alloc`: it has blocks for the request and takes `external` promised tokens."""
 
     request: str
     external: int
@@ -283,7 +283,7 @@ class LeaseEnded(NamedTuple):
 
 
 class ReadsFrom(NamedTuple):
-    """The request is to read the blocks of request `peer`, which another engine keeps, and then to notify that engine.
+    """The request will read the blocks of request `peer`, which another engine keeps, and then notify that engine.
 
     engine, peer: the names in the request's `kv_transfer_params`.
     pushed: `engine` writes the blocks and needs no notice. `engine` does not learn if the request ends earlier.
