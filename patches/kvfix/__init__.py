@@ -3,8 +3,8 @@
     import kvfix
     kvfix.apply()          # before vLLM is launched
 
-This fixes the known bugs of the installed releases in this process and in every process that vLLM starts from it. It
-imports nothing of vLLM, LMCache or torch: kvfix applies a fix after the import of the fixed module.
+`apply` fixes the known bugs of the installed releases in this process and in every process that vLLM starts from it.
+`apply` does not import vLLM, LMCache or torch: kvfix applies a fix after the import of the fixed module.
 """
 
 from kvfix.activation import apply, revert, status

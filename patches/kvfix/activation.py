@@ -1,11 +1,11 @@
-"""Brings one configuration to every process, and applies fixes there after the import of each fixed module.
+"""Bring one configuration to every process of an engine, and apply fixes there after the import of the fixed modules.
 
 vLLM starts EngineCore and its workers as other processes, most often by spawn, without the parent's patches. So
 `apply()` writes the configuration into the environment. vLLM's plugin entry point (`load`) reads it in each process,
 before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
-A finder on the meta path applies a fix after the import of its target's module, or at once if the module is imported
-already. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.
+A finder on the meta path applies a fix after the import of the fixed module. `activate` applies the fixes of imported
+modules at once. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from kvfix.fix_status import FixRow
+    from kvfix.catalogue import FixRow
 
 ENV = "KVFIX"
 #: If this list is set, vLLM skips every plugin that is not in it, without a message (vllm/plugins/__init__.py).
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
-#: Ray workers get only variables with a prefix from vLLM's own list and from this one (vllm/ray/ray_env.py).
+#: Ray workers get only variables with a prefix from vLLM's own list or from this list (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 #: Top-level packages with fixed functions. The first import from one of them loads the fixes.
 PACKAGES = ("lmcache", "vllm")
@@ -47,13 +47,13 @@ def apply(
 ) -> None:
     """Fix the known bugs of the installed vLLM and LMCache, here and in every process started from here.
 
-    Call it before you launch vLLM. You may call it again: the last configuration holds. It imports no heavy modules:
-    kvfix applies a fix after the import of the fixed module.
+    Call this function before you launch vLLM. If you call it again, the last configuration holds. It imports no heavy
+    modules: kvfix applies a fix after the import of the fixed module.
 
-    mode: `fix`: the fixes. `observe`: also a flight recorder of the connector hooks. `check`: also the rules after each
-    hook, with a log line and a dump for each violation. `strict`: also raises `kvfix.connector_events.Violation`.
-    only, skip, plus: codes (`KVF001`) or slugs of fixes. Default: all that are not opt-in. only: these and no others.
-    skip: all but these. plus: these opt-in fixes too.
+    mode: `fix` applies fixes. `observe` also records the connector hooks. `check` also checks rules after each hook and
+    writes a log line and a dump for each violation. `strict` also raises `kvfix.connector_events.Violation`.
+    only, skip, plus: codes (`KVF001`) or slugs of fixes. By default, kvfix applies all fixes that are not opt-in.
+    only: apply no other fixes. skip: do not apply these fixes. plus: apply these opt-in fixes too.
     layers: also count the hooks that run once per layer and step, and record which of them hangs; not in mode `fix`.
     audit: the fraction of hits that vLLM computes instead of loading, to check the cache. Needs `check` or `strict`.
     Raises ValueError for an unknown mode or fix, and nothing else.
@@ -88,14 +88,24 @@ def revert() -> None:
             os.environ[name] = value
     session.environment.clear()
     os.environ.pop(ENV, None)
-    deactivate()
+    session.config = None
+    if Finder in sys.meta_path:
+        sys.meta_path.remove(Finder)
+    if "kvfix.applying" in sys.modules:
+        from kvfix import applying
+
+        engine_log.guarded("kvfix.revert", applying.remove_all)
+    if "kvfix.connector_events" in sys.modules:
+        from kvfix import connector_events
+
+        engine_log.guarded("kvfix.revert", connector_events.remove_all)
 
 
 def status() -> list[FixRow]:
     """Return one row per fix and distribution: the state in this process, and why. Import neither vLLM nor LMCache."""
-    from kvfix import fix_status
+    from kvfix import catalogue
 
-    return fix_status.rows()
+    return catalogue.rows()
 
 
 def load() -> None:
@@ -132,9 +142,10 @@ def _with(listed: str, item: str) -> str:
 
 
 class Finder:
-    """A meta path finder that lets the other finders find a module, and applies fixes after its execution."""
+    """A meta path finder. It lets the other finders find a module, and applies fixes after the module was executed."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         # The import system asks for thousands of modules. Return at once for modules that are not in PACKAGES.
         finding = get_ident(), name
         if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
@@ -152,30 +163,13 @@ class Finder:
             session.finding.discard(finding)
 
 
-_finder = Finder()
-
-
 def activate(config: Config) -> None:
     """Activate this configuration in this process. Remove fixes that only an earlier configuration wanted."""
     session.config = config
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    if Finder not in sys.meta_path:
+        sys.meta_path.insert(0, Finder)
     if any(package in sys.modules for package in PACKAGES):
         engine_log.guarded("kvfix.apply", _settle_imported)
-
-
-def deactivate() -> None:
-    session.config = None
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-    if "kvfix.applying" in sys.modules:
-        from kvfix import applying
-
-        engine_log.guarded("kvfix.revert", applying.remove_all)
-    if "kvfix.connector_events" in sys.modules:
-        from kvfix import connector_events
-
-        engine_log.guarded("kvfix.revert", connector_events.remove_all)
 
 
 def _settle_imported() -> None:

@@ -1,4 +1,4 @@
-"""Judges one function of the installed code: is it wrong, right, or unknown? Then decides whether a fix is applied.
+"""Judge one function of the installed code: is it wrong, right, or unknown? Then decide if a fix is applied.
 
 The version number alone decides nothing: LMCache changed these functions in post releases, and people edit them. kvfix
 looks for a release that has the same file (by a hash) or, if there is none, the same function (by its fingerprint). If
@@ -6,7 +6,7 @@ no release has it, the behaviour probe decides. If the probe cannot decide, kvfi
 
 kvfix wraps all functions of a fix or none. A fix may have several groups of functions, one for each copy of the same
 code (`Owner.copy`). Each group is decided by itself. A group is refused if one of its functions is unknown, missing or
-cannot be wrapped, or if no release has all of its functions. Pure: it does not read the session.
+cannot be wrapped, or if no release has all of its functions. This module is pure: it does not read the session.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Applicability(NamedTuple):
 
 @lru_cache(maxsize=1)
 def fingerprints() -> dict[str, Any]:
-    """{dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}, "files": {module: {hash of the
-    file: a version}}, "fixes": {module: [module of a fix]}}}, oldest version first.
+    """Return {dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}, "files": {module: {hash of
+    the file: a version}}, "fixes": {module: [module of a fix]}}}, with the oldest version first.
 
-    `make fingerprints` computes them from the released files.
+    `make fingerprints` writes fingerprints.json from the released files.
     """
     text = pkgutil.get_data("kvfix", "fingerprints.json")  # kvfix may be in a zip
     return dict(json.loads(text or b""))
@@ -165,7 +165,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
 
 @contextmanager
 def _silent(module: ModuleType) -> Iterator[None]:
-    """Silence the module's logger: a probe calls a hook that logs, and its numbers must not be in the engine's log."""
+    """Silence the logger. A probe calls hooks with stub objects, and the engine's log must not have their lines."""
     logger = getattr(module, "logger", None)
     before = getattr(logger, "disabled", None)
     if logger is None or before is None:

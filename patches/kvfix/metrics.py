@@ -1,14 +1,98 @@
-"""Prometheus metrics in vLLM's own /metrics, if prometheus_client is in use.
+"""Count the actions and the errors of each fix, and the violations. Log the first action of each fix.
 
-EngineCore and its workers count events, and another process serves /metrics. prometheus_client's multi-process mode
-connects them; vLLM uses it too (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
+A fix acts if it changes an answer or an argument, or skips a call. `kvfix.wrapping` notices these actions by itself. A
+fix that changes an object in place must report it with `note`.
+
+vLLM's own /metrics has the counts too, if prometheus_client is in use. EngineCore and its workers count, and another
+process serves /metrics. The multi-process mode of prometheus_client connects these processes. vLLM also uses this mode
+(PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
 """
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvfix import engine_log
 from kvfix.session import session
+
+#: Characters of a request id in a log line.
+_ID = 80
+_PLAIN = (int, bool, str, float, type(None))
+
+
+@dataclass(slots=True)
+class Tally:
+    """The counters of the wrappers with one key, which is the code of a fix or another key.
+
+    acted, faults: how often the wrappers acted, and how often their code raised. first: a text on the first action.
+    """
+
+    key: str
+    acted: int = 0
+    faults: int = 0
+    first: str = ""
+
+
+#: The tally of the wrapper that a `WrappedFunction` makes now; NONE at other times. `session.lock` protects it.
+composing = NONE = Tally("")
+
+
+def of(key: str) -> Tally:
+    return session.tallies.setdefault(key, Tally(key))
+
+
+def counts(key: str) -> dict[str, Any]:
+    """Return the counters of this fix in this process, for `kvfix status PID` and dumps."""
+    tally = session.tallies.get(key) or Tally(key)
+    return {"acted": tally.acted, "faults": tally.faults, "first": tally.first}
+
+
+def note(module_name: str, what: str = "") -> None:
+    """Count that a fix has changed an object in place: `note(__name__, "request r7: 16 tokens are not stored")`."""
+    acted(of(module_name.rpartition(".")[2].partition("_")[0].upper()), what=what)
+
+
+def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[Any, ...] = (), what: str = "") -> None:
+    try:
+        tally.acted += 1
+        if tally.acted == 1 and tally.key.startswith("KVF"):
+            tally.first = _text(function, args, what)
+            engine_log.info(f"{tally.key} acted: {tally.first}")
+        _count_of_fix("kvfix_fix_acted", "Outcomes that a fix changed.", tally.key)
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault("kvfix.metrics", error)
+
+
+def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], answer: Any, now: Any) -> None:
+    """Count that the fix has changed the answer of this call, unless the two answers are equal numbers or texts."""
+    if type(answer) is not type(now) or type(answer) not in _PLAIN or answer != now:
+        what = "" if tally.acted else f"answered {_short(answer)}, corrected to {_short(now)}"
+        acted(tally, function, args, what)
+
+
+def count_fault(tally: Tally) -> None:
+    tally.faults += 1
+    _count_of_fix("kvfix_faults", "Errors in the code of a fix of kvfix.", tally.key)
+
+
+def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str) -> str:
+    name = getattr(function, "__qualname__", "")
+    request = next((each for each in map(_request_id, args[1:]) if each), "")
+    parts = [name, what or ("" if name else "an object was corrected in place")]
+    return ": ".join(part for part in parts if part) + (f" (request {request[:_ID]!r})" if request else "")
+
+
+def _request_id(argument: Any) -> str:
+    found = getattr(argument, "request_id", None) or getattr(argument, "req_id", None)
+    return found if isinstance(found, str) else ""
+
+
+def _short(value: Any) -> str:
+    """Return a number as text, and only the type of any other value: the value may hold text of a user."""
+    if isinstance(value, tuple) and len(value) < 4:
+        return f"({', '.join(map(_short, value))})"
+    return repr(value) if type(value) in (int, bool, float, type(None)) else f"a {type(value).__name__}"
 
 
 def violated(rule: str) -> None:
@@ -21,8 +105,8 @@ def audited(chunks: int) -> None:
     _count("kvfix_audited_chunks", "Cached chunks compared with computed KV.", chunks)
 
 
-def count_of_fix(name: str, text: str, key: str) -> None:
-    """Count in this metric, with the code as its label, if the key of the wrapper is the code of a fix (KVF)."""
+def _count_of_fix(name: str, text: str, key: str) -> None:
+    """Increment this metric with the label `code`, if the key of the wrapper is the code of a fix (KVF)."""
     if key.startswith("KVF"):
         _count(name, text, code=key)
 
@@ -37,7 +121,7 @@ def _count(name: str, text: str, by: int = 1, **label: str) -> None:
 
 
 def settled() -> None:
-    """Set kvfix_fixes to 1 for each fix and its state in this process, which is the label `verdict`."""
+    """Set kvfix_fixes to 1 for each fix. The label `verdict` is the state of the fix in this process."""
     try:
         from kvfix import catalogue
 

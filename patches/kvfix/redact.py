@@ -1,7 +1,7 @@
-"""Hides secrets in text that others read, such as errors and log lines. For settings and JSON: kvfix_tools/redact.py.
+"""Hide secrets in errors, log lines and other text. kvfix_tools/redact.py hides secrets in settings and JSON.
 
-It finds secrets by name (a password, a token, an API key). It also finds them by value, whatever their name: a URL with
-a user, an Authorization header, a key in the format of a known service. It hides too much rather than too little.
+`text` finds secrets by name (a password, a token, an API key). It also finds secrets by value: a URL with a user, an
+Authorization header, a key in the format of a known service. It hides too much rather than too little.
 
 The text may be megabytes long, and an attacker may have chosen it. So no pattern may read a character again and again:
 the code searches for the end of a value only once.
@@ -19,7 +19,7 @@ _WORDS = {
 }  # fmt: skip
 #: Ends of words that join several words: PGPASSWORD, accesstoken.
 _ENDS = ("apikey", "passphrase", "passwd", "password", "secret", "token")
-#: In text "key" more often means the key of a chunk. In the name of a setting it means a secret.
+#: In text, "key" alone mostly means the key of a chunk. In the name of a setting, "key" means a secret.
 _KEYS = re.compile(
     r"(?i)(?:api|access|account|private|secret|signing|ssh|ssl|tls|encryption|shared|master|license|service|client)"
     r"[-_.]?(?:access[-_.]?)?key|(?:db|user|smtp|redis|mysql|postgres|proxy|admin|root)[-_]?pass\b"
@@ -56,15 +56,15 @@ _VALUES = (
         HIDDEN,
     ),
 )
-#: A word that may have URLs. Between one "://" and the next is at most one user.
+#: A word that may contain URLs. The text between two "://" has at most one user.
 _WORD = re.compile(r"[^\s\"'<>]+")
 _PORT = re.compile(r"\d+[/?#]")
 
-#: A name and the "=" or ":" after it: in JSON, YAML, a query, a repr. A name starts where a word starts.
+#: Matches a name and the "=" or ":" after the name, in JSON, YAML, a query or a repr. A name starts a word.
 _NAMED = re.compile(
     r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']\]?|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)[ \t]*[=:]{1,2}>?[ \t]*"
 )
-#: An option or a header's name, with its value as the next word, also in the repr of a list.
+#: Matches an option, or the name of a header, if the value is the next word. It also matches in the repr of a list.
 _OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]+(?!-)|[\"'], ?(?=[\"']))")
 #: An element of XML, and a pair of name and value as in Kubernetes' environment variables.
 _ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
@@ -73,7 +73,7 @@ _QUOTE = re.compile(r"\\*[\"']")
 #: A value without quotes. A comma or a bracket ends the value only if another name, or nothing, follows.
 _PLAIN = re.compile(r"(?:[^\s\"',;&)\]}]|[,;&](?!\s|$|[\w.-]{1,64}=)|[)\]}](?![\s,;.)\]}\"']|$))+")
 _LINE, _HEADER, _CONTENT = re.compile(r"[^\n]+"), re.compile(r"[^\n\"']+"), re.compile(r"[^<]+")
-#: The text before a name that begins its line.
+#: Matches the text before a name if the name begins its line.
 _BEGINS = re.compile(r"(?:^|\n)[ \t]*(?:- |export )?$")
 #: First characters of a list or a dict, which is hidden as a whole.
 _OPEN = {"[", "{", "("}

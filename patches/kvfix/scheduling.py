@@ -1,4 +1,4 @@
-"""Reads vLLM's scheduler output and configuration, of any release."""
+"""Read vLLM's scheduler output and configuration in any release."""
 
 from typing import Any
 
@@ -13,6 +13,6 @@ def resumed(scheduler_output: Any) -> Any:
 
 
 def most_in_flight(config: Any) -> int:
-    """Return the number of steps that vLLM schedules before it has the output of the first of them."""
+    """Return the maximum number of scheduled steps whose output vLLM does not have yet."""
     batches: int | None = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
     return batches or 1 + bool(config.scheduler_config.async_scheduling)

@@ -1,6 +1,6 @@
 """The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
 
-One object holds all of it: the other modules of kvfix have no state. This module imports little, for a fast `apply()`.
+The object `session` holds all of it: the other modules have no state. This module imports little, for a fast `apply()`.
 """
 
 import os
@@ -10,13 +10,13 @@ from itertools import count
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Container
     from typing import Any
 
-    from kvfix.acting import Tally
     from kvfix.applicability import Applicability
     from kvfix.config import Config
     from kvfix.fixes.record import Target
+    from kvfix.metrics import Tally
     from kvfix.wrapping import WrappedFunction
 
 #: Events that the recorder keeps. An event takes about 200 bytes.
@@ -43,23 +43,23 @@ class Session:
         # Imports (activation). Any thread may import a module.
         #: Modules with functions to wrap; None: not read yet.
         self.modules: frozenset[str] | None = None
-        #: (thread, module) that the other finders look for now.
+        #: (thread, module): in this thread, kvfix now asks the other finders for this module.
         self.finding: set[tuple[int, str]] = set()
-        #: Modules that are executed now.
+        #: Modules whose code runs now, because they are being imported.
         self.executing: set[str] = set()
 
         # Fixes (applying). A thread that holds the lock imports no target.
         self.lock = RLock()
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
-        #: The outcome of each target with a wanted fix whose module is imported.
+        #: {function of a wanted fix, in an imported module: its outcome}.
         self.outcomes: dict[Target, Applicability] = {}
-        #: The verdict on each function of a wanted fix, judged without the wrappers of kvfix (applying).
+        #: {function of a wanted fix: the verdict on it without the wrappers of kvfix} (applying).
         self.judged: dict[Target, Applicability] = {}
-        #: {name: module} of the modules whose import kvfix has seen ending.
+        #: {name: module} of the modules whose import has ended while kvfix was active.
         self.complete: dict[str, Any] = {}
         #: {module: codes of fixes that were applied to it and are not logged yet}.
         self.newly_applied: dict[str, dict[str, None]] = {}
-        #: {key of wrappers: how often they acted and failed} (acting).
+        #: {key of wrappers: how often they acted and failed} (metrics).
         self.tallies: dict[str, Tally] = {}
         #: {code of a fix that cannot be applied to a running engine: reason} (kvfix attach).
         self.held_back: dict[str, str] = {}
@@ -67,24 +67,20 @@ class Session:
         self.before: Container[str] = ()
 
         # Connector events, except in mode `fix`.
-        #: `get_connector_class` of vLLM's factory, as (factory, original).
-        self.factory: tuple[Any, Any] | None = None
         #: The last events (recorder.Entry).
         self.events: deque[Any] = deque(maxlen=EVENTS)
-        #: Watched connectors and schedulers by number, as long as they exist (recorder).
+        #: {number: watched connector or scheduler}, as long as the connector or scheduler exists (recorder).
         self.connectors: Any = None
         self.numbers = count(1)
-        #: Weak references to the schedulers that have run a watched function.
-        self.schedulers: list[Callable[[], Any]] = []
-        #: `restart_recording` increments it. kvfix no longer uses a WatchedConnector of an earlier generation.
+        #: `restart_recording` increments this number. kvfix ignores a WatchedConnector of an earlier generation.
         self.generation = 0
         #: The last generation with an error in the connector events.
         self.failed_generation = -1
 
         # Reports (violations, dump, signals, metrics).
-        #: Violations by rule, reported or not.
+        #: {rule: number of its violations, reported or not}.
         self.violations: dict[str, int] = {}
-        #: {kind of report: monotonic seconds of its last one}, and the number of reports of all kinds.
+        #: {kind of report: monotonic seconds of the last report}, and the number of reports of all kinds.
         self.report_times: dict[str, float] = {}
         self.reports = 0
         self.suppressed: list[tuple[str, str]] | None = None
@@ -107,7 +103,6 @@ class Session:
         self.events.clear()
         if self.connectors is not None:
             self.connectors.clear()
-        self.schedulers.clear()
         self.violations.clear()
         self.report_times.clear()
         self.reports, self.suppressed = 0, None

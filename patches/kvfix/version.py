@@ -1,3 +1,3 @@
-"""The version of kvfix. Recorder files have it too."""
+"""The version of kvfix, which recorder files contain too."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
-"""Wrappers around functions of vLLM or LMCache: `before`, `after` and `around`. They are plain closures.
+"""Wrappers around functions of vLLM or LMCache: `before`, `after` and `around` return plain closures.
 
 The function gets its arguments as the caller passed them. A wrapper gets the arguments by position, with the defaults
 filled in, because releases and callers differ in what they pass by name.
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
-from kvfix import acting, engine_log
+from kvfix import engine_log, metrics
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
@@ -24,7 +24,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: For `on_fault`: the function's own answer.
 ORIGINAL = None
 
-#: `on_fault` returns this if the function is safe to call now. If it was called already, its own answer is kept.
+#: `on_fault` returns this if the function is safe to call now. If it was called before, that call's answer is kept.
 GO_ON = object()
 
 
@@ -36,11 +36,11 @@ class _Code:
     def __init__(self, where: str, on_fault: Function | None) -> None:
         self.where = where
         self.on_fault = on_fault
-        self.tally = acting.composing
+        self.tally = metrics.composing
 
     def count(self, error: Exception) -> None:
         engine_log.fault(self.where, error)
-        acting.count_fault(self.tally)
+        metrics.count_fault(self.tally)
 
     def failed(self, error: Exception, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Count the error. Return the answer of `on_fault`; GO_ON if there is none, or if `on_fault` raises too."""
@@ -56,7 +56,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """Call `prepare` before the function.
 
     prepare: (instance, *arguments). If its result is true, the fix has acted.
-    when: takes the same parameters. `prepare` is called only if `when` returns true.
+    when: takes the parameters of `prepare`. `prepare` is called only if `when` returns true.
     on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises. The function is not called.
     """
 
@@ -68,7 +68,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
             try:
                 given, named = by_position(args, kwargs)
                 if (when is None or when(*given, **named)) and prepare(*given, **named):
-                    acting.acted(code.tally, function, args)
+                    metrics.acted(code.tally, function, args)
             except Exception as error:  # noqa: BLE001
                 answer = code.failed(error, args, kwargs)
                 if answer is not GO_ON:
@@ -84,7 +84,7 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
     """Call the function, then change its answer.
 
     change: (instance, answer, *arguments) -> the right answer; None keeps the answer. If it differs, the fix has acted.
-    when: takes the same parameters. `change` is called only if `when` returns true.
+    when: takes the parameters of `change`. `change` is called only if `when` returns true.
     on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
     """
 
@@ -99,7 +99,7 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
                 if when is None or when(instance, answer, *given, **named):
                     changed = change(instance, answer, *given, **named)
                     if changed is not None and changed is not answer:
-                        acting.changed(code.tally, function, args, answer, changed)
+                        metrics.changed(code.tally, function, args, answer, changed)
                         return changed
             except Exception as error:  # noqa: BLE001
                 closed = code.failed(error, (*args[:1], answer, *args[1:]), kwargs)
@@ -119,7 +119,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     the function with those arguments instead of the caller's. A return before the yield skips the function. If the
     function raises, its exception goes to the caller and the generator is closed (use `finally`). The fix has acted if
     it changes the arguments or the answer, or skips the call.
-    when: takes the same parameters. `steps` is called only if `when` returns true.
+    when: takes the parameters of `steps`. `steps` is called only if `when` returns true.
     on_fault: (arguments of the caller) -> the answer if the code of the wrapper raises. If it raises before the yield,
     the function is not called.
     """
@@ -142,7 +142,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
             try:
                 changed = next(running)
             except StopIteration as done:
-                acting.acted(code.tally, function, args, "the call was skipped")
+                metrics.acted(code.tally, function, args, "the call was skipped")
                 return done.value
             except Exception as error:  # noqa: BLE001
                 answer = code.failed(error, args, kwargs)
@@ -160,9 +160,9 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
             except StopIteration as done:
                 right = answer if done.value is None else done.value
                 if changed is not None:
-                    acting.acted(code.tally, function, args, "its arguments were corrected")
+                    metrics.acted(code.tally, function, args, "its arguments were corrected")
                 elif right is not answer:
-                    acting.changed(code.tally, function, args, answer, right)
+                    metrics.changed(code.tally, function, args, answer, right)
                 return right
             except Exception as error:  # noqa: BLE001
                 closed = code.failed(error, args, kwargs)
@@ -181,7 +181,7 @@ def instead(answer: Any) -> Generator[None, Any, Any]:
 
 
 class View:
-    """An object of the engine with some attributes replaced. Everything else goes to the object itself."""
+    """An object of the engine with some attributes replaced. Other reads, and all writes, go to the object itself."""
 
     def __init__(self, own: Any, **instead: Any) -> None:
         vars(self).update(instead, _own=own)
@@ -217,7 +217,7 @@ class WrappedFunction:
         """Raises TypeError for a kind of function that it cannot wrap."""
         kind = _other_kind(original)
         if kind:
-            raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps plain and static functions only")
+            raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps functions and methods only")
         self.owner = owner
         self.name = name
         self.original = original
@@ -225,7 +225,8 @@ class WrappedFunction:
         self._is_inherited = name not in vars(owner)
         #: {key: (order, wrapper)}; the lowest order is nearest to the original.
         self._wrappers: dict[str, tuple[int, Wrapper]] = {}
-        self._function: Function = original.__func__ if isinstance(original, staticmethod) else original
+        is_bound = isinstance(original, staticmethod | classmethod)
+        self._function: Function = original.__func__ if is_bound else original
         self._call = self._function
 
         @functools.wraps(self._function)
@@ -233,7 +234,7 @@ class WrappedFunction:
             return self._call(*args, **kwargs)
 
         #: The function that kvfix puts into the class.
-        self.placed: Any = staticmethod(wrapped) if isinstance(original, staticmethod) else wrapped
+        self.placed: Any = type(original)(wrapped) if is_bound else wrapped
 
     def __contains__(self, key: str) -> bool:
         return key in self._wrappers
@@ -242,7 +243,7 @@ class WrappedFunction:
         self._compose({**self._wrappers, key: (order, wrapper)})
 
     def remove(self, key: str) -> None:
-        """Remove a wrapper. After the last one, the class has its original again."""
+        """Remove a wrapper. After the last wrapper, the class has its original function again."""
         if key in self._wrappers:
             self._compose({name: each for name, each in self._wrappers.items() if name != key})
 
@@ -253,10 +254,10 @@ class WrappedFunction:
         call = self._function
         try:
             for _, key, wrap in sorted((order, key, wrap) for key, (order, wrap) in wrappers.items()):
-                acting.composing = acting.of(key)
+                metrics.composing = metrics.of(key)
                 call = wrap(call)
         finally:
-            acting.composing = acting.NONE
+            metrics.composing = metrics.NONE
         self._wrappers, self._call = wrappers, call
         current = vars(self.owner).get(self.name)
         if wrappers and current is (None if self._is_inherited else self.original):
@@ -269,10 +270,7 @@ class WrappedFunction:
 
 
 def _other_kind(original: Any) -> str:
-    """Return the kind of a value that is not a plain function; "" for a plain function."""
-    for kind in (classmethod, property):
-        if isinstance(original, kind):
-            return f"a {kind.__name__}"
+    """Return the kind of a value that kvfix cannot wrap, such as "a property"; "" for a function or a method."""
     original = getattr(original, "__func__", original)
     if inspect.iscoroutinefunction(original) or inspect.isasyncgenfunction(original):
         return "an async function"
@@ -286,7 +284,7 @@ def _where(function: Function) -> str:
 def positional(function: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
     """Return a function that sorts the arguments of a call by position and fills in the defaults.
 
-    Like `inspect.Signature.bind`, without its 5 microseconds for every call of every wrapper.
+    `inspect.Signature.bind` does the same, but takes 5 microseconds for every call of every wrapper.
     """
     inner = inspect.unwrap(function)
     if not isinstance(inner, FunctionType):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvfix import catalogue, fix_status
+from kvfix import catalogue
 from kvfix.fixes.record import EFFECTS
 from kvfix_tools import fix_overview, status
 from tests.conftest import RELEASES, Fresh
@@ -14,10 +14,10 @@ from tests.conftest import RELEASES, Fresh
 FIXES = catalogue.fixes()
 
 
-def rows(*verdicts: str) -> list[fix_status.FixRow]:
+def rows(*verdicts: str) -> list[catalogue.FixRow]:
     """Return a row for every fix and distribution, with these verdicts in turn."""
     return [
-        fix_status.FixRow(fix.code, fix.slug, dist, "1.0", verdicts[number % len(verdicts)], "has the code of 1.0")
+        catalogue.FixRow(fix.code, fix.slug, dist, "1.0", verdicts[number % len(verdicts)], "has the code of 1.0")
         for number, fix in enumerate(FIXES)
         for dist in fix.dists
     ]

@@ -21,7 +21,7 @@ def play_all() -> dict[str, dict[str, list[str]]]:
     """Return {connector: its hooks, the hooks not watched exactly once, the hooks still watched after a revert}."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
 
-    from kvfix.connector_events.hooks import HOOKS
+    from kvfix.engine_state.places import HOOKS
 
     def functions(cls: type) -> dict[str, Any]:
         """Return {hook: the function that runs for it}, the first with this name in the mro."""

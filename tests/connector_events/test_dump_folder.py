@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvfix.connector_events import dump, violations
+from kvfix.connector_events import recorder, signals, violations
 from kvfix.ledger import Finding
 from kvfix.session import session
 
@@ -29,7 +29,7 @@ def mode(path: Path) -> int:
 
 
 def test_the_mode_of_a_shared_folder_does_not_change(shared: Path) -> None:
-    written = Path(dump.write("signal"))
+    written = Path(recorder.write("signal"))
     assert written.parent == shared / OWN
     assert (mode(shared), mode(written.parent), mode(written)) == (0o1777, 0o700, 0o600)
 
@@ -45,7 +45,7 @@ def test_a_planted_link_and_a_folder_that_others_can_write_to(
         (shared / OWN).symlink_to(folder)
     before = mode(folder)
     with pytest.raises(OSError, match=says):
-        dump.write("signal")
+        recorder.write("signal")
     assert (list(folder.iterdir()), mode(folder)) == ([], before)
 
 
@@ -53,27 +53,27 @@ def test_a_planted_link_and_a_folder_that_others_can_write_to(
 def test_a_folder_of_another_user_is_rejected(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     (shared / OWN).mkdir(mode=0o700)
     os.chown(shared / OWN, 12345, 12345)
-    assert violations.written(dump.write, "signal") == ""
+    assert violations.written(recorder.write, "signal") == ""
     assert f"{shared / OWN} belongs to another user): name another folder in KVFIX_DUMP_DIR" in caplog.text
 
 
 def test_a_child_removes_nothing_of_its_parent(shared: Path) -> None:
-    dump.announce()
+    signals.write_announcement()
     pid = os.fork()
     if pid == 0:
-        dump.withdraw()
-        for _ in range(dump.FILES + 1):
-            dump.write("signal")
+        signals.withdraw()
+        for _ in range(recorder.FILES + 1):
+            recorder.write("signal")
         os._exit(0)
     os.waitpid(pid, 0)
     assert (shared / OWN / f"kvfix-{os.getpid()}.ready").exists()
-    dump.withdraw()
+    signals.withdraw()
     assert not list((shared / OWN).glob("*.ready"))
 
 
 def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process of the loop has a new pid, so only the limit for the files of all processes helps."""
-    monkeypatch.setattr(dump, "FILES_OF_ALL", 6)
+    monkeypatch.setattr(recorder, "FILES_OF_ALL", 6)
     own = shared / OWN
     own.mkdir(mode=0o700)
     for pid in range(1, 5):
@@ -82,7 +82,7 @@ def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest
     others = ["kvfix-77.ready", "notes.txt", "kvfix-dump-1.tar.gz"]
     for name in others:
         (own / name).touch()
-    written = Path(dump.write("signal"))
+    written = Path(recorder.write("signal"))
     left = sorted(path.name for path in own.iterdir())
     assert set(others) < set(left)
     assert len(left) == 6 + len(others)

@@ -27,9 +27,9 @@ def recorded(connector: str, seed: int) -> str:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     assert late.play(draw(seed, connector, plain=True)).counts["loaded_tokens"] > 0
-    from kvfix.connector_events import dump
+    from kvfix.connector_events import recorder
 
-    return Path(dump.write("exit")).read_text()
+    return Path(recorder.write("exit")).read_text()
 
 
 def on_node(

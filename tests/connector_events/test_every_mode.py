@@ -89,15 +89,15 @@ def play_all(path: str) -> dict[str, Any]:
 def bounded(play: Any, folder: Path) -> Any:
     """Record too many events. Return the entries kept, size and last event of a recorder file, and the files kept."""
     play("observe", "bounded")
-    from kvfix.connector_events import dump, recorder
+    from kvfix.connector_events import recorder
     from kvfix.ledger import events
     from kvfix.session import EVENTS, session
 
     for number in range(3 * EVENTS):
         recorder.add(1, "planted", events.Granted("r" * 100, number))
-    with mock.patch.object(dump, "LARGEST", 200_000):
-        for _ in range(dump.FILES + 3):
-            path = dump.write("signal")
+    with mock.patch.object(recorder, "LARGEST", 200_000):
+        for _ in range(recorder.FILES + 3):
+            path = recorder.write("signal")
     text = Path(path).read_text()
     last = json.loads(text.splitlines()[-1])["external"]
     return len(session.events), len(text), last, len(list((folder / "bounded").rglob("*.jsonl")))

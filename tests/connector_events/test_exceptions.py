@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvfix import applying
+from kvfix import applying, connector_events
 from kvfix.config import Config
-from kvfix.connector_events import hooks
 from kvfix.session import session
 
 #: Enough exceptions that some get the id of an earlier one, on any machine.
@@ -50,9 +49,9 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(session, "config", Config("observe", None, None))
     session.restart_recording()
     for connector in (Parent, Child):
-        hooks.watch_class(connector)
+        connector_events.watch_class(connector)
     yield
-    applying.detach(hooks.KEY)
+    applying.detach(connector_events.KEY)
     session.restart_recording()
 
 

@@ -147,7 +147,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     **{f"reader MP.{name}": partial(reader, "MP", name) for name in ("hit", "loads", "stores", "kept")},
     "place": patched("kvfix.connector_events.watched.place"),
     "sizes": lambda: violated(mock.patch("kvfix.connector_events.readers.sizes", fails)),
-    "announcement": patched("kvfix.connector_events.dump.announce"),
+    "announcement": patched("kvfix.connector_events.signals.write_announcement"),
     "no WatchedConnector": patched("kvfix.connector_events.watched.WatchedConnector.__init__"),
     "recorder": patched("kvfix.connector_events.recorder.add"),
     "a count that is none": partial(reader, "V1", "hit", lambda *_: Odd()),
@@ -155,7 +155,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a violation": violated,
     "odd object in an event": odd_event,
     "report": lambda: violated(mock.patch("kvfix.connector_events.violations.compose", fails)),
-    "fixes of a finding": lambda: violated(mock.patch("kvfix.fix_status.handling", fails)),
+    "fixes of a finding": lambda: violated(mock.patch("kvfix.catalogue.rows_handling", fails)),
     "metrics": lambda: violated(
         mock.patch.dict(sys.modules, prometheus_client=object()), mock.patch.object(session, "metrics", {})
     ),

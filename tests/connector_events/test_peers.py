@@ -62,10 +62,10 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
     with runner.quiet():
         # Apply no fix: a fix would make each read fail whose lease is over.
         kvfix.apply("check", only=[])
-        from kvfix.connector_events import dump, recorder
+        from kvfix.connector_events import recorder
 
         now = SimpleNamespace(monotonic_ns=lambda: int(clock.now() * 1e9), time_ns=lambda: int(clock.now() * 1e9))
-        recorder.time = dump.time = now  # type: ignore[attr-defined, assignment]
+        recorder.time = now  # type: ignore[attr-defined]
         lease = {"kv_lease_duration": 30}
         pair = late.Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64, extra=lease))
         globals()[fault](pair)
@@ -81,7 +81,7 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
             pair.abort("d")
             pair.on("decode", "free_blocks")
             pair.step(2 + int(seconds / STEP))
-        return Path(dump.write("exit")).read_text()
+        return Path(recorder.write("exit")).read_text()
 
 
 def split(text: str, folder: Path) -> dict[str, Path]:

@@ -19,7 +19,7 @@ SEEDS = (3, 5)
 
 
 def play_all() -> dict[str, Any]:
-    from kvfix.connector_events import dump
+    from kvfix.connector_events import recorder
 
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
@@ -30,7 +30,7 @@ def play_all() -> dict[str, Any]:
         in_threads = list(pool.map(Playing.run, engines))
     engines = [Playing(seed) for seed in SEEDS]
     while any([each.moves() for each in engines]):  # noqa: C419  a step of each
-        assert dump.scheduler_state() == {}, "with two schedulers the state is ambiguous"
+        assert recorder.scheduler_state() == {}, "with two schedulers the state is ambiguous"
     return {
         "alone": [len(events) for events in alone],
         "threads": in_threads == alone,
@@ -70,7 +70,7 @@ class Playing:
 
 def forked(alone: list[str]) -> dict[str, Any]:
     """The parent's engine continues in the parent, and the child runs another engine."""
-    from kvfix.connector_events import dump
+    from kvfix.connector_events import recorder
 
     engine = Playing(SEEDS[0])
     assert session.events
@@ -78,7 +78,7 @@ def forked(alone: list[str]) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         child: dict[str, Any] = {"begins empty": not session.events, "same": Playing(SEEDS[0]).run() == alone}
-        written = recording.read(Path(dump.write("exit")))
+        written = recording.read(Path(recorder.write("exit")))
         child |= {
             "only its own": {entry.connector for entry in written.entries} <= set(written.connectors),
             "pid": written.head["pid"] == os.getpid(),

@@ -10,8 +10,8 @@ import sys
 import threading
 from types import SimpleNamespace
 
+from kvfix import connector_events
 from kvfix.config import Config
-from kvfix.connector_events import hooks
 from kvfix.session import session
 
 
@@ -35,5 +35,5 @@ class Connector:
 
 
 session.config = Config("observe", None, None)
-hooks.watch_class(Connector)
+connector_events.watch_class(Connector)
 Connector().start_load_kv(None)

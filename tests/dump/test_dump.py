@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvfix.connector_events import dump
+from kvfix.connector_events import signals
 from kvfix_tools.dump import command, processes
 from tests.conftest import clean_environment
 
@@ -167,7 +167,7 @@ def test_children_follow_their_parents() -> None:
 def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process has announced that it answers. kvfix reads neither a linked folder nor another user's folder."""
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
-    dump.announce()
+    signals.write_announcement()
     process = processes.tree(os.getpid())[0]
     announced = processes.ready(process)
     assert (announced["pid"], announced["began"]) == (os.getpid(), process.began)

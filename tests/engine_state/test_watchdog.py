@@ -116,7 +116,7 @@ def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
     pair.ask_at_once("r", prompt(100), 5)
     while not any(each.status.name == "WAITING_FOR_REMOTE_KVS" for each in pair.decode.scheduler.requests.values()):
         pair.step_alone("decode")
-    session.schedulers[:] = [each for each in session.schedulers if each() is not prefill]
+    del session.connectors[vars(prefill)["_kvfix_watched"].number]
     return [due(lambda: pair.step_alone("decode"), 40), due(lambda: None, 40)]
 
 

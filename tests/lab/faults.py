@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from kvfix import acting, wrapping
+from kvfix import metrics, wrapping
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.fuzz.schedule import draw
 from kvfix_tools.lab.scenario import Scenario, find
@@ -172,7 +172,7 @@ def _inner(value: Any) -> Any:
 def _with_faults(wrap: Function) -> Function:
     def with_faults(code: Function, when: Function | None = None, **more: Any) -> Any:
         def wrapper(function: Function) -> Any:
-            fix = acting.composing.key
+            fix = metrics.composing.key
             return wrap(raising(fix, code), raising(fix, when) if when is not None else None, **more)(function)
 
         return wrapper

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvfix import acting, catalogue
+from kvfix import catalogue, metrics
 from kvfix.session import session
 from kvfix_tools import ledger
 from kvfix_tools.lab import releases, runner
@@ -42,9 +42,9 @@ def play_all() -> list[dict[str, Any]]:
 
 def acted(scenario: Scenario, code: str) -> int:
     """Return how often the fix acted. If another fix corrected the bug first, play the scenario with this fix only."""
-    if not acting.of(code).acted:
+    if not metrics.of(code).acted:
         runner.play(scenario, fixes=True, only=[code])
-    return acting.of(code).acted
+    return metrics.of(code).acted
 
 
 def played(once: Once, release: str) -> dict[tuple[str, bool], dict[str, Any]]:

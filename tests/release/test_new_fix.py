@@ -46,7 +46,7 @@ SCENARIOS = {
 }
 '''
 ASK = """
-from kvfix import catalogue, fix_status
+from kvfix import catalogue
 from kvfix.ledger import Finding
 from kvfix_tools import explain, upstream
 from kvfix_tools.diagnose import problems
@@ -63,7 +63,7 @@ def printed(function, *arguments):
 finding = Finding("KVR011", "exception-left-hook", "violated", "r", "Planted", None)
 result = {{
     "status": [row.verdict for row in kvfix.status() if row.code == "KVF099"],
-    "report": [row.code for row in fix_status.handling(finding)],
+    "report": [row.code for row in catalogue.rows_handling(finding)],
     "explain": printed(explain.explain, "kvf099", True),
     "explain rule": printed(explain.explain, "KVR010", True),
     "explain lab rule": printed(explain.explain, "LAB004", True),

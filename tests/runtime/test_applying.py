@@ -42,7 +42,6 @@ class Target:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("of_class", "a classmethod"),
         ("later", "an async function"),
         ("static_later", "an async function"),
         ("attribute", "a property"),
@@ -51,19 +50,20 @@ class Target:
 )
 def test_other_kinds_of_attributes_are_rejected(name: str, kind: str) -> None:
     before = vars(Target)[name]
-    with pytest.raises(TypeError, match=f"Target.{name} is {kind}, and kvfix wraps plain and static functions only"):
+    with pytest.raises(TypeError, match=f"Target.{name} is {kind}, and kvfix wraps functions and methods only"):
         applying.attach(Target, name, "test", after(lambda target, answer: answer))
     assert vars(Target)[name] is before
 
 
-def test_a_static_method_stays_static() -> None:
+def test_static_methods_and_class_methods() -> None:
     """A call on an instance does not pass the instance."""
-    before = vars(Target)["static"]
+    before = vars(Target)["static"], vars(Target)["of_class"]
     applying.attach(Target, "static", "test", after(lambda one, answer: f"fixed {answer}"))
-    answers = [Target.static(1), Target().static(one=2)]
+    applying.attach(Target, "of_class", "test", after(lambda cls, answer: f"fixed {answer} of {cls.__name__}"))
+    answers = [Target.static(1), Target().static(one=2), Target.of_class(), Target().of_class()]
     applying.detach("test")
-    assert answers == ["fixed static 1", "fixed static 2"]
-    assert vars(Target)["static"] is before
+    assert answers == ["fixed static 1", "fixed static 2", *["fixed class of Target"] * 2]
+    assert (vars(Target)["static"], vars(Target)["of_class"]) == before
 
 
 def test_a_class_that_inherits_the_function_is_wrapped_alone() -> None:

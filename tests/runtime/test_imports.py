@@ -62,10 +62,10 @@ def test_pure_modules_do_not_import_the_session() -> None:
 #: In this program kvfix begins to watch a connector, in a given mode.
 WATCHES = """
 from kvfix.config import Config
-from kvfix.connector_events import hooks
+from kvfix import connector_events
 from kvfix.session import session
 session.config = Config.parse({!r})
-assert hooks._begin(type("Connector", (), {{"role": None}})(), False) is not None
+assert connector_events._begin(type("Connector", (), {{"role": None}})(), False) is not None
 """
 
 

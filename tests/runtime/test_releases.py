@@ -13,7 +13,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import kvfix
-from kvfix import catalogue, fix_status
+from kvfix import catalogue
 from kvfix.applicability import fingerprints
 from tests.conftest import ADAPTER, RELEASES, Fresh, answers, release, release_names
 
@@ -53,12 +53,12 @@ def rewrite(file: Path, edit: Callable[[str], str]) -> None:
 
 SURVEY = """
 import sys, kvfix
-from kvfix import fix_status
+from kvfix import catalogue
 result = []
 for name, folder in {folders!r}.items():
     sys.path.insert(0, folder)
     sys.path_importer_cache.clear()
-    rows = [row for row in fix_status.rows() if row.dist == {dist!r}]
+    rows = [row for row in catalogue.rows() if row.dist == {dist!r}]
     assert rows and all(row.reason for row in rows) and {{row.version for row in rows}} == {{name}}
     result += rows
     sys.path.remove(folder)
@@ -141,7 +141,7 @@ def probed() -> dict[str, Any]:
     """Return {code: row of `kvfix status --probe`}. The probe imports the module."""
     from kvfix_tools.status import _probed
 
-    return {row.code: row for row in fix_status.rows(_probed)}
+    return {row.code: row for row in catalogue.rows(_probed)}
 
 
 #: (release, text of its adapter and the text in its place, claimed version, status before and after the probe)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvfix import acting
+from kvfix import metrics
 from kvfix.session import session
 from kvfix.wrapping import GO_ON, WrappedFunction, after, around, before, instead
 
@@ -164,8 +164,8 @@ def acted(wrap: Any, *calls: int, request: Any = Request) -> Any:
             Counted().hook(request, tokens)
     finally:
         function.clear()
-    assert acting.counts("KVF002") == {"acted": 0, "faults": 0, "first": ""}
-    return acting.counts("KVF001")
+    assert metrics.counts("KVF002") == {"acted": 0, "faults": 0, "first": ""}
+    return metrics.counts("KVF001")
 
 
 def one_less(counted: Counted, request: Request, tokens: int) -> Generator[Any, Any, Any]:

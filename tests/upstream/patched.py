@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import kvfix
-from kvfix import applicability, catalogue, fix_status, installed_source
+from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes.record import Target
 from kvfix.ledger.events import Asked
 from maintain import peers
@@ -287,7 +287,7 @@ def status_of(code: str, dist: str) -> str:
             return applicability.judge(target)
         return applicability.judge_live(target, import_module(target.module))
 
-    (row,) = (row for row in fix_status.rows_of(known, judge) if row.dist == dist)
+    (row,) = (row for row in catalogue.rows_of(known, judge) if row.dist == dist)
     return f"{row.verdict}: {row.reason}"
 
 

@@ -6,8 +6,8 @@ decorator `rule` adds the rules to the rules of `kvfix.ledger`. Import RULES fro
 
 from typing import Any, NamedTuple
 
+from kvfix.ledger import History
 from kvfix.ledger import events as ev
-from kvfix.ledger.history import History
 from kvfix.ledger.rules import RULES as RULES
 from kvfix.ledger.rules import Outcome, rule, unknown, violated
 from kvfix.ledger.rules import Rule as Rule

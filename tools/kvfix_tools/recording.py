@@ -1,4 +1,4 @@
-"""Read recorder files, which kvfix/connector_events/dump.py writes, and bundles of them (`kvfix dump`)."""
+"""Read recorder files, which kvfix/connector_events/recorder.py writes, and bundles of them (`kvfix dump`)."""
 
 import tarfile
 import zlib
@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvfix.connector_events.dump import SCHEMA
-from kvfix.connector_events.recorder import Entry
+from kvfix.connector_events.recorder import SCHEMA, Entry
 from kvfix.ledger import events
 
 LARGEST = 64 << 20  # bytes. No recorder writes a larger file

@@ -11,8 +11,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 import kvfix
-from kvfix import applicability, catalogue, fix_status, installed_source
-from kvfix.fix_status import FixRow
+from kvfix import applicability, catalogue, installed_source
+from kvfix.catalogue import FixRow
 from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import fix_overview, screen
 from kvfix_tools.command_options import Json, Names, flag, value
@@ -80,7 +80,7 @@ def status(
         from kvfix_tools import status_released
 
         return status_released.status(json)
-    rows = fix_status.rows(_probed) if probe else kvfix.status()
+    rows = catalogue.rows(_probed) if probe else kvfix.status()
     if not rows:
         return screen.error(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}")
     try:

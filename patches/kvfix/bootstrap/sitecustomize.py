@@ -1,6 +1,6 @@
-# For programs that load no vLLM plugins (`lmcache server`): `kvfix run` puts this folder first on PYTHONPATH, so that
-# every child Python imports this file at its start. The file then imports the user's own sitecustomize. It uses only
-# syntax that any Python 3 reads: a child may run another version of Python.
+# This file activates kvfix in programs that load no vLLM plugins, such as `lmcache server`. `kvfix run` puts its folder
+# first on PYTHONPATH, so every child Python imports the file at its start. The file then imports the user's own
+# sitecustomize. A child may run another version of Python, so the file uses only syntax that any Python 3 reads.
 import os
 import sys
 

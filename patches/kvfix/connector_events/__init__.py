@@ -2,9 +2,158 @@
 
 The flight recorder keeps the events, and in modes `check` and `strict` the rules check them. Mode `fix` does not import
 this package. After an error in the package, the engine continues, and kvfix logs the error once.
+
+This module wraps the hooks of every connector class that vLLM's factory returns, and functions of the scheduler.
+A MultiConnector gets its children's classes from `get_connector_class`, not from `create_connector` (multi_connector.py
+0.32.0:232). So kvfix wraps `get_connector_class`, and the hooks of each class that it returns. Hooks that a class
+inherits from `KVConnectorBase_V1` do nothing and are not wrapped, except `update_connector_output`, which gets the
+results of the loads.
 """
 
-from kvfix.connector_events.hooks import remove_all, settle
-from kvfix.connector_events.violations import Violation
+import functools
+from _thread import get_ident
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
-__all__ = ["Violation", "remove_all", "settle"]
+from kvfix import applying, clock, engine_log, metrics
+from kvfix.connector_events import peers, recorder, signals, watchdog
+from kvfix.connector_events.violations import Violation as Violation
+from kvfix.connector_events.watched import WatchedConnector
+from kvfix.engine_state import places
+from kvfix.session import session
+from kvfix.wrapping import after
+
+KEY = "connector events"
+#: Key of the audit's wrapper. It sorts before KEY, so the audit's wrapper is inside, and kvfix records its answer.
+AUDIT = "audit"
+#: Attribute of a connector: its WatchedConnector.
+_HELD = "_kvfix_watched"
+_BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
+#: Functions of the scheduler that kvfix wraps. EngineCore dies if one of them raises.
+_SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
+
+#: {thread that runs a wrapped function: the exception that kvfix has recorded in this thread}
+_errors: dict[int, BaseException | None] = {}
+
+
+def settle(module: ModuleType) -> None:
+    """Add the wrappers to this module, or remove all wrappers if the configuration needs none. Idempotent."""
+    if session.config is None or not session.config.watches:
+        remove_all()
+    elif hasattr(module, "Scheduler"):
+        for name in _SCHEDULER:
+            if callable(vars(module.Scheduler).get(name)):
+                applying.attach(module.Scheduler, name, KEY, functools.partial(_around, name))
+    else:
+        applying.attach(module.KVConnectorFactory, "get_connector_class", KEY, after(_watch_answer))
+
+
+def remove_all() -> None:
+    """Remove every wrapper and everything that was recorded."""
+    applying.detach(KEY)
+    applying.detach(AUDIT)
+    signals.remove()
+    watchdog.stop()
+    session.restart_recording()
+
+
+def _watch_answer(factory: Any, connector_class: type, *_: Any, **__: Any) -> None:
+    watch_class(connector_class)
+
+
+def watch_class(connector_class: type) -> None:
+    """Wrap the hooks that this class or one of its bases defines. Idempotent."""
+    layers = places.LAYER_HOOKS if session.config is not None and session.config.layers else ()
+    for name in (*places.HOOKS, *layers):
+        for owner in connector_class.__mro__:
+            if owner.__name__ == _BASE and name != _OF_BASE:
+                break
+            if callable(vars(owner).get(name)):
+                applying.attach(owner, name, KEY, functools.partial(_around, name))
+                break
+    signals.install()
+    watchdog.start()
+
+
+def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a hook, or a function of the scheduler, to record its events, its exception, and that it runs now."""
+    is_scheduler = name in _SCHEDULER
+    # A method of WatchedConnector that runs before the hook, and a method that gets the answer. "": there is none.
+    before, then = (each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}"))
+
+    @functools.wraps(original)
+    def hook(connector: Any, *args: Any, **kwargs: Any) -> Any:
+        watched = connector.__dict__.get(_HELD)
+        if watched is None or watched.generation != session.generation:
+            watched = _begin(connector, is_scheduler)
+        running, thread = watched.running if watched is not None else None, get_ident()
+        # If the thread is already in a hook of this connector, the call is nested, for example to the base class.
+        if watched is None or running is None or thread in running:
+            return original(connector, *args, **kwargs)
+        running[thread] = name, clock.now()
+        watched.calls[name] = watched.calls.get(name, 0) + 1
+        is_outermost = thread not in _errors
+        if is_outermost:
+            _errors[thread] = None
+        try:
+            if before:
+                _record(watched, before, args, kwargs)
+            answer = original(connector, *args, **kwargs)
+            if then:
+                _record(watched, then, (answer, *args), kwargs)
+            return answer
+        except Violation:
+            raise
+        except Exception as error:
+            _raised(watched, name, error, args)
+            raise
+        finally:
+            if is_outermost:
+                del _errors[thread]  # the exception would keep its frames alive
+            del running[thread]
+
+    return hook
+
+
+def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call this method of `watched`. Log its first error. After an error the record has gaps, so no rule is checked."""
+    try:
+        getattr(watched, what)(*args, **kwargs)
+    except Violation:
+        raise  # `__context__` of the violation is the exception of the hook, if the hook has raised
+    except Exception as error:  # noqa: BLE001
+        watched.trusted = False
+        if session.failed_generation != session.generation:
+            session.failed_generation = session.generation
+            engine_log.fault(f"kvfix.connector_events.watched.{what}", error)
+
+
+def _raised(watched: WatchedConnector, name: str, error: Exception, args: tuple[Any, ...]) -> None:
+    thread = get_ident()
+    if error is _errors.get(thread):  # recorded by a hook inside the scheduler
+        return
+    if thread in _errors:
+        _errors[thread] = error
+    _record(watched, "raised", (name, error, args), {})
+
+
+def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
+    """Start to record this connector, also after `restart_recording`. Return None after an error, and do not retry."""
+    held = vars(connector)
+    try:
+        held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # stays if the next line fails
+        held[_HELD] = watched = WatchedConnector(connector, next(session.numbers))
+        watched.leases = peers.watch(connector, KEY)
+        if not is_scheduler and session.config is not None and session.config.audit:
+            from kvfix.connector_events import audit
+
+            watched.audit = engine_log.guarded(audit.__name__, audit.begin, connector, session.config.audit, AUDIT)
+        recorder.register(watched)
+        if not is_scheduler:
+            signals.announce()
+            metrics.settled()  # the modules of the connector are imported now
+        return watched
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault("kvfix.connector_events.watched", error)
+        return None

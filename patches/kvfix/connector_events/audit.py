@@ -1,13 +1,13 @@
 """The audit of hits (`audit=0.001`): vLLM computes a hit, and the worker compares the result with the cached KV.
 
-Scheduler and worker choose requests by a hash of the request id, so both choose the same ones without a message:
+Scheduler and worker choose requests by a hash of the request id, so both choose the same requests without a message:
 
-- The scheduler promises nothing for the hit. It changes LMCache's record of the request to the record of a miss: the
-  cache has no more tokens than vLLM. So vLLM computes the tokens, and the worker releases the pins of the lookup and
+- The scheduler promises nothing for the hit. It changes LMCache's record of the request to the record of a miss, in
+  which the cache has no more tokens than vLLM. So vLLM computes the tokens. The worker releases the lookup's pins and
   stores the chunks again. LMCache's memory skips a chunk that it has; a disk or a remote cache may write it again.
 - Before this store, while the request holds its blocks, the worker compares each chunk in the cache with the KV that
   vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. If LMCache's code
-  read the tensors, a bug in it (KVF020) would be on both sides of the comparison.
+  read the tensors, a bug in that code (KVF020) would be on both sides of the comparison.
 
 The audit does not copy a chunk into vLLM's blocks, so it cannot find a bug in that copy.
 """
@@ -43,7 +43,7 @@ class Audit:
 
     def __init__(self, connector: Any, fraction: float) -> None:
         self.impl = connector._lmcache_engine
-        #: True after an error: this connector is audited no more.
+        #: True after an error: this connector is no longer audited.
         self.failed = False
         self._below = fraction * 2**32
 
@@ -74,9 +74,9 @@ class Audit:
         return []
 
     def _compare(self, meta: Any, start: int) -> Compared | None:
-        """Compare the chunks from token `start` on, up to the first one that the cache does not have.
+        """Compare the chunks from token `start` on, up to the first chunk that the cache does not have.
 
-        The result describes the first wrong chunk or, if no chunk is wrong, the one that differs most.
+        The result describes the first wrong chunk. If no chunk is wrong, it describes the chunk that differs most.
         """
         engine, caches = self.impl.lmcache_engine, self.impl.kv_caches
         if engine is None or engine._is_passive() or len(meta.token_ids) != len(meta.slot_mapping):
@@ -109,7 +109,7 @@ class Difference(NamedTuple):
     """The difference between cached and computed K or V of one chunk and layer.
 
     error: the norm of the difference as a share of the norm of the computed part. layer: its number in vLLM's order.
-    token: the token that differs most, counted in the chunk.
+    token: the token that differs most, counted from the start of the chunk.
     """
 
     layer: int
@@ -140,7 +140,7 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
 
 
 def limits(names: Sequence[str], dtype: Any) -> list[float]:
-    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), counted from 0.
+    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), from layer 0 on.
 
     One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
     attention, projection, two in the MLP, residual. The squares of independent errors add up. So the KV of a layer is
@@ -204,9 +204,7 @@ def begin(connector: Any, fraction: float, key: str) -> Audit | None:
         return None
     found = Audit(connector, fraction)
     vars(connector)[_HELD] = found
-    name = "get_num_new_matched_tokens"
-    owner = next(each for each in type(connector).__mro__ if name in vars(each))
-    applying.attach(owner, name, key, after(_promise_nothing, _is_hit))
+    applying.attach(type(connector), "get_num_new_matched_tokens", key, after(_promise_nothing, _is_hit))
     return found
 
 

@@ -6,6 +6,7 @@ NIXL has these methods since vLLM 0.26. In earlier releases kvfix does not know 
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ LONGEST = 256
 
 
 class _Peer(Reader):
-    """Base class: the metadata name the blocks of a load. `_SCHEDULER`, `_WORKER`: attributes that hold requests."""
+    """Base class. The metadata name the blocks of a load. `_SCHEDULER`, `_WORKER`: attributes that hold requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()
@@ -52,10 +53,8 @@ class _Peer(Reader):
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        for side, names in ((self._scheduler, self._SCHEDULER), (self._worker, self._WORKER)):
-            for name in names if side is not None else ():
-                if hasattr(side, name):
-                    yield name, getattr(side, name)
+        yield from self.containers(self._scheduler, self._SCHEDULER)
+        yield from self.containers(self._worker, self._WORKER)
 
 
 class Nixl(_Peer):
@@ -68,7 +67,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the seconds. Decode keeps blocks longer, for the next turn (nixl/pull_scheduler.py 0.32.0:250)."""
+        """Return the seconds. Decode keeps blocks longer, for the next prompt (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
@@ -132,15 +131,12 @@ class Leases:
     def __init__(self, extension: float | None) -> None:
         self.extension = extension
         self.expired: set[str] = set()
-        self._renewed: dict[str, int] = {}
+        self._renewed = Counter[str]()
         self._first: list[str] = []
 
     def renew(self, names: list[str]) -> None:
-        for name in names:
-            before = self._renewed.get(name, 0)
-            self._renewed[name] = before + 1
-            if not before:
-                self._first.append(name)
+        self._first += [name for name in dict.fromkeys(names) if name not in self._renewed]
+        self._renewed.update(names)
 
     def first_renewed(self) -> list[str]:
         """Return the leases that were renewed for the first time since the last call."""
@@ -161,8 +157,7 @@ def watch(connector: Any, key: str) -> Leases | None:
     if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):
         return None
     for name, decorate in wrappers.items():
-        owner = next(each for each in type(worker).__mro__ if name in vars(each))
-        applying.attach(owner, name, key, decorate)
+        applying.attach(type(worker), name, key, decorate)
     found = Leases(getattr(worker, "_lease_extension", None))
     setattr(worker, _HELD, found)
     return found

@@ -61,7 +61,7 @@ def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
 class Offloading(Reader):
     """vLLM's OffloadingConnector (offloading/scheduler.py and worker.py, 0.32.0).
 
-    Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store longer than its request.
+    Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store can end after its request.
     """
 
     leaves_out_stored = True

@@ -1,22 +1,72 @@
-"""The flight recorder: the last events of this process, in a bounded queue. Cheap: a tuple per event, no formatting.
+"""The flight recorder and its files.
 
-Hook calls without an event are only counted: otherwise steps without a change would push the history out of the queue.
+The recorder keeps the last events of this process in a bounded queue. It counts hook calls without an event, but does
+not keep them: steps without a change would push the history out of the queue.
+
+A recorder file has JSON lines. It is written atomically, in a directory that only its owner can read. The first line
+describes the file. The other lines follow in any order, each with its `kind`:
+
+    {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
+     "node": "n1", "boot": "...", "began": 1, ...}
+    {"kind": "connector", "number": 1, "name": "LMCacheConnectorV1", "role": "SCHEDULER", "inside": null,
+     "engine": "0a1b2", "replica": 0, "rank": 0, "ranks": 2, "stepped": 12, ...}
+    {"kind": "scheduler", "running": 3, "waiting": 2, "blocks": 60, "free_blocks": 5}
+    {"kind": "event", "connector": 1, "hook": "...", "mono": 12, "wall": 34, "event": "Asked", "request": "r", ...}
+    {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
+    {"kind": "state", "schema": 1, "scheduler": {...}, ...}    at a signal or a standstill: see kvfix.engine_state
+    {"kind": "stacks", "pid": 1, "text": "Thread 0x... (most recent call first): ..."}    at a signal or a standstill
+    {"kind": "fix", "function": "LMCacheConnectorV1Impl.get_finished", "dist": "lmcache", "verdict": "applied", ...}
+    {"kind": "tally", "code": "KVF001", "acted": 3, "faults": 0, "first": "..."}
+
+- mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share
+- wall: nanoseconds since 1970
+- stepped: time of the scheduler's last step, by the clock of mono; 0 in a worker
+- began: start of the process, in clock ticks after boot. pid and began together identify a process on its node
+
+The file has ids and token counts of requests, but no tokens.
 """
 
+import errno
+import faulthandler
+import os
+import re
+import stat
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from kvfix import clock, engine_state, installed_source, metrics
+from kvfix.connector_events import readers
+from kvfix.engine_state import places
+from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix.session import session
+from kvfix.version import VERSION
 
 if TYPE_CHECKING:
     from kvfix.connector_events.watched import WatchedConnector
 
+SCHEMA = 1
+#: Maximum bytes of one file. kvfix leaves out the oldest events of a larger record.
+LARGEST = 8 << 20
+#: Maximum recorder files of one process, and of one folder: a crash loop has a new process at each start.
+FILES, FILES_OF_ALL = 32, 256
+#: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
+DIRECTORY = "KVFIX_DUMP_DIR"
+
+#: The name of a recorder file or of its report. The group in the pattern is the time of the file in milliseconds.
+_DATED = re.compile(r"kvfix-\d+-(\d+)-\d+-\w+\.(?:jsonl|txt)")
+#: Numbers for the names of files.
+_numbers = count(1)
+
 
 class Entry(NamedTuple):
-    """An event, and the connector and hook that caused it. mono, wall: nanoseconds, see `dump`."""
+    """An event, and the connector and hook that caused it."""
 
     mono: int
     wall: int
@@ -37,17 +87,209 @@ def snapshot() -> list[Entry]:
     return []
 
 
+def register(watched: "WatchedConnector") -> None:
+    if session.connectors is None:
+        session.connectors = WeakValueDictionary()
+    session.connectors[watched.number] = watched
+
+
 def connectors() -> "list[WatchedConnector]":
     """Return every watched connector and scheduler of this process that still exists."""
     return list(session.connectors.values()) if session.connectors is not None else []
 
 
 def schedulers() -> list[Any]:
-    """Return every scheduler of this process that still exists and has run a watched function."""
-    return [found for each in list(session.schedulers) if (found := each()) is not None]
+    """Return every watched scheduler of this process that still exists, the newest first."""
+    return [each.connector for each in reversed(connectors()) if hasattr(each.connector, "schedule")]
 
 
-def register(watched: "WatchedConnector") -> None:
-    if session.connectors is None:
-        session.connectors = WeakValueDictionary()
-    session.connectors[watched.number] = watched
+def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, Any]] = ()) -> str:
+    """Write a recorder file at a violation, exception, standstill, signal or exit. Return its path. Raises OSError."""
+    name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}.jsonl"
+    with folder() as private:
+        recording = write_file(private, name, _bounded([encode(line) for line in (*_lines(reason, finding), *more)]))
+        dated = sorted((int(found[1]), name) for name in os.listdir(private[1]) if (found := _DATED.match(name)))
+        for _, oldest in dated[:-FILES_OF_ALL]:
+            with suppress(OSError):  # another process has removed it
+                os.unlink(oldest, dir_fd=private[1])
+    session.files.append(recording)
+    while len(session.files) > FILES:
+        remove(session.files.pop(0))
+    return recording
+
+
+def began(pid: int | str = "self") -> int:
+    """Return the start time of a process, because a later process may get the same pid."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+def _clock() -> dict[str, Any]:
+    """Return fields that identify the monotonic clock. Containers of one machine share the clock, but not `node`."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return {"node": os.uname().nodename, "boot": file.read().strip(), "began": began()}
+    except (OSError, ValueError, IndexError):
+        return {"node": os.uname().nodename, "boot": "", "began": 0}
+
+
+def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
+    yield {
+        "kind": "recorder",
+        "schema": SCHEMA,
+        "reason": reason,
+        "pid": os.getpid(),
+        "process": places.process_name(),
+        **_clock(),
+        "mode": session.mode,
+        "kvfix": VERSION,
+        "versions": {dist: installed_source.version(dist) for dist in ("vllm", "lmcache")},
+        "wall": time.time_ns(),
+        "mono": time.monotonic_ns(),
+        "violations": dict(session.violations),
+    }
+    for watched in connectors():
+        yield {"kind": "connector", **_connector(watched)}
+    yield from _fixes()
+    state = scheduler_state()
+    if state:
+        yield {"kind": "scheduler", **state}
+    if reason == "signal":
+        yield {"kind": "state", **engine_state.collect()}
+    if reason in ("signal", "standstill"):
+        yield {"kind": "stacks", "pid": os.getpid(), "text": _stacks()}
+    if finding is not None:
+        fields = finding._asdict() | {
+            "event": _event(finding.event),
+            "earlier": finding.earlier and _event(finding.earlier),
+        }
+        yield {"kind": "finding", **fields}
+    for entry in snapshot():
+        yield {"kind": "event", **entry._asdict(), **_event(entry.event)}
+
+
+def _stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def _connector(watched: "WatchedConnector") -> dict[str, Any]:
+    # If several threads are in a hook, take the thread that has been in its hook for the longest time.
+    inside, since = min(watched.running.copy().values(), key=itemgetter(1), default=(None, 0.0))
+    return {
+        "number": watched.number,
+        "name": watched.name,
+        "role": watched.role,
+        **watched.place,
+        "inside": inside,
+        "seconds": round(clock.now() - since, 6) if inside else None,
+        "steps": watched.steps,
+        "stepped": int(watched.stepped * 1e9),
+        "calls": dict(watched.calls),
+        "trusted": watched.trusted,
+        "sees_loads": watched.sees_loads,
+        "sizes": readers.sizes(watched.connector, watched.reader),
+        "kept": kept(watched),
+    }
+
+
+def kept(watched: "WatchedConnector") -> dict[str, int]:
+    """Return the number of requests in each container of the connector's own state; {} if it cannot be read."""
+    try:
+        return {where: len(names) for where, names in watched.reader.kept()}
+    except Exception:  # noqa: BLE001  optional fields
+        return {}
+
+
+def scheduler_state() -> dict[str, int]:
+    """Return the numbers of requests and blocks. Empty if this process has no scheduler or more than one."""
+    try:
+        (found,) = schedulers()
+        pool = found.kv_cache_manager.block_pool
+        return {
+            "running": len(found.running),
+            "waiting": len(found.waiting),
+            "blocks": pool.num_gpu_blocks,
+            "free_blocks": pool.get_num_free_blocks(),
+        }
+    except Exception:  # noqa: BLE001  optional fields
+        return {}
+
+
+def _fixes() -> Iterator[dict[str, Any]]:
+    for target, found in list(session.outcomes.items()):
+        outcome = {"verdict": found.state, "reason": found.reason}
+        yield {"kind": "fix", "function": target.function, "dist": target.dist, **outcome}
+    for tally in list(session.tallies.values()):
+        if tally.acted or tally.faults:
+            yield {"kind": "tally", "code": tally.key, **metrics.counts(tally.key)}
+
+
+def _event(event: Any) -> dict[str, Any]:
+    return {"event": type(event).__name__, **event._asdict()}
+
+
+def encode(line: dict[str, Any]) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(line, enc_hook=lambda other: f"<{type(other).__name__}>") + b"\n"
+
+
+def _bounded(lines: list[bytes]) -> bytes:
+    """Join the lines. Leave out the oldest events if the file would be larger than LARGEST bytes."""
+    events = [index for index, line in enumerate(lines) if line.startswith(b'{"kind":"event"')]
+    size = sum(map(len, lines))
+    for index in events:
+        if size <= LARGEST:
+            break
+        size -= len(lines[index])
+        lines[index] = b""
+    return b"".join(lines)
+
+
+@contextmanager
+def folder() -> Iterator[tuple[str, int]]:
+    """Yield path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
+
+    The parent folder may be shared (1777), so another user may have made a link or folder with this name. kvfix keeps
+    the mode of the parent. It creates files through the descriptor, so a later change of the path has no effect.
+    """
+    shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
+    os.makedirs(shared, mode=0o700, exist_ok=True)
+    path = os.path.join(shared, f"kvfix-{os.getuid()}")
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    if os.path.islink(path):  # checked here for a clear message; O_NOFOLLOW refuses a link too
+        raise PermissionError(errno.EPERM, f"{path} is a link")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"{path} belongs to another user")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(errno.EPERM, f"{path} is open to other users (chmod 700, or remove it)")
+        yield path, descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_file(folder: tuple[str, int], name: str, content: bytes) -> str:
+    """Write the file under another name and rename it: a reader finds the whole file or none. Return its path."""
+    path, descriptor = folder
+    part = f"{name}.{os.getpid()}.{next(_numbers)}.part"  # two threads may write the same file
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=descriptor)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(part, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+    except BaseException:
+        remove(os.path.join(path, part))
+        raise
+    return os.path.join(path, name)
+
+
+def remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)

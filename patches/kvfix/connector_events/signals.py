@@ -1,6 +1,6 @@
-"""Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1.
+"""Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1. Announce this process to `kvfix dump`.
 
-A process with its own handler for SIGUSR2 keeps it. The handler of kvfix logs nothing: it may interrupt a log call.
+A process with its own handler for SIGUSR2 keeps it. The handler of kvfix logs nothing, as it may interrupt a log call.
 """
 
 import atexit
@@ -8,10 +8,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from kvfix.connector_events import dump, violations
+from kvfix.connector_events import recorder, violations
 from kvfix.session import session
 
 AT_EXIT = "KVFIX_DUMP_AT_EXIT"
@@ -26,16 +27,54 @@ def install() -> None:
         return
     session.signal_installed = True
     if os.environ.get(AT_EXIT, "") not in ("", "0"):
-        atexit.register(violations.written, dump.write, "exit")
+        atexit.register(violations.written, recorder.write, "exit")
     if signal.getsignal(SIGNAL) in (signal.SIG_DFL, _on_signal):
         signal.signal(SIGNAL, _on_signal)
-        violations.written(dump.announce)
+        announce()
 
 
 def announce() -> None:
-    """Announce the process again after a new connector: the announcement contains the engine ids."""
+    """Announce that this process handles the signal, which would kill any other process.
+
+    Called again after a new connector: the announcement contains the ids of the engines.
+    """
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
-        violations.written(dump.announce)
+        violations.written(write_announcement)
+
+
+def write_announcement() -> None:
+    line = {"kind": "ready", "schema": recorder.SCHEMA, "pid": os.getpid(), "began": recorder.began()}
+    with recorder.folder() as folder:
+        ready = recorder.encode({**line, "engines": sorted(_engines())})
+        session.announced.add(recorder.write_file(folder, f"kvfix-{os.getpid()}.ready", ready))
+    atexit.unregister(withdraw)
+    atexit.register(withdraw)
+
+
+def _engines() -> set[str]:
+    return {each.place["engine"] for each in recorder.connectors() if each.place}
+
+
+def announced(descriptor: int) -> Iterator[int]:
+    """Yield the pids of other processes of the same engines that have announced themselves in this folder."""
+    import json
+
+    engines = _engines()
+    for name in os.listdir(descriptor):
+        if not name.endswith(".ready"):
+            continue
+        with suppress(OSError, ValueError, KeyError, TypeError):  # the process has just ended
+            with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=descriptor), encoding="utf-8") as file:
+                ready = json.load(file)
+            pid = int(ready["pid"])
+            if pid != os.getpid() and engines.intersection(ready["engines"]) and recorder.began(pid) == ready["began"]:
+                yield pid
+
+
+def withdraw() -> None:
+    """Remove the announcements. Idempotent."""
+    while session.announced:
+        recorder.remove(session.announced.pop())
 
 
 def remove() -> None:
@@ -46,25 +85,25 @@ def remove() -> None:
     if signal.getsignal(SIGNAL) is _on_signal:
         signal.signal(SIGNAL, signal.SIG_DFL)
     atexit.unregister(violations.written)
-    dump.withdraw()
+    withdraw()
 
 
 def _on_signal(number: int, frame: Any) -> None:
     with suppress(Exception):  # the signal may interrupt any code
-        dump.write("signal")
+        recorder.write("signal")
 
 
 def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
-    """Return the states and stacks of the other processes of the same engines. Each of them writes a recorder file.
+    """Send the signal to the other processes of the same engines. Return states and stacks from their recorder files.
 
     A process whose main thread runs no Python does not answer within `seconds`.
     """
     import json
 
     found: list[dict[str, Any]] = []
-    with suppress(OSError), dump.folder() as (_, descriptor):
+    with suppress(OSError), recorder.folder() as (_, descriptor):
         before, asked = set(os.listdir(descriptor)), set[str]()
-        for pid in dump.announced():
+        for pid in announced(descriptor):
             os.kill(pid, SIGNAL)
             asked.add(str(pid))
         until = time.monotonic() + seconds

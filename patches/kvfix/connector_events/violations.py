@@ -1,4 +1,4 @@
-"""Reports a violation: one line in the log, a report and a dump; in `strict` an exception."""
+"""Report a violation with a line in the log, a report and a dump. In mode `strict`, also raise an exception."""
 
 import os
 import re
@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kvfix import engine_log, fix_status, metrics, redact
-from kvfix.connector_events import dump, recorder
+from kvfix import catalogue, engine_log, metrics, redact
+from kvfix.catalogue import FixRow
+from kvfix.connector_events import recorder
 from kvfix.connector_events.recorder import Entry
-from kvfix.fix_status import FixRow
-from kvfix.ledger import RULES, Finding
+from kvfix.ledger import Finding
 from kvfix.ledger.events import Event, Raised
+from kvfix.ledger.rules import RULES
 from kvfix.session import session
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
     kind = f"{finding.code} {_without_numbers(finding.message)}"
     what = f"{finding} (in {hook} of {watched.name})."
     if _is_due(kind):
-        fixes = engine_log.guarded("kvfix.fix_status", fix_status.handling, finding) or []
-        path = written(dump.write, "violation", finding)
+        fixes = engine_log.guarded("kvfix.catalogue", catalogue.rows_handling, finding) or []
+        path = written(recorder.write, "violation", finding)
         path = path and written(_write, watched, hook, finding, fixes, path)
         handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""
         where = f" Report: {path}" if path else ""
@@ -59,7 +60,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
 def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
     """In mode `observe`: write a recorder file with the events before an exception of a hook."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
-        path = written(dump.write, "exception")
+        path = written(recorder.write, "exception")
         if path:
             engine_log.warning(
                 f"{event.where} of {watched.name} raises {event.error}. The events before the exception: {path}"
@@ -80,7 +81,7 @@ def written(write: Callable[..., Any], *arguments: Any) -> str:
         reason = error.strerror or error
         engine_log.warning(f"no dump can be written ({reason}): name another folder in KVFIX_DUMP_DIR")
     except Exception as error:  # noqa: BLE001
-        engine_log.fault("kvfix.connector_events.dump", error)
+        engine_log.fault("kvfix.connector_events.recorder", error)
     return ""
 
 
@@ -124,12 +125,12 @@ def _write(watched: "WatchedConnector", hook: str, finding: Finding, fixes: Sequ
         [entry for entry in entries if entry.connector == watched.number],
         where=f"{hook} of {watched.name}{f' ({watched.role})' if watched.role else ''}, pid {os.getpid()}",
         whose=finding.request or "the engine",
-        holds=_holds(dump.scheduler_state(), dump.kept(watched)),
+        holds=_holds(recorder.scheduler_state(), recorder.kept(watched)),
         fixes=[_fix(row) for row in fixes],
         recording=recording,
     )
-    with dump.folder() as folder:
-        return dump.write_file(folder, f"{os.path.basename(recording).removesuffix('.jsonl')}.txt", text.encode())
+    with recorder.folder() as folder:
+        return recorder.write_file(folder, f"{os.path.basename(recording).removesuffix('.jsonl')}.txt", text.encode())
 
 
 def compose(

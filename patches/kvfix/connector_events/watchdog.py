@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from kvfix import engine_log, engine_state
-from kvfix.connector_events import dump, recorder, signals, violations
+from kvfix.connector_events import recorder, signals, violations
 from kvfix.engine_state import places
 from kvfix.ledger import liveness, standstill
 from kvfix.ledger.standstill import LATE, Look
@@ -34,11 +34,11 @@ SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
 _LOOKS = 12
 #: Maximum tries to read a state outside of the scheduler's functions, and seconds between two tries.
 _TRIES, _PAUSE = 200, 0.003
-#: If the main thread is in the same call at this many tries, the call is the standstill: use the last state.
+#: If the main thread is in the same call at this many tries, the call is the standstill, and the last state is used.
 _STANDS = 50
 #: Scheduler functions that EngineCore's step calls. While the step runs none of them, it waits for the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
-#: Connectors whose KV comes from a prefill instance, once the queue of that instance has reached the request.
+#: Connectors whose KV comes from a prefill instance. A load waits while the request is in the queue of that instance.
 _PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))
 _STEP, _CORE = frozenset(("step", "step_with_batch_queue")), "/v1/engine/core"
 
@@ -120,23 +120,20 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(frames)  # a step that computes nothing ends soon
+        computing = steps == self._steps and _is_with_workers(frames)  # steps that end without progress compute nothing
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 
     def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
         """Write and log the standstill, if two looks agree on it. Return True if it was reported."""
-        looks = [self._look()[0]]
-        if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing:
-            return False
-        if self._since[standing] != began:
+        first, _ = self._look()
+        if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing or self._since[standing] != began:
             return False
         look, stacks = self._look()
-        looks.append(look)
-        found = standstill.verdicts(looks)
+        found = standstill.verdicts([first, look])
         # The state and the stacks of this process come last.
         states = [{"kind": "state", **each} for each in reversed(look.processes)]
-        path = violations.written(dump.write, "standstill", None, [*states, *stacks])
+        path = violations.written(recorder.write, "standstill", None, [*states, *stacks])
         what = " The cause is not known: read the state and the stacks of the engine."
         if found:
             code, name, _, message, now, _ = found[0]
@@ -171,7 +168,7 @@ def _call(frames: list[FrameType]) -> tuple[Any, ...]:
         running = (watched.running or {}).get(main or 0)
         if running is not None and watched.role:
             return "call", f"{running[0]} of {watched.name}", running[1]
-    if any(watched.steps for watched in recorder.connectors()) or session.schedulers:
+    if any(watched.steps for watched in recorder.connectors()) or recorder.schedulers():
         return ()
     for frame in reversed(frames):
         if "lmcache" in frame.f_code.co_filename.lower() and frame.f_code.co_name == "__init__":

@@ -1,6 +1,6 @@
 """One watched connector of this process: its hook calls become events of the ledger.
 
-`before_HOOK` and `after_HOOK` run before and after this hook (`hooks.HOOKS`). They take the hook's own parameters
+`before_HOOK` and `after_HOOK` run before and after the hook HOOK (`_around`). They take the hook's own parameters
 (vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
 step must not grow with the number of running requests. So kvfix records only requests with a load or store in the step.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix import clock, scheduling
 from kvfix.connector_events import readers, recorder, violations, windows
 from kvfix.connector_events.peers import Leases
-from kvfix.engine_state.connectors import place
+from kvfix.engine_state import place
 from kvfix.engine_state.reader import PINS, Reader, Span
 from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev
@@ -57,14 +57,13 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        self._hook = ""
         #: In the scheduler {request: its last Asked event without a grant}; in the worker {request: its last transfer}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
         #: {request with a granted load: its blocks}
         self._blocks: dict[str, set[int]] = {}
-        #: None if the model has no sliding windows.
+        #: None if the model has neither sliding windows nor states.
         self._windows = windows.stores(connector)
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
@@ -119,7 +118,7 @@ class WatchedConnector:
         self.steps += 1
         self.stepped = self.running[get_ident()][1]
         for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
-            if name in self._admitted:  # else it was preempted between steps: recorded at its next lookup
+            if name in self._admitted:  # else the preemption was between steps, and is recorded at the next lookup
                 self._preempted(name)
         loads, stores = self.reader.loads(answer), self.reader.stores(answer)
         for name, start, end in loads or ():
@@ -228,13 +227,11 @@ class WatchedConnector:
 
     def raised(self, hook: str, error: Exception, arguments: tuple[Any, ...]) -> None:
         name = getattr(arguments[0], "request_id", "") if arguments else ""
-        self._hook = hook
         self._record(ev.Raised(name, hook, violations.error_text(error)), error)
 
     def _record(self, event: Event, error: Exception | None = None) -> None:
         """Record the event and, in `check` and `strict`, check the rules. Raises Violation in `strict`."""
-        running = self.running.get(get_ident())
-        hook = running[0] if running is not None else self._hook
+        hook, _ = self.running[get_ident()]
         recorder.add(self.number, hook, event)
         if session.mode in ("check", "strict") and self.trusted and event.request not in session.before:
             for finding in self.ledger.feed(event):
@@ -282,7 +279,7 @@ class WatchedConnector:
                 self._record(ev.LeaseEnded(name, None))
 
     def _leases_end(self, names: Iterable[str]) -> None:
-        """Record the leases that ended. Runs in the worker, which knows how they ended. Record renewals first."""
+        """Record the renewed leases, then the ended leases. Only the worker knows how a lease has ended."""
         found = self.leases
         for name in found.first_renewed() if found is not None else ():
             self._record(ev.LeaseExtended(name, found.extension if found is not None else None))
@@ -308,7 +305,7 @@ class WatchedConnector:
             self._unanswered.discard(oldest)
 
     def _look_for_leaks(self) -> None:
-        """Check the ended requests that are due. They are sorted by time: stop at the first that is not due."""
+        """Check the ended requests that are due. `_ended` is sorted by time: stop at the first one not due."""
         now = clock.now()
         while self._ended:
             name, (at_step, at, pinned) = next(iter(self._ended.items()))

@@ -1,6 +1,6 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
-This concerns the blocks of a sliding window and blocks with a state. A store's blocks are compared with vLLM's list for
+Such blocks belong to a sliding window or hold a state (Mamba). A store's blocks are compared with vLLM's list for
 the request in the step of the store and in the next one. Afterwards the scheduler cannot know if the store has ended.
 """
 

@@ -1,4 +1,4 @@
-"""Readers of LMCache's connectors, by the attributes of LMCache's releases (0.3.9 to 0.5.6)."""
+"""Readers of LMCache's connectors. They know the attributes of LMCache 0.3.9 to 0.5.6."""
 
 import sys
 import time
@@ -76,12 +76,8 @@ class V1(Reader):
         return {name for name, spec in specs if spec is not None and not spec.can_save}
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        for name in self._KEPT:
-            if hasattr(self.impl, name):
-                yield name, getattr(self.impl, name)
-        for name in self._LOOKUPS:
-            if hasattr(self.client, name):
-                yield f"lookup_client.{name}", getattr(self.client, name)
+        yield from self.containers(self.impl, self._KEPT)
+        yield from self.containers(self.client, self._LOOKUPS, "lookup_client.")
         if self.client is not None:
             yield "tmp_disagg_tracker", self._decoders
         pins = self._pins()
@@ -109,7 +105,7 @@ class V1(Reader):
         impl = self.impl
         manager = getattr(impl, "_manager", None)
         client = self.client
-        for _ in range(4):  # wrappers only count or limit lookups (hit_limit_lookup_client.py 0.5.6:31)
+        for _ in range(4):  # skip wrappers, which only count or limit lookups (hit_limit_lookup_client.py 0.5.6:31)
             client = getattr(client, "actual_lookup_client", None) or client
         engine = getattr(impl, "lmcache_engine", None)
         state["chunk_size"] = getattr(impl, "_lmcache_chunk_size", None)
@@ -135,7 +131,7 @@ class V1(Reader):
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
-    """Return the row of a request without a promise (connectors.py)."""
+    """Return the row of a request without a promise (`kvfix.engine_state` describes rows)."""
     unknown = dict.fromkeys(("promised", "granted", "stored", "since"))
     return {"hit": hit, "lookup": lookup, "phase": "", **unknown}
 
@@ -173,7 +169,7 @@ class MP(Reader):
     _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
 
     def hit(self, request: str) -> int | None:
-        """Return None also while the connector believes that the server is dead: it then promises nothing."""
+        """Return None also while the connector takes the server for dead: the connector then promises nothing."""
         adapter = self.connector.scheduler_adapter
         found = adapter._finished_lookup_results.get(request) if getattr(adapter, "is_healthy", True) else None
         return found if isinstance(found, int) else None
@@ -202,15 +198,11 @@ class MP(Reader):
         return [(meta.request_id, meta.op.start, meta.op.end) for meta in metas]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        adapter = getattr(self.connector, "scheduler_adapter", None)
-        if adapter is not None:
+        scheduler, worker = (getattr(self.connector, f"{role}_adapter", None) for role in ("scheduler", "worker"))
+        if scheduler is not None:
             yield "request_trackers", self.connector.request_trackers
-            for name in self._LOOKUPS:
-                yield f"scheduler_adapter.{name}", getattr(adapter, name, ())
-        adapter = getattr(self.connector, "worker_adapter", None)
-        if adapter is not None:
-            for name in self._TRANSFERS:
-                yield f"worker_adapter.{name}", getattr(adapter, name, ())
+        yield from self.containers(scheduler, self._LOOKUPS, "scheduler_adapter.")
+        yield from self.containers(worker, self._TRANSFERS, "worker_adapter.")
 
     def left(self, request: str) -> list[str]:
         """Leave out lookups that KVF105 keeps after the end of the request, until the server answers."""
@@ -279,7 +271,7 @@ def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
 
 
 def _add_worker(state: dict[str, Any], adapter: Any) -> None:
-    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py). It keeps no times of transfers."""
+    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py), which keeps no times of transfers."""
     state["lookup_timeout"] = getattr(adapter, "_mq_timeout", None)
     state["healthy"] = _healthy(adapter)
     loads, stores = dict(adapter.retrieve_futures), dict(adapter.store_futures)

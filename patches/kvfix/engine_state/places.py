@@ -2,7 +2,7 @@
 
 EngineCore's loop is on that stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
 engine in the user's own process is on the stack while it computes. Otherwise a variable of the user's program holds the
-engine. `gc` cannot find it: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
+engine. `gc` cannot find an engine: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
 import os
@@ -13,27 +13,14 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-#: Hooks of vLLM's connectors (v1/base.py 0.33.0).
+#: Hooks of vLLM's connectors (v1/base.py 0.33.0). If a connector's class has `get_transfer_results` (since vLLM 0.32),
+#: vLLM calls it instead of `get_finished`.
 HOOKS = (
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "request_finished_all_groups",
-    "on_new_request",
-    "reset_cache",
-    "register_kv_caches",
-    "unregister_kv_caches",  # since vLLM 0.33, before and after sleep
-    "restore_kv_caches",
-    "handle_preemptions",
-    "start_load_kv",
-    "wait_for_save",
-    "get_finished",
-    "get_transfer_results",  # since vLLM 0.32, called instead of get_finished if a class has it
-    "get_block_ids_with_load_errors",
-    "shutdown",
-)
+    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
+    "request_finished", "request_finished_all_groups", "on_new_request", "reset_cache", "register_kv_caches",
+    "unregister_kv_caches", "restore_kv_caches", "handle_preemptions", "start_load_kv", "wait_for_save",
+    "get_finished", "get_transfer_results", "get_block_ids_with_load_errors", "shutdown",
+)  # fmt: skip
 #: Hooks that run once per layer and step.
 LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 _ALL_HOOKS = frozenset((*HOOKS, *LAYER_HOOKS))

@@ -1,7 +1,7 @@
 """The base class of readers, which read a connector's own state and metadata.
 
-A reader changes nothing. The recorder calls it before and after hooks. If it raises there, the connector is still
-recorded, but no rule is checked any more. A look may call `add_state` at any point, even inside a step.
+A reader changes nothing. The recorder calls it before and after hooks. If the reader raises there, kvfix still records
+the connector, but checks no rule any more. A look may call `add_state` at any point, even inside a step.
 """
 
 from collections.abc import Collection, Iterable
@@ -34,7 +34,7 @@ class Reader:
         self.connector = connector
 
     def add_state(self, state: dict[str, Any]) -> None:
-        """Add the fields of connectors.py to `state`, which has the connector's class and role."""
+        """Add fields to the row of the connector (`kvfix.engine_state` describes rows). `state` has class and role."""
 
     def sends(self, request: str) -> bool:
         """Return True if the worker will report this ended request as sent."""
@@ -45,11 +45,11 @@ class Reader:
         return None
 
     def found(self, request: str) -> int:
-        """Return the tokens that the connector regards as stored after a lookup, even if it then promised none."""
+        """Return the tokens that the connector regards as stored after a lookup, even if it promised none."""
         return 0
 
     def lookup_timeout(self) -> float:
-        """Return the maximum seconds that the hook waits for a lookup; 0: it never waits."""
+        """Return the maximum seconds that the hook waits for a lookup; 0: the hook never waits."""
         return 0.0
 
     def loads(self, metadata: Any) -> Spans:
@@ -72,6 +72,11 @@ class Reader:
         """Yield (name, entries by request id) of all state that must be removed when the request has ended."""
         return ()
 
+    @staticmethod
+    def containers(holder: Any, names: Iterable[str], prefix: str = "") -> Iterable[tuple[str, Collection[str]]]:
+        """Yield (prefix and name, container) of the attributes that `holder` has."""
+        return [(prefix + name, getattr(holder, name)) for name in names if hasattr(holder, name)]
+
     def pinned(self, request: str) -> Any:
         """Return the pins of this request, or None. Compare with `is`: a reused id has a different object."""
         return None
@@ -89,7 +94,7 @@ class Reader:
         return None
 
     def lease_name(self, request: Any) -> str:
-        """Return the name by which the peer knows this request, if that is not its id; else ""."""
+        """Return the peer's name of this request, if that name is not the request id; else ""."""
         return ""
 
     def waits(self, request: str) -> bool:

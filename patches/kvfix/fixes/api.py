@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.record import AT_START, NEW_REQUESTS, PRIVATE, Fix, Fixing, Function, Owner, Probe, Target, Wrapper
+from kvfix.metrics import note
 from kvfix.wrapping import GO_ON, View, after, around, before, instead, positional, replaced
 
 __all__ = (

@@ -1,10 +1,121 @@
-"""A ledger of tokens: typed events in, findings out. Pure: it imports neither vLLM nor LMCache nor torch.
+"""A ledger of tokens: typed events in, findings out. The package is pure: no vLLM, no LMCache, no torch.
 
 Every known bug is a wrong balance of tokens: computed by vLLM, held by the external cache, promised, granted, loaded
 and stored. Live hooks, log lines, recorded dumps and the lab feed their events to the same model.
 """
 
-from kvfix.ledger.history import Finding, History, Ledger
-from kvfix.ledger.rules import RULES, Rule
+from collections import deque
+from typing import Any, NamedTuple
 
-__all__ = ["RULES", "Finding", "History", "Ledger", "Rule"]
+from kvfix.ledger import events as ev
+from kvfix.ledger.events import Event
+from kvfix.ledger.rules import RULES_FOR
+
+
+class Finding(NamedTuple):
+    """A rule that an event violates (`verdict` "violated"), or that cannot be checked ("unknown").
+
+    earlier: the earlier event that `event` contradicts, if there is one.
+    """
+
+    code: str
+    name: str
+    verdict: str
+    request: str
+    message: str
+    event: Event
+    earlier: Event | None = None
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.name} {self.request}: {self.message}"
+
+
+class History:
+    """The known state of one request. A count is None until an event contains it."""
+
+    def __init__(self, events_kept: int, sees_loads: bool) -> None:
+        self.sees_loads = sees_loads
+        self.events: deque[Event] = deque(maxlen=events_kept)
+        #: False if the record began after the request: many counts are then unknown.
+        self.recorded_from_start = False
+        self.finished: ev.Finished | None = None
+        self.lease: ev.Leased | None = None
+        self.lease_ended: ev.LeaseEnded | None = None
+        #: Tokens with KV in vLLM after the last scheduled step.
+        self.computed: int | None = None
+        #: The last Asked event since the request began to wait, and what vLLM granted of the promise.
+        self.asked: ev.Asked | None = None
+        self.granted: ev.Granted | None = None
+        self.due: ev.LoadDue | None = None
+        #: True if the request has been in a step since the last grant.
+        self.admitted = False
+        #: The last lookup that timed out. `timed_out_again`: True if the lookup directly followed another timeout.
+        self.timed_out: ev.TimedOut | None = None
+        self.timed_out_again = False
+        #: Tokens from the start that the external cache has or gets, according to the connector.
+        self.stored_to: int | None = None
+
+    def take(self, event: Any) -> None:
+        """Add the event to the history. Called after the rules have checked the event against the history so far."""
+        kind = type(event)
+        if kind is ev.Scheduled:
+            self.computed = event.computed + event.tokens
+            self.admitted = True
+        elif kind is ev.Asked:
+            self.asked, self.granted, self.admitted = event, None, False
+        elif kind is ev.Granted:
+            # vLLM calls the hook again, with 0, when it admits a request after a load between steps.
+            if event.external or self.admitted or self.granted is None or not self.granted.external:
+                if self.admitted:
+                    self.asked = None  # a session continues with more input: vLLM does not ask again
+                self.granted, self.due = event, None
+        elif kind is ev.Stored:
+            self.stored_to = max(self.stored_to or 0, event.end, event.covered)
+        elif kind is ev.LoadDue:
+            self.due = event
+        elif kind in (ev.Preempted, ev.LoadFailed):
+            self.asked = self.granted = self.due = None
+        elif kind is ev.Finished:
+            self.finished = event
+        elif kind is ev.TimedOut:
+            self.timed_out_again = self.timed_out is not None and event.is_at_once_after(self.timed_out)
+            self.timed_out = event
+        elif kind is ev.Leased:
+            self.lease = event
+        elif kind is ev.LeaseEnded:
+            self.lease_ended = event
+        self.events.append(event)
+
+
+class Ledger:
+    """Check events against the rules. The caller feeds the events in the order in which they happened.
+
+    events_kept: maximum events kept per request, for the report. A finished request is kept until `forget`, so that its
+    leaks can be reported.
+    sees_loads: False if the source cannot see loads: the metadata of the connector are unknown.
+    """
+
+    def __init__(self, events_kept: int = 64, sees_loads: bool = True) -> None:
+        self.histories: dict[str, History] = {}
+        self._events_kept = events_kept
+        self._sees_loads = sees_loads
+
+    def feed(self, event: Event) -> list[Finding]:
+        """Return the findings of this event, in the order of the rules."""
+        history = self.histories.get(event.request)
+        if history is None or (history.finished is not None and isinstance(event, ev.Asked | ev.ReadsFrom)):
+            # A reused request id is another request.
+            history = self.histories[event.request] = History(self._events_kept, self._sees_loads)
+            history.recorded_from_start = isinstance(event, ev.Asked | ev.ReadsFrom)
+        findings = []
+        for rule in RULES_FOR.get(type(event), ()):
+            found = rule.check(history, event)
+            if found is not None:
+                verdict, message, earlier = found
+                findings.append(Finding(rule.code, rule.name, verdict, event.request, message, event, earlier))
+        history.take(event)
+        return findings
+
+    def forget(self, request: str) -> None:
+        """Drop the history of a request that gets no more events."""
+        self.histories.pop(request, None)

@@ -58,7 +58,7 @@ class Asked(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """`update_state_after_alloc`: vLLM has blocks for the request and takes `external` tokens of the promise."""
+    """vLLM called `update_state_after_alloc`: it has blocks for the request and takes `external` promised tokens."""
 
     request: str
     external: int
@@ -68,7 +68,7 @@ class Granted(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """The request is in a scheduler output: the step computes `tokens` after `computed` (local and loaded) tokens.
+    """The step computes `tokens` tokens of the request. The `computed` tokens before them are local or loaded.
 
     capacity: slots of its blocks. first: the request has waited before this step, as a new or a preempted request.
     """
@@ -85,7 +85,7 @@ class Scheduled(NamedTuple):
 
 
 class LoadDue(NamedTuple):
-    """The connector's metadata have a load of tokens [start, end) of the request for the worker.
+    """The connector's metadata tell the worker to load tokens [start, end) of the request.
 
     block: tokens of a block, if the metadata name blocks: the last block may not be full. 0: the metadata name tokens.
     relative: the tokens are counted from the end of the computed tokens. The metadata do not have that end.
@@ -217,7 +217,7 @@ class Stuck(NamedTuple):
 
 
 class TimedOut(NamedTuple):
-    """A lookup of the request timed out after `waited` seconds, at `at` seconds of any monotonic clock."""
+    """A lookup of the request timed out after `waited` seconds. at: the time, in seconds of any monotonic clock."""
 
     request: str
     waited: float
@@ -283,10 +283,10 @@ class LeaseEnded(NamedTuple):
 
 
 class ReadsFrom(NamedTuple):
-    """The request is to read the blocks of request `peer`, which another engine keeps, and then to notify that engine.
+    """The request will read the blocks of request `peer`, which another engine keeps, and then notify that engine.
 
     engine, peer: the names in the request's `kv_transfer_params`.
-    pushed: the other engine writes the blocks. It needs no notice, and does not learn if the request ends earlier.
+    pushed: `engine` writes the blocks and needs no notice. `engine` does not learn if the request ends earlier.
     """
 
     request: str

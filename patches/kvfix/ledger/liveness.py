@@ -1,4 +1,4 @@
-"""Find the engines in states of `kvfix.engine_state`, what their requests wait for, and if any request can move. Pure.
+"""Find out what the requests of an engine wait for, and if any can move, from states of `kvfix.engine_state`. Pure.
 
 vLLM tries to admit its waiting requests in order and stops at the first request that it has no blocks for (`schedule`,
 the `break` after `allocate_slots`; v1/core/sched/scheduler.py 0.32.0:1275-1282). This request waits until a step of a
@@ -52,7 +52,7 @@ class State:
 
 
 class Answer(NamedTuple):
-    """verdict: valid, violated or unknown. message: the arithmetic. request: the first one that cannot move."""
+    """verdict: valid, violated or unknown. message: the arithmetic. request: the first request that cannot move."""
 
     verdict: str
     message: str
@@ -179,7 +179,7 @@ def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
 
 
 def state(engine: Engine) -> State:
-    """Return the state for `can_move`. Lookups count as in flight: another rule finds unanswered ones."""
+    """Return the state for `can_move`. Lookups count as in flight: another rule finds unanswered lookups."""
     scheduler = engine.scheduler
     rows = tuple(Waiting(row["id"], kind, row["needs"], row["blocks"]) for row, kind in waits(engine))
     running = sum(row["queue"] in ("running", "") for row in engine.requests)

@@ -13,8 +13,8 @@ from kvfix.ledger import events as ev
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvfix.ledger import History
     from kvfix.ledger.events import Event
-    from kvfix.ledger.history import History
 
 Outcome = Optional["tuple[str, str, Event | None]"]
 

@@ -1,4 +1,4 @@
-"""Find out why a running engine stands still: take looks at its processes, return verdicts. Pure.
+"""Find out why a running engine stands still, from several looks at its processes. This module is pure.
 
 A look is the states of all processes (`kvfix.engine_state`), which are read one after the other. A verdict needs two
 looks or more: a report that is on its way at the first look has arrived at the second.
@@ -31,7 +31,7 @@ class Look(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """code, name: of a finding of kvfix-diagnose, or of a rule. now: what to do now. waiting: says if waiting helps."""
+    """code, name: the finding of kvfix-diagnose, or the rule. now: what to do now. waiting: says if waiting helps."""
 
     code: str
     name: str
@@ -81,7 +81,7 @@ def steps_between(before: Engine, after: Engine) -> int | None:
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if two steps have ended. A report that was on its way at the first look has then arrived."""
+    """Return True if two steps have ended since the first look. A report on its way at that look has arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -267,7 +267,7 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
     """Find engines in which no request can move at both looks, and none has moved between them.
 
-    There is no verdict within a step (incomplete queues), or while a process stays in one hook (maybe the cause).
+    Give no verdict within a step (its queues are incomplete), or while a process is in a hook (it may be the cause).
     """
     if moved(looks) or any(in_hooks(looks)):
         return

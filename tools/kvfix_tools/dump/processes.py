@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from kvfix.connector_events.dump import DIRECTORY
+from kvfix.connector_events.recorder import DIRECTORY
 from kvfix_tools import redact
 from kvfix_tools.look.shared_folder import SharedFolder
 
@@ -116,7 +116,7 @@ def _described(pid: int) -> Process | None:
 
 
 def _own_folder(shared: str, owner: int) -> str:
-    """Return the folder of a user as connector_events/dump.py names it."""
+    """Return the folder of a user as connector_events/recorder.py names it."""
     return os.path.join(shared, f"kvfix-{owner}")
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from kvfix import acting, activation, applicability, catalogue, engine_log, fix_status
+from kvfix import activation, applicability, catalogue, engine_log, metrics
 from kvfix.applicability import Applicability
 from kvfix.config import Config
 from kvfix.engine_state import places
@@ -17,7 +17,7 @@ from kvfix.fixes.record import AT_START, NEW_REQUESTS, Fix
 from kvfix.session import session
 
 #: attach and detach change nothing while certain functions in these files (see `_unsafe`) are on any thread's stack.
-_PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
+_PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/__init__.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
 #: Attribute paths from a local variable of a frame to the engine's scheduler. The frame may be a method of the
@@ -100,7 +100,7 @@ def state() -> dict[str, Any]:
     for fix in catalogue.fixes():
         why = session.held_back.get(fix.code)
         loaded = any(target.module in sys.modules for target in fix.targets)
-        for row in fix_status.rows_of(fix, applicability.judge if why and loaded else lambda _: nothing):
+        for row in catalogue.rows_of(fix, applicability.judge if why and loaded else lambda _: nothing):
             reason = row.reason
             if why and row.verdict == "applicable":
                 reason = why
@@ -110,7 +110,7 @@ def state() -> dict[str, Any]:
     return {
         "state": "there",
         "mode": session.mode if session.config is not None else "off",
-        "rows": [{**row._asdict(), **acting.counts(row.code)} for row in rows if row.verdict in _SHOWN],
+        "rows": [{**row._asdict(), **metrics.counts(row.code)} for row in rows if row.verdict in _SHOWN],
     }
 
 
@@ -159,11 +159,11 @@ def _scheduler() -> Any:
 
 def watch_connectors() -> None:
     """Watch the classes of existing connectors. vLLM does not call its factory, which kvfix wraps, for them again."""
-    from kvfix.connector_events import hooks
+    from kvfix import connector_events
 
     base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)
     classes = list(base.__subclasses__()) if base is not None else []
     while classes:
         each = classes.pop()
-        engine_log.guarded("kvfix attach", hooks.watch_class, each)
+        engine_log.guarded("kvfix attach", connector_events.watch_class, each)
         classes += each.__subclasses__()

@@ -30,7 +30,7 @@ INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only
 #: stay in the process under a private name.
 MISSING = "null"
 #: The package itself ("") is last, because it imports the other modules.
-_MODULES = ("places", "needs", "reader", "lmcache_readers", "connectors", "scheduler", "")
+_MODULES = ("places", "reader", "lmcache_readers", "scheduler", "")
 
 _BRING = """
 import sys

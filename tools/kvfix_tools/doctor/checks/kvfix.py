@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvfix import applicability, catalogue, fix_status, installed_source
+from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes.record import Target
 from kvfix_tools.doctor.checks import Line, check, ok, problem
 from kvfix_tools.doctor.checks.model import has_windows
@@ -31,7 +31,7 @@ def fixes(setup: Setup) -> Iterator[Line]:
     if setup.packages.places is not None or (setup.vllm is None and setup.lmcache is None):
         return
     fixes = [fix for fix in catalogue.fixes() if not fix.opt_in]
-    codes = [fix.code for fix in fixes if any(row.verdict == "applicable" for row in fix_status.rows_of(fix))]
+    codes = [fix.code for fix in fixes if any(row.verdict == "applicable" for row in catalogue.rows_of(fix))]
     if codes and _is_off(setup):
         what = f"kvfix has fixes for {len(codes)} known bugs of these releases: {', '.join(codes)}"
         yield ok(what, "kvfix run -- CMD, or KVFIX=fix in the environment; kvfix status shows the bugs")
