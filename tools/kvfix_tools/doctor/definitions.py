@@ -184,33 +184,22 @@ def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
     """Return True if LMCache cannot use the value. typed: True for YAML and JSON, False for a variable's text."""
     if value is None:
         return not optional
-    if kind == "bool":
-        # LMCache's _to_bool silently reads everything except true and 1 as false.
-        return not isinstance(value, bool) and str(value).strip().lower() not in ("true", "false", "1", "0")
-    if kind in ("int", "float"):
-        return isinstance(value, bool) or not _converts(int if kind == "int" else float, value)
-    if kind in ("list[int]", "list[float]"):
-        convert = int if kind == "list[int]" else float
-        items = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
-        return not all(_converts(convert, each) for each in items)
-    if kind == "dict":
-        return not isinstance(value, dict) and not _is_json(value)
-    return kind == "str" and typed and isinstance(value, dict | list)
-
-
-def _is_json(value: Any) -> bool:
-    """Return True if LMCache can read this text as a mapping: it expects JSON (config.py 0.5.6:382)."""
+    if kind == "str":
+        return typed and isinstance(value, dict | list)
+    if kind == "bool":  # LMCache's _to_bool silently reads everything except true and 1 as false.
+        return str(value).strip().lower() not in ("true", "false", "1", "0")
+    if isinstance(value, bool):
+        return True
     try:
-        return isinstance(value, str) and (not value or isinstance(json.loads(value), dict))
-    except ValueError:
-        return False
-
-
-def _converts(convert: Any, value: Any) -> bool:
-    if convert is int and isinstance(value, float):
-        return value.is_integer()
-    try:
-        convert(value)
+        if kind == "dict":  # LMCache expects JSON in a variable (config.py 0.5.6:382)
+            return not isinstance(json.loads(value or "{}") if isinstance(value, str) else value, dict)
+        items = [value]
+        if kind.startswith("list"):
+            items = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
+        for each in items:
+            if "int" in kind and isinstance(each, float) and not each.is_integer():
+                return True
+            (int if "int" in kind else float)(each)
     except (ValueError, TypeError):
-        return False
-    return True
+        return True
+    return False

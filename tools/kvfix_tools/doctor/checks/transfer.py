@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.command_line import Connector
-from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_keys, nearest
+from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_keys, nearest, wrong_type
 from kvfix_tools.doctor.packages import Packages, assigned, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
@@ -166,9 +166,5 @@ def _other_type(default: Any, value: Any) -> bool:
     if isinstance(default, bool):
         return str(value).strip().lower() not in ("1", "0", "true", "false", "yes", "no", "on", "off")
     if isinstance(default, int | float):
-        try:
-            float(value)
-        except (TypeError, ValueError):
-            return True
-        return isinstance(value, bool)
+        return wrong_type("float", False, value, typed=True)
     return not isinstance(value, str)
