@@ -86,17 +86,10 @@ def attempt(places: list[str], libraries: list[Path], modules: list[str], limit:
             torch, why = reported["torch"], reported.get("error", "")
         elif reported:
             crashed = reported.get("signal")
-            errors[reported["name"]] = f"crashed with {_signal(crashed)}" if crashed else reported["error"]
+            errors[reported["name"]] = f"crashed with {signal.Signals(crashed).name}" if crashed else reported["error"]
     if late:
         why = f"not done after {limit:g} s"
     elif torch is None and not why:
-        why = f"import torch crashed with {_signal(-code)}" if code < 0 else f"import torch ended the process ({code})"
+        end = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended the process ({code})"
+        why = f"import torch {end}"
     return Tried(torch, errors, why)
-
-
-def _signal(number: int) -> str:
-    """Return the name of the signal, or its number if it has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
