@@ -50,11 +50,6 @@ class Package(NamedTuple):
         file = self.file(module)
         return parse(file) if file else None
 
-    def text(self, module: str) -> str:
-        """Return the source of the module; "" if there is none."""
-        file = self.file(module)
-        return file.read_text(encoding="utf-8", errors="replace") if file else ""
-
     def found(self, folder: str, pattern: str) -> set[str]:
         """Return the matches of a pattern in the source files of a folder of the package."""
         texts = (file.read_text(encoding="utf-8", errors="replace") for file in (self.folder / folder).glob("*.py"))
@@ -78,9 +73,10 @@ class Packages:
         return package.tree(module) if package else None
 
     def text(self, module: str) -> str:
-        """Return the source of a module of any package; "" if it is not installed."""
+        """Return the source of a module; "" if it is not installed."""
         package = self.get(module.partition(".")[0])
-        return package.text(module) if package else ""
+        file = package.file(module) if package else None
+        return file.read_text(encoding="utf-8", errors="replace") if file else ""
 
     def _find(self, name: str) -> Package | None:
         if self.places is None:

@@ -230,7 +230,8 @@ def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -
     ours = fit.misfits((vllm, own), lmcache)
     # vLLM uses LMCache's class if it can be imported (lmcache_mp_connector.py 0.32.0:1010). The import of vLLM's own
     # module must succeed in both cases.
-    prefers = "_resolve_lmcache_mp_connector" in vllm.text(own) and not setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
+    resolves, in_tree = "_resolve_lmcache_mp_connector", setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
+    prefers = resolves in setup.packages.text(own) and not in_tree
     if prefers and lmcache.file(MULTI_PROCESS) and not any(_is_import(each) for each in theirs):
         return "mp", [*(each for each in ours if _is_import(each)), *theirs]
     return "mp-in-tree", ours
