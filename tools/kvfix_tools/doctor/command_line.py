@@ -27,19 +27,14 @@ _MODULES = {
 
 
 class Command(NamedTuple):
-    """A parsed command.
+    """A parsed command."""
 
-    program: such as "vllm serve" or "lmcache server"; "" without a command. model: "" if not given.
-    options: {long name without leading dashes: value}, with "" for a switch.
-    container: True if the command starts a container (docker run).
-    """
-
-    program: str = ""
-    model: str = ""
-    options: dict[str, str] = {}
-    environment: dict[str, str] = {}
-    container: bool = False
-    executable: str = ""
+    program: str = ""  # such as "vllm serve" or "lmcache server"; "" without a command
+    model: str = ""  # "" if not given
+    options: dict[str, str] = {}  # {long name without leading dashes: value}, with "" for a switch
+    environment: dict[str, str] = {}  # the variables that the command sets
+    container: bool = False  # True if the command starts a container (docker run)
+    executable: str = ""  # the word of the command that names the program; "" for a container
 
     @property
     def serves(self) -> bool:

@@ -49,14 +49,11 @@ for name in targets:
 
 
 class Tried(NamedTuple):
-    """The result. torch: facts about torch; None if it cannot be imported.
+    """The result of loading the compiled extensions."""
 
-    errors: {library or module: error; "" if it loads}. why: the reason if the whole test failed.
-    """
-
-    torch: dict[str, Any] | None
-    errors: dict[str, str]
-    why: str
+    torch: dict[str, Any] | None  # facts about torch; None if torch cannot be imported
+    errors: dict[str, str]  # {library or module: error; "" if it loads}
+    why: str  # the reason if no library was tried, or not all of them; else ""
 
 
 def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:

@@ -54,12 +54,10 @@ class Setup:
         limit: float = extensions.LIMIT,
         server_http: str = "",
     ) -> None:
-        """Keep the inputs. Most facts are read on first use.
+        """Keep the inputs. kvfix reads most facts on first use.
 
-        environment: of this process. Variables in the command override it. A container has only the variables in the
-        command.
-        limit: seconds for loading the compiled extensions.
-        server_http: address of the LMCache server's HTTP port.
+        environment: of this process. The command's variables override it. A container has only the command's variables.
+        limit: seconds for loading the compiled extensions. server_http: address of the LMCache server's HTTP port.
         """
         self.command = command or Command()
         self.in_container = self.command.container  # kvfix cannot look into the container

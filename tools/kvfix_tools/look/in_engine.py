@@ -47,11 +47,9 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
     """Activate this configuration if the process is at a safe point. Return `state`: "attached", "unsafe" or "busy".
 
     idle: attach only without requests. The answer has the ids of the scheduler's requests. kvfix passes these ids to
-    `attached` in the other processes. Raises ValueError for a configuration that cannot be attached.
+    `attached` in the other processes. Raises ValueError if the engine's environment switches kvfix off.
     """
     config = Config.parse(text)
-    if config.mode == "strict":
-        raise ValueError("mode strict ends the engine at a violation, so kvfix cannot attach with it. Use mode check")
     if Config.is_off(os.environ.get(activation.ENV)):
         raise ValueError(f"{activation.ENV}=off is set in the environment of the engine")
     where, scheduler, requests = _unsafe(), _scheduler(), list[str]()

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import httpx
@@ -66,18 +67,16 @@ class Server:
 
     def version(self) -> str:
         """Return vLLM's release; "" if the server hides it."""
-        try:
+        with suppress(Refused):
             return str(self._json("GET", "/version").get("version", ""))
-        except Refused:
-            return ""
+        return ""
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text; [] if the server does not offer this."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        try:
+        with suppress(Refused):
             return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
-        except Refused:
-            return []
+        return []
 
     def reset(self) -> bool | None:
         """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server does not offer this."""
