@@ -21,10 +21,11 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: {connector: (LMCache's modules, vLLM's module)}. The modules read the keys of kv_connector_extra_config.
+#: {True for the in-process connector, False for the multi-process connector: (LMCache's modules, vLLM's module)}. The
+#: modules read the keys of kv_connector_extra_config.
 READERS = {
-    "LMCacheConnectorV1": (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
-    "LMCacheMPConnector": (
+    True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
+    False: (
         ("lmcache_mp_connector", "lmcache_mp_metadata", "mp_server_launcher", "vllm_multi_process_adapter"),
         "lmcache_mp_connector",
     ),
@@ -107,9 +108,9 @@ def words(name: str, packages: Packages) -> set[str]:
     return found | of_lmcache if found and module.startswith("vllm") else found
 
 
-def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
+def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
     """Return {key `lmcache.*` that the connector reads: its default, or None}; {} if its source cannot be read."""
-    modules, own = READERS[connector]
+    modules, own = READERS[is_v1]
     names = [*(f"lmcache.integration.vllm.{module}" for module in modules), f"{VLLM_CONNECTORS}.{own}"]
     keys: dict[str, Any] = {}
     for tree in filter(None, map(packages.tree, names)):
@@ -124,7 +125,7 @@ def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
             if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
                 keys[f"lmcache.mp.{each.targets[0].id}"] = constant(each.value)
     lmcache = packages.get("lmcache")
-    if lmcache and connector == "LMCacheConnectorV1":
+    if lmcache and is_v1:
         keys.update({f"lmcache.{name}": each.default for name, each in read(lmcache).known.items()})
     return keys
 

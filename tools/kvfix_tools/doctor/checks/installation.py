@@ -13,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from kvfix_tools.doctor import fit
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.command_line import Connector
-from kvfix_tools.doctor.definitions import VLLM_CONNECTORS
+from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import OPERATIONS, Setup
 from kvfix_tools.lab import releases
@@ -220,7 +220,7 @@ def together(setup: Setup) -> Iterator[Line]:
 
 def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -> tuple[str, list[fit.Misfit]]:
     """Return (the lab's name of the connector, misfits)."""
-    own = f"{VLLM_CONNECTORS}.{'lmcache_connector' if connector.is_v1 else 'lmcache_mp_connector'}"
+    own = f"{VLLM_CONNECTORS}.{READERS[connector.is_v1][1]}"
     if connector.is_v1:
         missing = [] if lmcache.file(IN_PROCESS) else [fit.Misfit(f"{own}", f"No module named '{IN_PROCESS}'")]
         return "v1", [*missing, *fit.misfits((vllm, own), lmcache), *fit.misfits((lmcache, IN_PROCESS), vllm)]

@@ -116,7 +116,7 @@ def keys(setup: Setup) -> Iterator[Line]:
     """The connector knows all keys `lmcache.*` of kv_connector_extra_config, and their values have the right type."""
     for entry in setup.lmcache_connectors:
         given = {key: value for key, value in entry.extra.items() if key.startswith("lmcache")}
-        known = connector_keys(_class(entry), setup.packages)
+        known = connector_keys(entry.is_v1, setup.packages)
         yield from _without_prefix(setup, entry, known)
         if not given:
             continue
@@ -127,13 +127,9 @@ def keys(setup: Setup) -> Iterator[Line]:
         yield from faults or [ok(f"{entry.name} knows all {len(given)} keys lmcache.*")]
 
 
-def _class(entry: Connector) -> str:
-    return "LMCacheConnectorV1" if entry.is_v1 else "LMCacheMPConnector"
-
-
 def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> Iterator[Line]:
     # vLLM itself reads some keys, such as `use_layerwise`, which differs from lmcache.use_layerwise.
-    tree = setup.packages.tree(f"{VLLM_CONNECTORS}.{READERS[_class(entry)][1]}")
+    tree = setup.packages.tree(f"{VLLM_CONNECTORS}.{READERS[entry.is_v1][1]}")
     own = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} if tree else set()
     for key in entry.extra:
         if key in own:
@@ -147,7 +143,7 @@ def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> It
 def _key(setup: Setup, entry: Connector, key: str, value: Any, known: dict[str, Any]) -> Iterator[Line]:
     if key not in known:
         near, wants = nearest(key, known), "LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1"
-        other = connector_keys(wants, setup.packages)
+        other = connector_keys(not entry.is_v1, setup.packages)
         if near and key not in other:
             do = f'"{near}"'
         elif key in other:
