@@ -103,22 +103,16 @@ def constant(node: ast.expr | None) -> Any:
 def assigned(tree: ast.AST | None, name: str) -> ast.expr | None:
     """Return the expression that a module or class assigns to a name at its top level; None if there is no tree."""
     for node in getattr(tree, "body", ()):
-        if isinstance(node, ast.Assign) and any(
-            isinstance(each, ast.Name) and each.id == name for each in node.targets
-        ):
-            return node.value
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        if isinstance(node, ast.Assign | ast.AnnAssign) and name in [getattr(each, "id", "") for each in targets]:
             return node.value
     return None
 
 
 def defined(tree: ast.AST | None, name: str) -> ast.ClassDef | ast.FunctionDef | None:
     """Return the last class or function of this name in a module or class; None if there is no tree."""
-    found = None
-    for node in getattr(tree, "body", ()):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            found = node
-    return found
+    nodes = (node for node in getattr(tree, "body", ()) if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return {node.name: node for node in nodes}.get(name)
 
 
 def compared(function: ast.AST | None) -> list[ast.Compare]:
