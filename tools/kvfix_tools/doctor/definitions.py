@@ -1,4 +1,4 @@
-"""The settings and server options of the installed LMCache. kvfix keeps no list, because the names change."""
+"""Read settings and server options from the source of the installed LMCache. The names change with releases."""
 
 import ast
 import json
@@ -32,7 +32,7 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
-#: {setting that allows only certain words: (module, name of the table or function in it that has the words)}
+#: {setting that allows only certain words: (module, name of the table or function of the module that lists the words)}
 _WORDS = {
     "cache_policy": ("lmcache.v1.storage_backend.cache_policy", "POLICY_MAPPING"),
     "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),
@@ -41,7 +41,7 @@ _WORDS = {
 
 
 class Definition(NamedTuple):
-    """A setting. kind: its type, e.g. a key of KINDS. converted: LMCache can convert the text of its variable."""
+    """A setting. kind: type, usually a key of KINDS. converted: True if LMCache converts the text of its variable."""
 
     name: str
     kind: str
@@ -104,7 +104,7 @@ def words(name: str, packages: Packages) -> set[str]:
     if isinstance(table, ast.Dict):
         return {str(constant(key)) for key in table.keys}
     found = {str(constant(each.comparators[0])) for each in compared(function) if isinstance(each.ops[0], ast.Eq)}
-    of_lmcache = {"builtin", "sha256_cbor_64bit"}  # in addition to vLLM's words (token_database.py 0.5.6:126-188)
+    of_lmcache = {"builtin", "sha256_cbor_64bit"}  # LMCache adds both to vLLM's words (token_database.py 0.5.6:126-188)
     return found | of_lmcache if found and module.startswith("vllm") else found
 
 
@@ -148,7 +148,7 @@ def server_options(lmcache: Package) -> dict[str, Option]:
         for file in sorted((lmcache.folder / place).rglob("*.py")):
             if place == "cli/commands" and file.name not in ("server.py", "base.py"):
                 continue
-            if b"add_argument(" not in file.read_bytes():  # this search is faster than parsing
+            if b"add_argument(" not in file.read_bytes():  # skip the slow parsing
                 continue
             tree = parse(file)
             for name, option in _arguments(tree) if tree else ():
@@ -176,7 +176,7 @@ def _arguments(tree: ast.Module) -> Iterator[tuple[str, Option]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the nearest known name; "" if none is near."""
+    """Return the known name that is most similar; "" if no name is similar."""
     close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
     return close[0] if close else ""
 

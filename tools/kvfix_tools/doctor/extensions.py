@@ -57,7 +57,7 @@ class Tried(NamedTuple):
 
 
 def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:
-    """Import torch, then open each library and import each module. places: folders at the front of the child's path."""
+    """Import torch, then open each library and import each module. places: first folders of the child's sys.path."""
     targets = [*map(str, libraries), *modules]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(

@@ -57,7 +57,7 @@ class Package(NamedTuple):
 
 
 class Packages:
-    """The packages of this Python, or of other folders like site-packages. places: the folders; None: this Python."""
+    """Installed packages. places: folders like site-packages to search; None: search the packages of this Python."""
 
     def __init__(self, places: list[str] | None = None) -> None:
         self.places = places

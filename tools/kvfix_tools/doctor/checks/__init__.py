@@ -55,7 +55,7 @@ def check(name: str, essential: bool = False) -> Callable[[Look], Look]:
 
 
 def remedy(code: str) -> str:
-    """Return what kvfix-diagnose says to do if a log shows the problem with this code."""
+    """Return the remedy that kvfix-diagnose prints for the problem with this code."""
     return next(f"{each.do}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
 
 

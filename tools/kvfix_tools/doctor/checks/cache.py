@@ -95,7 +95,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
 
 
 def _shared(setup: Setup) -> list[str]:
-    """Return the processes that must compute the same keys as one process, as text."""
+    """Return texts that name the processes which must compute equal keys."""
     found = []
     if setup.ranks > 1 or setup.option("distributed-executor-backend") in ("mp", "ray"):
         found.append(f"the {setup.ranks} workers and the scheduler" if setup.ranks > 1 else "the worker")

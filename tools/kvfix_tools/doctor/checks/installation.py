@@ -86,7 +86,7 @@ def _wanted(package: Package, name: str) -> Requirement | None:
 
 
 def _satisfies(wanted: Requirement, version: str) -> bool:
-    """Return True if the version fits. Ignore its local part (+cu130, +cpu): only wheels of PyTorch's index have it."""
+    """Return True if the version fits. Ignore its local part (+cu130, +cpu), which only PyTorch's own wheels have."""
     specifier = re.sub(r"\+[\w.]+", "", str(wanted.specifier))
     return Requirement(f"{wanted.name}{specifier}").specifier.contains(version.partition("+")[0], prereleases=True)
 
@@ -198,7 +198,7 @@ def together(setup: Setup) -> Iterator[Line]:
         return
     connectors = setup.lmcache_connectors
     if not setup.connectors:
-        connectors = [Connector("LMCacheConnectorV1", "", {}, "", {})]  # all releases have this connector
+        connectors = [Connector("LMCacheConnectorV1", "", {}, "", {})]  # a connector that every release has
     for connector in connectors:
         if connector.extra.get("use_native"):
             yield unchecked(f"{connector.name}: use_native uses vLLM's copy of LMCache, which kvfix cannot check")

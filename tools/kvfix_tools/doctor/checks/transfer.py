@@ -95,7 +95,7 @@ def _fields(packages: Packages) -> dict[str, list[str]]:
 
 
 def _choices(node: ast.AST, module: ast.Module) -> Iterator[str]:
-    """Yield the choices of `Literal[...] | None`, also through an alias (KVRole)."""
+    """Yield the choices of an annotation such as `Literal[...] | None`, or of an alias for it (KVRole)."""
     for each in ast.walk(node):
         if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
             constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))
