@@ -14,7 +14,7 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """Return 0 if the bundle was written, 2 if it or the process is missing, 77 if no process could be read."""
+    """Return 0 if the bundle was written, 2 if this failed or the process does not exist, 77 if nothing was read."""
     tree = processes.tree(pid)
     if not tree:
         return screen.error(f"kvfix dump: there is no process {pid}")
@@ -63,6 +63,6 @@ def _write(
                 entry = tarfile.TarInfo(f"{name}/{part}")
                 entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                 archive.addfile(entry, io.BytesIO(content))
-    except BaseException:  # e.g. the disk is full: an incomplete bundle is of no use
+    except BaseException:  # for example, the disk is full: remove the incomplete bundle
         bundle.unlink()
         raise

@@ -127,6 +127,6 @@ def where(threads: list[dict[str, Any]], connectors: list[dict[str, Any]]) -> st
         last = min(inside, key=lambda each: each["seconds"])
         return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
     for frame in frames:
-        if frame["name"].rpartition(".")[2] in HOOKS:  # from Python 3.11 on, py-spy puts the class before the name
+        if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy writes "Class.name" from Python 3.11 on
             return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"
     return ""

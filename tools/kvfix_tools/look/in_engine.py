@@ -1,8 +1,8 @@
 """The code that `kvfix attach` sends into an engine: it applies or removes the fixes between two steps of the engine.
 
 The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
-two bytecodes (inject.py). `prepare` runs earlier, in its own thread, because it would delay the engine: it imports
-kvfix and reads the installed source.
+two bytecodes (inject.py). `prepare` imports kvfix and reads the installed source. It runs earlier, in its own
+thread, because it would delay the engine.
 """
 
 import os
@@ -16,7 +16,7 @@ from kvfix.engine_state import places
 from kvfix.fixes.record import AT_START, NEW_REQUESTS, Fix
 from kvfix.session import session
 
-#: attach and detach change nothing while certain functions in these files (see `_unsafe`) are on any thread's stack.
+#: attach and detach change nothing while a thread runs certain functions (see `_unsafe`) of files with these names.
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
@@ -74,7 +74,7 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
 
 
 def attached(before: list[str]) -> dict[str, Any]:
-    """Tell a worker the ids of the requests that the scheduler had when its process was attached."""
+    """Tell a worker the ids of the requests that the scheduler had at the time of `attach`."""
     if isinstance(session.before, _Everything):
         session.before = frozenset(before)
     return {"state": "attached"}
@@ -156,7 +156,7 @@ def _scheduler() -> Any:
 
 
 def watch_connectors() -> None:
-    """Watch the classes of existing connectors. vLLM does not call its factory, which kvfix wraps, for them again."""
+    """Watch the classes of existing connectors. kvfix wraps vLLM's factory, but vLLM has already called it for them."""
     from kvfix.connector_events import hooks
 
     base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)
