@@ -1,4 +1,4 @@
-"""The command `kvfix roundtrip`: its options and cells. It uses argparse, because torch alone must suffice."""
+"""The command `kvfix roundtrip`: its options and cells. It uses argparse, because it must run with torch alone."""
 
 import argparse
 import contextlib
@@ -97,14 +97,14 @@ def chosen(options: argparse.Namespace) -> Work:
 def run(options: argparse.Namespace, work: Work) -> RunReport:
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())  # with its index, because LMCache compares devices
+        device = torch.device("cuda", torch.cuda.current_device())  # LMCache compares devices, so add the index
     report = RunReport(device, options)
     with contextlib.ExitStack() as stack:
         if any(one.name != "torch" for one, _ in work):
             stack.enter_context(fixes(not options.no_fixes))
         report.skipped = {one.name: why for one, _ in work if (why := one.missing(device))}
         here = [(one, cells) for one, cells in work if one.name not in report.skipped]
-        if device.type == "cpu":  # cells are small: several threads would be slower
+        if device.type == "cpu":  # several threads would be slower, because cells are small
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         every = list(jobs(here, device, options))

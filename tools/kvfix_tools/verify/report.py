@@ -1,4 +1,4 @@
-"""The results of a run of `kvfix verify`, and the text and JSON to print. Nothing here prints them."""
+"""The results of a run of `kvfix verify`, and the text and JSON for the command to print."""
 
 import math
 import statistics
@@ -39,7 +39,7 @@ class Case:
     prompt: Prompt
     tokens: int
     computed: Reply
-    control: float | None = None  # difference between two answers without the connector, if both are clean
+    control: float | None = None  # difference of two answers without KV from the connector; None if unknown
     warm: Reply | None = None  # the answer of the warm round
     #: {mode: difference between the computed answer and the answer with KV from the connector}
     cached: dict[str, Difference] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def where(outcome: Outcome) -> str:
 
 
 def _chunks(case: Case, outcome: Outcome) -> int:
-    """Return the number of chunks from the connector. A last chunk counts even if vLLM computes its last token."""
+    """Return the number of chunks from the connector. A chunk counts even if vLLM computes the chunk's last token."""
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
@@ -265,7 +265,7 @@ def _example(outcome: Outcome) -> list[str]:
 def _known(vllm: str) -> list[str]:
     text = ["", "Next steps:"]
     with suppress(InvalidVersion):
-        if Version(vllm) >= Version("0.26"):  # packs K and V of a head in one axis
+        if Version(vllm) >= Version("0.26"):  # from 0.26 on, vLLM packs K and V of a head in one axis
             text += [
                 f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released."
                 " KVF020 fixes this:",

@@ -62,7 +62,7 @@ class Connector(Transfer):
     """A GPU connector of LMCache, and its memory objects, which are views of the host region."""
 
     def __init__(self, kind: str, check: CellCheck, buffer: bool = True) -> None:
-        """buffer: copy chunks through a buffer on the device, as the engine does by default."""
+        """buffer: True to copy chunks through a buffer on the device, which is the engine's default."""
         geometry, self.caches = as_vllm(check)
         self.connector, _ = make(CLASSES[kind], geometry, check, buffer)
         self.kind, self.count, self.chunk = kind, check.cell.count, int(check.cell.chunk)
@@ -92,7 +92,7 @@ class Connector(Transfer):
                 mover.send(objects)
             deque(mover, maxlen=0)
             return
-        # The load begins with the chunk in which the engine's own tokens end (0.5.6 vllm_v1_adapter.py).
+        # The load begins with the chunk of the first token that the engine lacks (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
         wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
         self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)
