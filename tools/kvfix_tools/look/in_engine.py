@@ -1,4 +1,4 @@
-"""The code that `kvfix attach` sends into an engine: it applies or removes the fixes between two steps of the engine.
+"""The code that `kvfix attach` sends into an engine. It applies or removes the fixes between two steps of the engine.
 
 The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
 two bytecodes (inject.py). `prepare` imports kvfix and reads the installed source. It runs earlier, in its own

@@ -1,11 +1,8 @@
-"""Backends for the installed LMCache. LMCache's operations move the bytes: compiled operations, or its torch fallback.
+"""Backends for the installed LMCache (docs/roundtrip.md). Its compiled operations or its torch fallback move the bytes.
 
-- `lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors. On the CPU they run with a stand-in for
-  `torch.cuda`, and without the assertions that a device is CUDA. The report names the stand-ins.
-- `lmcache-engine`: the V2 connector with LMCache's cache engine and CPU storage, as its vLLM adapter calls them. kvfix
-  cannot see the host memory, so it checks the loaded KV and the number of tokens that the engine returns.
-- `lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it, for whole chunks only.
-  LMCache issue 4463 does not affect this mode, so this backend shows the right result for the packed layout.
+- `lmcache-engine`: kvfix cannot see the host memory. It checks the loaded KV, and the number of tokens that the cache
+  engine returns.
+- `lmcache-mp`: LMCache issue 4463 does not affect this mode, so this backend shows the right result for packed layouts.
 """
 
 import contextlib
