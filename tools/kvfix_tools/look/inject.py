@@ -78,7 +78,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
 
 
 def _run(process: Process, folder: SharedFolder, script: str, code: str, seconds: float, is_queued: bool) -> str:
-    """Write the script, let the process run it, and return its answer. Raise FileNotFoundError if a call removed it."""
+    """Write the script, let the process run it, and return the answer. Raise FileNotFoundError if a call removed it."""
     token = f"{script}.{os.getpid()}-{time.monotonic_ns()}"
     files = [script, f"{script}.py", token, f"{token}.part", f"{token}.answer"]
     try:

@@ -76,7 +76,7 @@ class Way(NamedTuple):
 
 
 def engine_of(pid: int) -> list[Process]:
-    """Return all processes of the engine of this process; empty if the process does not exist."""
+    """Return all processes of the engine to which this process belongs; empty if the process does not exist."""
     tree = processes.tree(_root(pid))
     return with_vllm([*tree, *processes.elsewhere(tree)], pid)
 
@@ -111,7 +111,7 @@ def why_none(pid: int) -> str:
 
 
 def _root(pid: int) -> int:
-    """Return the process that started the engine: the first ancestor that vLLM or multiprocessing did not name."""
+    """Return the process that started the engine: the nearest ancestor that vLLM or multiprocessing has not started."""
     try:
         process = psutil.Process(pid)
         while (parent := process.parent()) is not None and parent.pid > 1:
@@ -209,7 +209,7 @@ class Looker:
 
 
 def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """Return "stack" and "hook" as in `engine_state`. frames: (function, file, line), innermost first."""
+    """Return "stack" and "hook" in the form of `engine_state`. frames: (function, file, line), innermost first."""
     hooks = [name for name, file, _ in frames if places.is_hook(name, file)]
     shown = [f"{name} ({'/'.join(file.split('/')[-2:])}:{line})" for name, file, line in frames]
     return {"stack": shown, "hook": hooks[-1] if hooks else ""}

@@ -65,7 +65,7 @@ class Process:
         os.pwrite(self._memory, content, address)
 
     def folder(self, path: str) -> SharedFolder:
-        """Open a folder as the process sees it, even in another container. Raise OSError, also for a link."""
+        """Open a folder as the process sees it, even in another container. Raise OSError, for example for a link."""
         return SharedFolder(self._opened(path, os.O_PATH | os.O_DIRECTORY), self.user)
 
     def _opened(self, path: str, flags: int) -> int:
@@ -112,7 +112,7 @@ class Process:
         return bool(wait and ptrace.stop(self.pid, wait, self._trap(), work))
 
     def _trap(self) -> int:
-        """Return the address of a breakpoint instruction. Raise Refused."""
+        """Return the address of a breakpoint instruction. Raise Refused if kvfix cannot use it."""
         if ptrace.MACHINE is None:
             reason = f"kvfix cannot call into a process on {platform.machine()}"
             raise Refused(reason, "Use Python 3.14 or later for the engine and for kvfix.")

@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 class Machine(NamedTuple):
-    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences of the machines."""
+    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences between types of machines."""
 
     arguments: tuple[int, ...]
     answer: int
@@ -176,7 +176,7 @@ def _call(machine: Machine, thread: int, trap: int, before: Registers, function:
 
 @contextmanager
 def _stopped(thread: int, machine: Machine) -> Iterator[Registers]:
-    """Stop the thread, yield its registers, and let it run afterwards. Raise OSError."""
+    """Stop the thread, yield its registers, and let it run afterwards. Raise OSError if ptrace fails."""
     _ptrace(_SEIZE, thread)
     try:
         _ptrace(_INTERRUPT, thread)

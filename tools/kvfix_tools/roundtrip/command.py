@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 def chosen(options: argparse.Namespace) -> Work:
     """Return the backends and their cells. Raise ValueError for wrong options.
 
-    Without --backend: the tool's own copy, LMCache and vLLM. For planted faults or races: only the tool's own copy.
+    Without --backend, kvfix tests its own copy, LMCache and vLLM; for planted faults or races, only its own copy.
     """
     is_self_test = options.inject is not None or options.race is not None
     default = ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
@@ -216,7 +216,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
-    """Return the cells of a backend, one for a whole engine. Raise ValueError for impossible sizes."""
+    """Return the cells of a backend. A whole engine is one cell. Raise ValueError for impossible sizes."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
     made = pairs(one.name, axes, options.seed)
     if options.full:

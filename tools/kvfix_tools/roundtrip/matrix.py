@@ -12,7 +12,7 @@ from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 #: Names of token counts. A number stands for itself.
 TOKENS = ("1", "block-1", "block", "block+1", "chunk-1", "chunk", "chunk+1", "prime")
 SLOTS = ("contiguous", "reversed", "random", "holes", "blocks")
-#: Tokens at the beginning of a load that the engine already has: none, a part of a block, a chunk and more.
+#: Tokens at the beginning of a load that the engine already has: none, a part of a block, more than a chunk.
 SKIPS = ("none", "part", "chunk")
 #: {axis: its values}
 AXES: dict[str, tuple[str, ...]] = {

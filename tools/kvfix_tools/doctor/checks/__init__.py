@@ -3,8 +3,8 @@
     @check("chunk-size", essential=True)
     def chunk_size(setup): ...
 
-A check yields lines `ok`, `problem` or `unchecked`, and no line if it does not apply. Its docstring becomes its row in
-the documentation. essential: if no essential check can run, the exit code is 77.
+A check yields lines `ok`, `problem` or `unchecked`, and no line if it does not apply. The function's docstring
+becomes the check's row in the documentation. essential: if no essential check can run, the exit code is 77.
 """
 
 from collections.abc import Callable, Iterator
