@@ -185,8 +185,8 @@ def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
     """Return True if LMCache cannot use the value. typed: True for YAML and JSON, False for a variable's text."""
     if value is None:
         return not optional
-    if kind == "str":
-        return typed and isinstance(value, dict | list)
+    if kind in ("str", "list[str]"):
+        return kind == "str" and typed and isinstance(value, dict | list)
     if kind == "bool":  # LMCache's _to_bool silently reads everything except true and 1 as false.
         return str(value).strip().lower() not in ("true", "false", "1", "0")
     if isinstance(value, bool):
