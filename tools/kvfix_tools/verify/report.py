@@ -209,13 +209,9 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
         f"{'prompts':33} {'from the':>9}  largest difference of a log probability",
         f"{'':33} {'connector':>9}  {'alone':>12}  {'under load':>12}",
     ]
-    for kind, cases in by_kind(outcome.cases).items():
-        sizes = [max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES]
-        marks = ["*" if judge.exceeds(size) else " " for size in sizes]
-        hits = sum(case.hits or 0 for case in cases)
-        text.append(
-            f"{len(cases):3} {kind:29} {hits:>9}  {sizes[0]:>12.3g}{marks[0]} {sizes[1]:>12.3g}{marks[1]}".rstrip()
-        )
+    for kind, row in as_json(outcome)["kinds"].items():
+        sizes = [f"{size:>12.3g}{'*' if judge.exceeds(size) else ' '}" for size in row["largest_difference"].values()]
+        text.append(f"{row['prompts']:3} {kind:29} {row['hit_tokens']:>9}  {' '.join(sizes)}".rstrip())
     text.append("* above the limit" if any(map(outcome.above, MODES)) else "")
     text += [
         f"Fresh prompts of '{each.kind}', {each.mode}: {each.differs} of {each.asked} differ;"
