@@ -83,7 +83,7 @@ def http_address(given: str, command: Command | None, host: str) -> tuple[str, i
 
 
 def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
-    """Send a GET request. Return the JSON answer; None without an answer or with another format."""
+    """Send a GET request. Return the JSON answer; None if there is no answer, an error, or no JSON."""
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
     try:
         connection.request("GET", path)

@@ -48,7 +48,7 @@ def program(name: str) -> str | None:
 
 
 def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return py-spy's threads of this process, or None and the reason."""
+    """Return (py-spy's threads of this process, ""), or (None, the reason)."""
     py_spy = program("py-spy")
     if py_spy is None:
         return None, "py-spy is not installed. Run: pip install py-spy"
@@ -66,7 +66,7 @@ def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
 
 
 def recorder(process: Process) -> tuple[str | None, str]:
-    """Return the text of the recorder file that the process writes at a signal, or None and the reason."""
+    """Return (text of the recorder file that the process writes at a signal, ""), or (None, the reason)."""
     announced = ready(process)
     if not announced:
         return None, "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"

@@ -122,7 +122,7 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
 
 @contextlib.contextmanager
 def fixes(wanted: bool) -> Iterator[None]:
-    """Apply the fixes in this process and its children, in the mode that KVFIX names, or apply none."""
+    """Apply the fixes in this process and its children, in the mode of KVFIX. Apply none if KVFIX is off."""
     try:
         import kvfix
     except ImportError:

@@ -73,7 +73,7 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
 
 
 def _is_file(setup: Setup, module: str) -> bool:
-    """Return True if this folder, or a folder of PYTHONPATH, has the module as one file."""
+    """Return True if the current folder, or a folder of PYTHONPATH, has the module as one file."""
     places = ["", *setup.environment.get("PYTHONPATH", "").split(os.pathsep)]
     return any(Path(place, *module.split(".")).with_suffix(".py").is_file() for place in places)
 
