@@ -10,7 +10,7 @@ from kvfix_tools.doctor import checks, command_line
 from kvfix_tools.doctor.checks import OK, PROBLEM, UNCHECKED, Line
 from kvfix_tools.doctor.setup import Setup
 
-_WORDS = {OK: "ok", PROBLEM: "PROBLEM", UNCHECKED: "not checked"}
+_WORDS = {PROBLEM: "PROBLEM", UNCHECKED: "not checked", OK: "ok"}  # in the order of the report
 
 
 def doctor(words: list[str], json: bool, server_http: str = "", names: bool = False) -> int:
@@ -46,12 +46,10 @@ def exit_code(lines: list[Line]) -> int:
 
 def text(lines: list[Line]) -> str:
     shown = []
-    for status in (PROBLEM, UNCHECKED, OK):
-        for line in lines:
-            if line.status == status:
-                shown.append(f"{_WORDS[status]:<11}  {line.check}: {line.what}")
-                if line.do:
-                    shown.append(f"{'':<11}      do: {line.do}")
+    for line in sorted(lines, key=lambda line: list(_WORDS).index(line.status)):
+        shown.append(f"{_WORDS[line.status]:<11}  {line.check}: {line.what}")
+        if line.do:
+            shown.append(f"{'':<11}      do: {line.do}")
     count = Counter(line.status for line in lines)
     shown.append(
         f"SUMMARY: kvfix doctor: {count[PROBLEM]} {'problem' if count[PROBLEM] == 1 else 'problems'}, "

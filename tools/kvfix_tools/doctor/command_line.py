@@ -1,4 +1,4 @@
-"""Parse a command line that starts vLLM or an LMCache server. It may set variables. Keep options that are unknown."""
+"""Parse a command line that starts vLLM or an LMCache server, and the variables that it sets. Keep unknown options."""
 
 import json
 import re
@@ -27,19 +27,14 @@ _MODULES = {
 
 
 class Command(NamedTuple):
-    """A parsed command.
+    """A parsed command."""
 
-    program: such as "vllm serve" or "lmcache server"; "" without a command. model: "" if not given.
-    options: {long name without leading dashes: value}, with "" for a switch.
-    container: True if the command starts a container (docker run).
-    """
-
-    program: str = ""
-    model: str = ""
-    options: dict[str, str] = {}
-    environment: dict[str, str] = {}
-    container: bool = False
-    executable: str = ""
+    program: str = ""  # such as "vllm serve" or "lmcache server"; "" without a command
+    model: str = ""  # "" if not given
+    options: dict[str, str] = {}  # {long name without leading dashes: value}, with "" for a switch
+    environment: dict[str, str] = {}  # the variables that the command sets
+    container: bool = False  # True if the command starts a container (docker run)
+    executable: str = ""  # the word of the command that names the program; "" for a container
 
     @property
     def serves(self) -> bool:
@@ -47,12 +42,12 @@ class Command(NamedTuple):
         return self.program.startswith("vllm")
 
     def number(self, option: str, default: int) -> int | None:
-        """Return an option as a number; None if it is not a whole number."""
+        """Return the value of an option as a number; None if the value is not a whole number."""
         value = self.options.get(option) or str(default)
         return int(value) if value.isdigit() else None
 
     def json(self, option: str) -> dict[str, Any]:
-        """Return the JSON object of an option, with the keys of `--option.key`. Raise ValueError for other text."""
+        """Return the JSON object that `--option` and all `--option.key` describe. Raise ValueError for other text."""
         value = self.options.get(option)
         loaded = json.loads(value) if value else {}
         if not isinstance(loaded, dict):
@@ -73,7 +68,7 @@ class Connector(NamedTuple):
     role: str
     extra: dict[str, Any]
     module: str  # kv_connector_module_path
-    keys: dict[str, Any]  # as the user wrote them
+    keys: dict[str, Any]  # the whole JSON object of this connector, as the user wrote it
 
     @property
     def is_v1(self) -> bool:
@@ -158,7 +153,7 @@ def _options(words: list[str], serves: bool) -> tuple[str, dict[str, str]]:
 
 
 def _is_value(word: str, name: str) -> bool:
-    """Return True if this word after an option is the option's value. A switch takes only true, false, 0 and 1."""
+    """Return True if this word is the value of the option before it. A switch takes only true, false, 0 and 1."""
     is_switch = re.fullmatch(r"(enable|disable|no|enforce|trust|skip|use|async|headless|isolated)-[^.]*", name)
     return not re.match(r"--?[A-Za-z]", word) and (not is_switch or word.lower() in ("true", "false", "0", "1"))
 

@@ -1,4 +1,4 @@
-"""The settings and server options of the installed LMCache. kvfix keeps no list, because the names change."""
+"""Read settings and server options from the source of the installed LMCache. The names change with releases."""
 
 import ast
 import json
@@ -21,17 +21,18 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: {connector: (LMCache's modules, vLLM's module)}. The modules read the keys of kv_connector_extra_config.
+#: {True for the in-process connector, False for the multi-process connector: (LMCache's modules, vLLM's module)}. The
+#: modules read the keys of kv_connector_extra_config.
 READERS = {
-    "LMCacheConnectorV1": (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
-    "LMCacheMPConnector": (
+    True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
+    False: (
         ("lmcache_mp_connector", "lmcache_mp_metadata", "mp_server_launcher", "vllm_multi_process_adapter"),
         "lmcache_mp_connector",
     ),
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
-#: {setting that allows only certain words: (module, name of the table or function in it that has the words)}
+#: {setting that allows only certain words: (module, name of the table or function of the module that lists the words)}
 _WORDS = {
     "cache_policy": ("lmcache.v1.storage_backend.cache_policy", "POLICY_MAPPING"),
     "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),
@@ -40,7 +41,7 @@ _WORDS = {
 
 
 class Definition(NamedTuple):
-    """A setting. kind: its type, e.g. a key of KINDS. converted: LMCache can convert the text of its variable."""
+    """A setting. kind: type, usually a key of KINDS. converted: True if LMCache converts the text of its variable."""
 
     name: str
     kind: str
@@ -103,13 +104,13 @@ def words(name: str, packages: Packages) -> set[str]:
     if isinstance(table, ast.Dict):
         return {str(constant(key)) for key in table.keys}
     found = {str(constant(each.comparators[0])) for each in compared(function) if isinstance(each.ops[0], ast.Eq)}
-    of_lmcache = {"builtin", "sha256_cbor_64bit"}  # in addition to vLLM's words (token_database.py 0.5.6:126-188)
+    of_lmcache = {"builtin", "sha256_cbor_64bit"}  # LMCache adds both to vLLM's words (token_database.py 0.5.6:126-188)
     return found | of_lmcache if found and module.startswith("vllm") else found
 
 
-def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
+def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
     """Return {key `lmcache.*` that the connector reads: its default, or None}; {} if its source cannot be read."""
-    modules, own = READERS[connector]
+    modules, own = READERS[is_v1]
     names = [*(f"lmcache.integration.vllm.{module}" for module in modules), f"{VLLM_CONNECTORS}.{own}"]
     keys: dict[str, Any] = {}
     for tree in filter(None, map(packages.tree, names)):
@@ -124,13 +125,13 @@ def connector_keys(connector: str, packages: Packages) -> dict[str, Any]:
             if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
                 keys[f"lmcache.mp.{each.targets[0].id}"] = constant(each.value)
     lmcache = packages.get("lmcache")
-    if lmcache and connector == "LMCacheConnectorV1":
+    if lmcache and is_v1:
         keys.update({f"lmcache.{name}": each.default for name, each in read(lmcache).known.items()})
     return keys
 
 
 class Option(NamedTuple):
-    """An option. default: None if there is none or it is unknown. choices: () if any value is allowed."""
+    """An option. default: None if it has no default or kvfix cannot read it. choices: () if any value is allowed."""
 
     default: Any
     choices: tuple[str, ...]
@@ -147,7 +148,7 @@ def server_options(lmcache: Package) -> dict[str, Option]:
         for file in sorted((lmcache.folder / place).rglob("*.py")):
             if place == "cli/commands" and file.name not in ("server.py", "base.py"):
                 continue
-            if b"add_argument(" not in file.read_bytes():  # this search is faster than parsing
+            if b"add_argument(" not in file.read_bytes():  # skip the slow parsing
                 continue
             tree = parse(file)
             for name, option in _arguments(tree) if tree else ():
@@ -175,7 +176,7 @@ def _arguments(tree: ast.Module) -> Iterator[tuple[str, Option]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the nearest known name; "" if none is near."""
+    """Return the known name that is most similar; "" if no name is similar."""
     close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
     return close[0] if close else ""
 
@@ -184,33 +185,22 @@ def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
     """Return True if LMCache cannot use the value. typed: True for YAML and JSON, False for a variable's text."""
     if value is None:
         return not optional
-    if kind == "bool":
-        # LMCache's _to_bool silently reads everything except true and 1 as false.
-        return not isinstance(value, bool) and str(value).strip().lower() not in ("true", "false", "1", "0")
-    if kind in ("int", "float"):
-        return isinstance(value, bool) or not _converts(int if kind == "int" else float, value)
-    if kind in ("list[int]", "list[float]"):
-        convert = int if kind == "list[int]" else float
-        items = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
-        return not all(_converts(convert, each) for each in items)
-    if kind == "dict":
-        return not isinstance(value, dict) and not _is_json(value)
-    return kind == "str" and typed and isinstance(value, dict | list)
-
-
-def _is_json(value: Any) -> bool:
-    """Return True if LMCache can read this text as a mapping: it expects JSON (config.py 0.5.6:382)."""
+    if kind in ("str", "list[str]"):
+        return kind == "str" and typed and isinstance(value, dict | list)
+    if kind == "bool":  # LMCache's _to_bool silently reads everything except true and 1 as false.
+        return str(value).strip().lower() not in ("true", "false", "1", "0")
+    if isinstance(value, bool):
+        return True
     try:
-        return isinstance(value, str) and (not value or isinstance(json.loads(value), dict))
-    except ValueError:
-        return False
-
-
-def _converts(convert: Any, value: Any) -> bool:
-    if convert is int and isinstance(value, float):
-        return value.is_integer()
-    try:
-        convert(value)
+        if kind == "dict":  # LMCache expects JSON in a variable (config.py 0.5.6:382)
+            return not isinstance(json.loads(value or "{}") if isinstance(value, str) else value, dict)
+        items = [value]
+        if kind.startswith("list"):
+            items = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
+        for each in items:
+            if "int" in kind and isinstance(each, float) and not each.is_integer():
+                return True
+            (int if "int" in kind else float)(each)
     except (ValueError, TypeError):
-        return False
-    return True
+        return True
+    return False

@@ -49,18 +49,15 @@ for name in targets:
 
 
 class Tried(NamedTuple):
-    """The result. torch: facts about torch; None if it cannot be imported.
+    """The result of loading the compiled extensions."""
 
-    errors: {library or module: error; "" if it loads}. why: the reason if the whole test failed.
-    """
-
-    torch: dict[str, Any] | None
-    errors: dict[str, str]
-    why: str
+    torch: dict[str, Any] | None  # facts about torch; None if torch cannot be imported
+    errors: dict[str, str]  # {library or module: error; "" if it loads}
+    why: str  # the reason if no library was tried, or not all of them; else ""
 
 
 def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:
-    """Import torch, then open each library and import each module. places: folders at the front of the child's path."""
+    """Import torch, then open each library and import each module. places: first folders of the child's sys.path."""
     targets = [*map(str, libraries), *modules]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
@@ -86,17 +83,10 @@ def attempt(places: list[str], libraries: list[Path], modules: list[str], limit:
             torch, why = reported["torch"], reported.get("error", "")
         elif reported:
             crashed = reported.get("signal")
-            errors[reported["name"]] = f"crashed with {_signal(crashed)}" if crashed else reported["error"]
+            errors[reported["name"]] = f"crashed with {signal.Signals(crashed).name}" if crashed else reported["error"]
     if late:
         why = f"not done after {limit:g} s"
     elif torch is None and not why:
-        why = f"import torch crashed with {_signal(-code)}" if code < 0 else f"import torch ended the process ({code})"
+        end = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended the process ({code})"
+        why = f"import torch {end}"
     return Tried(torch, errors, why)
-
-
-def _signal(number: int) -> str:
-    """Return the name of the signal, or its number if it has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

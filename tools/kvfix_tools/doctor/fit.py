@@ -1,6 +1,7 @@
 """Check that two packages work together: find missing imports, and arguments that a function does not accept."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from inspect import Parameter, Signature
@@ -24,7 +25,7 @@ class _Import(NamedTuple):
 
 
 def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
-    """Check a module, and the modules of its package that it imports, against `other`. start: (package, module)."""
+    """Return imports and calls of `other` that fail. start: (package, module). Follow imports inside the package."""
     package, first = start
     found, seen, waiting = list[Misfit](), set[str](), [first]
     while waiting:
@@ -53,8 +54,8 @@ def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
 def _imports(body: list[ast.stmt], package: Package, other: Package, inside: bool) -> Iterator[_Import]:
     """Yield the imports that Python runs when it runs these statements.
 
-    If an import in a `try` fails, and the `except` part catches this without raising, yield the imports of the `except`
-    part instead. inside: also imports in `__init__` and `if`.
+    If an import in a `try` fails and the `except` part does not raise, yield the imports of the `except` part instead.
+    inside: also yield imports in `__init__` and `if`.
     """
     for node in body:
         if isinstance(node, ast.Import):
@@ -91,11 +92,8 @@ def _is_of(each: _Import, package: Package) -> bool:
 
 
 def _catches(handler: ast.ExceptHandler) -> bool:
-    if handler.type is None:
-        return True
-    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    catching = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
-    return any(ast.unparse(each).rpartition(".")[2] in catching for each in types)
+    types = ast.unparse(handler.type) if handler.type is not None else "BaseException"
+    return re.search(r"\b(ImportError|ModuleNotFoundError|Exception|BaseException)\b", types) is not None
 
 
 def _lacks(each: _Import, package: Package) -> str:
@@ -136,7 +134,7 @@ def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) 
         if signature is None or any(isinstance(each, ast.Starred) for each in node.args):
             continue
         keywords = {each.arg: each.value for each in node.keywords if each.arg is not None}
-        if len(keywords) == len(node.keywords):  # there is no **
+        if len(keywords) == len(node.keywords):  # the call has no `**`
             try:
                 signature.bind(*node.args, **keywords)
             except TypeError as error:

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class Memory(NamedTuple):
-    """limit: memory that all processes may use together; None if unknown. source: the container or the machine."""
+    """limit: memory that all processes may use together; None if unknown. source: "this machine" or the container."""
 
     limit: int | None
     available: int | None

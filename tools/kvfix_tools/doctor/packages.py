@@ -50,11 +50,6 @@ class Package(NamedTuple):
         file = self.file(module)
         return parse(file) if file else None
 
-    def text(self, module: str) -> str:
-        """Return the source of the module; "" if there is none."""
-        file = self.file(module)
-        return file.read_text(encoding="utf-8", errors="replace") if file else ""
-
     def found(self, folder: str, pattern: str) -> set[str]:
         """Return the matches of a pattern in the source files of a folder of the package."""
         texts = (file.read_text(encoding="utf-8", errors="replace") for file in (self.folder / folder).glob("*.py"))
@@ -62,7 +57,7 @@ class Package(NamedTuple):
 
 
 class Packages:
-    """The packages of this Python, or of other folders like site-packages. places: the folders; None: this Python."""
+    """Installed packages. places: folders like site-packages to search; None: search the packages of this Python."""
 
     def __init__(self, places: list[str] | None = None) -> None:
         self.places = places
@@ -78,9 +73,10 @@ class Packages:
         return package.tree(module) if package else None
 
     def text(self, module: str) -> str:
-        """Return the source of a module of any package; "" if it is not installed."""
+        """Return the source of a module; "" if it is not installed."""
         package = self.get(module.partition(".")[0])
-        return package.text(module) if package else ""
+        file = package.file(module) if package else None
+        return file.read_text(encoding="utf-8", errors="replace") if file else ""
 
     def _find(self, name: str) -> Package | None:
         if self.places is None:
@@ -107,22 +103,16 @@ def constant(node: ast.expr | None) -> Any:
 def assigned(tree: ast.AST | None, name: str) -> ast.expr | None:
     """Return the expression that a module or class assigns to a name at its top level; None if there is no tree."""
     for node in getattr(tree, "body", ()):
-        if isinstance(node, ast.Assign) and any(
-            isinstance(each, ast.Name) and each.id == name for each in node.targets
-        ):
-            return node.value
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        if isinstance(node, ast.Assign | ast.AnnAssign) and name in [getattr(each, "id", "") for each in targets]:
             return node.value
     return None
 
 
 def defined(tree: ast.AST | None, name: str) -> ast.ClassDef | ast.FunctionDef | None:
     """Return the last class or function of this name in a module or class; None if there is no tree."""
-    found = None
-    for node in getattr(tree, "body", ()):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            found = node
-    return found
+    nodes = (node for node in getattr(tree, "body", ()) if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return {node.name: node for node in nodes}.get(name)
 
 
 def compared(function: ast.AST | None) -> list[ast.Compare]:

@@ -1,4 +1,4 @@
-"""The LMCache servers: options from a command line on this machine, or options and L1 from HTTP (http_apis 0.5.6)."""
+"""Facts about LMCache servers, from their command lines on this machine and from their HTTP port (http_apis 0.5.6)."""
 
 import contextlib
 import http.client
@@ -34,7 +34,7 @@ class Address(NamedTuple):
 
 
 def addresses(connector: Connector) -> list[Address]:
-    """Return the addresses in server_urls, else host and port, as lmcache_mp_connector.py 0.5.6:627-648 reads them."""
+    """Return the addresses in server_urls, or else host and port (as in lmcache_mp_connector.py 0.5.6:627-648)."""
     urls = connector.extra.get("lmcache.mp.server_urls")
     if isinstance(urls, str):
         urls = urls.split(",")
@@ -83,7 +83,7 @@ def http_address(given: str, command: Command | None, host: str) -> tuple[str, i
 
 
 def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
-    """Send a GET request. Return the JSON answer; None without an answer or with another format."""
+    """Send a GET request. Return the JSON answer; None if there is no answer, an error, or no JSON."""
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
     try:
         connection.request("GET", path)
@@ -105,7 +105,7 @@ class Server(NamedTuple):
 
 
 def inspect(each: Address, http_given: str) -> Server:
-    """Read whether the server answers, its options and its release. http_given: value of --server-http."""
+    """Find out if the server answers. If it does, read its options and release. http_given: value of --server-http."""
     why_not = "the address has no port" if each.port is None else connects(each.host, each.port)
     if each.port is None or why_not:
         return Server(each, why_not, {}, "")

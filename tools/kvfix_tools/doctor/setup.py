@@ -35,7 +35,7 @@ _FOR_PROCESSORS = {"_C", "_C_AVX512", "_C_AVX2"}
 
 
 def _for_processor(files: list[Path], flags: set[str]) -> str:
-    """Return the build that vLLM loads (vllm/platforms/cpu.py 0.32.0:633-665). A wheel may have only `_C`."""
+    """Return the build that vLLM loads (vllm/platforms/cpu.py 0.32.0:633-665). Some wheels have only `_C`."""
     built = {file.name.partition(".")[0] for file in files}
     if "_C_AVX2" not in built or not flags:  # built for a GPU, or for a processor other than x86
         return "_C"
@@ -54,12 +54,10 @@ class Setup:
         limit: float = extensions.LIMIT,
         server_http: str = "",
     ) -> None:
-        """Keep the inputs. Most facts are read on first use.
+        """Keep the inputs. kvfix reads most facts on first use.
 
-        environment: of this process. Variables in the command override it. A container has only the variables in the
-        command.
-        limit: seconds for loading the compiled extensions.
-        server_http: address of the LMCache server's HTTP port.
+        environment: of this process. The command's variables override it. A container has only the command's variables.
+        limit: seconds for loading the compiled extensions. server_http: address of the LMCache server's HTTP port.
         """
         self.command = command or Command()
         self.in_container = self.command.container  # kvfix cannot look into the container
@@ -141,7 +139,7 @@ class Setup:
 
     @cached_property
     def settings(self) -> list[Setting]:
-        """Settings of the in-process connector. The last of a name wins. Variables with unknown names are left out."""
+        """Settings of the in-process connector. For equal names the last value wins. Unknown variables are left out."""
         found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
         for name in (*self.definitions.known, *self.definitions.aliases):
             spelled = f"LMCACHE_{name.upper()}"
@@ -198,7 +196,7 @@ class Setup:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """config.json of the model on this machine, or {}. Keys of a multi-modal model's `text_config` come first."""
+        """config.json of the model on this machine, or {}. In a multi-modal model, the keys of `text_config` win."""
         name = "" if self.in_container else self.command.model
         for file in self._model_files(name) if name else ():
             try:

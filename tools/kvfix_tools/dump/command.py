@@ -14,18 +14,17 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """Return 0 if the bundle was written, 2 if it or the process is missing, 77 if no process could be read."""
+    """Return 0 if the bundle was written, 2 if this failed or the process does not exist, 77 if nothing was read."""
     tree = processes.tree(pid)
     if not tree:
         return screen.error(f"kvfix dump: there is no process {pid}")
     tree += processes.elsewhere(tree)
     print(f"reading stacks and recorders of {len(tree)} processes ...", file=sys.stderr)
-    gathered = gather.gather(tree)
-    rows = [_row(each) for each in gathered]
+    rows, files = gather.gather(tree)
     name = f"kvfix-dump-{pid}-{time.strftime('%Y%m%dT%H%M%S')}"
     bundle = out / f"{name}.tar.gz"
     try:
-        _write(bundle, name, gathered, rows)
+        _write(bundle, name, tree, rows, files)
     except OSError as error:
         return screen.error(f"kvfix dump: {bundle}: {error.strerror}")
     if json:
@@ -33,22 +32,7 @@ def dump(pid: int, out: Path, json: bool) -> int:
     else:
         print(_summary(rows), end="")
         print(f"Bundle: {bundle}")
-    return 0 if any(map(_is_read, gathered)) else 77
-
-
-def _is_read(of: gather.Gathered) -> bool:
-    return of.stacks is not None or of.recorder is not None
-
-
-def _row(of: gather.Gathered) -> dict[str, Any]:
-    process = of.process
-    return {
-        **{name: getattr(process, name) for name in ("pid", "parent", "name", "state", "threads")},
-        "ranks": gather.ranks(of),
-        "hook": gather.where(of) if _is_read(of) else None,
-        "stacks": of.why_no_stacks or f"stacks-{process.pid}.json",
-        "recorder": of.why_no_recorder or f"recorder-{process.pid}.jsonl",
-    }
+    return 77 if all(row["hook"] is None for row in rows) else 0
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
@@ -62,17 +46,15 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(bundle: Path, name: str, gathered: list[gather.Gathered], rows: list[dict[str, Any]]) -> None:
+def _write(
+    bundle: Path, name: str, tree: list[processes.Process], rows: list[dict[str, Any]], files: dict[str, str]
+) -> None:
     parts = {
         "summary.txt": _summary(rows),
-        "processes.json": jsonlib.dumps([each.process._asdict() for each in gathered], indent=2),
+        "processes.json": jsonlib.dumps([process._asdict() for process in tree], indent=2),
         "status.json": jsonlib.dumps([row._asdict() for row in kvfix.status()], indent=2),
+        **files,
     }
-    for each in gathered:
-        if each.stacks is not None:
-            parts[f"stacks-{each.process.pid}.json"] = jsonlib.dumps(each.stacks, indent=1)
-        if each.recorder is not None:
-            parts[f"recorder-{each.process.pid}.jsonl"] = each.recorder
     bundle.touch(0o600, exist_ok=False)
     try:
         with tarfile.open(bundle, "w:gz") as archive:
@@ -81,6 +63,6 @@ def _write(bundle: Path, name: str, gathered: list[gather.Gathered], rows: list[
                 entry = tarfile.TarInfo(f"{name}/{part}")
                 entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                 archive.addfile(entry, io.BytesIO(content))
-    except BaseException:  # e.g. the disk is full: an incomplete bundle is of no use
+    except BaseException:  # for example, the disk is full: remove the incomplete bundle
         bundle.unlink()
         raise

@@ -10,7 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvfix.engine_state.places import HOOKS
 from kvfix_tools import recording
@@ -19,19 +19,27 @@ from kvfix_tools.dump.processes import Process, own_text, ready
 STACKS, RECORDER = 20, 5.0  # time limits in seconds: for the stacks and for the recorder of one process
 
 
-class Gathered(NamedTuple):
-    process: Process
-    stacks: list[dict[str, Any]] | None  # py-spy's threads
-    why_no_stacks: str
-    recorder: str | None  # text of the recorder file
-    why_no_recorder: str
+def gather(tree: list[Process]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return (a row of the summary for each process, {file of the bundle: its text}).
 
-
-def gather(tree: list[Process]) -> list[Gathered]:
-    """Read all processes. Read recorders before stacks, because a process that py-spy has stopped does not answer."""
+    Recorders are read before stacks, because a process that py-spy has stopped does not answer.
+    """
     with ThreadPoolExecutor(max(1, len(tree))) as pool:
         recorded = list(pool.map(recorder, tree))
-    return [Gathered(process, *stacks(process.pid), *read) for process, read in zip(tree, recorded, strict=True)]
+    rows, files = [], {}
+    for process, (text, why_no_recorder) in zip(tree, recorded, strict=True):
+        stacks_file, recorder_file = f"stacks-{process.pid}.json", f"recorder-{process.pid}.jsonl"
+        threads, why_no_stacks = stacks(process.pid)
+        if threads is not None:
+            files[stacks_file] = json.dumps(threads, indent=1)
+        if text is not None:
+            files[recorder_file] = text
+        connectors, is_read = _connectors(text or ""), threads is not None or text is not None
+        row = {name: getattr(process, name) for name in ("pid", "parent", "name", "state", "threads")}
+        row |= {"ranks": ranks(connectors), "hook": where(threads or [], connectors) if is_read else None}
+        row |= {"stacks": why_no_stacks or stacks_file, "recorder": why_no_recorder or recorder_file}
+        rows.append(row)
+    return rows, files
 
 
 def program(name: str) -> str | None:
@@ -40,7 +48,7 @@ def program(name: str) -> str | None:
 
 
 def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return py-spy's threads of this process, or None and the reason."""
+    """Return (py-spy's threads of this process, ""), or (None, the reason)."""
     py_spy = program("py-spy")
     if py_spy is None:
         return None, "py-spy is not installed. Run: pip install py-spy"
@@ -58,7 +66,7 @@ def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
 
 
 def recorder(process: Process) -> tuple[str | None, str]:
-    """Return the text of the recorder file that the process writes at a signal, or None and the reason."""
+    """Return (text of the recorder file that the process writes at a signal, ""), or (None, the reason)."""
     announced = ready(process)
     if not announced:
         return None, "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
@@ -85,19 +93,19 @@ def _files(process: Process) -> set[Path]:
     return set(Path(process.directory).glob(f"kvfix-{process.pid}-*-signal.jsonl"))
 
 
-def ranks(of: Gathered) -> list[str]:
-    """Return the roles of a process from its recorder, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2"."""
+def ranks(connectors: list[dict[str, Any]]) -> list[str]:
+    """Return the roles of a process's connectors, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2"."""
     found = set()
-    for line in _connectors(of):
+    for line in connectors:
         if line.get("engine"):
             rank = f"rank {line['rank']} of {line['ranks']}" if line["role"] == "WORKER" else "scheduler"
             found.add(f"{rank} of {line['engine']}")
     return sorted(found)
 
 
-def _connectors(of: Gathered) -> list[dict[str, Any]]:
+def _connectors(recorder: str) -> list[dict[str, Any]]:
     try:
-        return list(recording.parsed("recorder", (of.recorder or "").encode().splitlines()).connectors.values())
+        return list(recording.parsed("recorder", recorder.encode().splitlines()).connectors.values())
     except ValueError:
         return []
 
@@ -110,15 +118,15 @@ def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return []
 
 
-def where(of: Gathered) -> str:
+def where(threads: list[dict[str, Any]], connectors: list[dict[str, Any]]) -> str:
     """Return the connector hook in which the process is, for how long and at which line; "" outside of all hooks."""
-    frames = main_frames(of.stacks or [])
+    frames = main_frames(threads)
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
-    inside = [each for each in _connectors(of) if each.get("inside")]
+    inside = [each for each in connectors if each.get("inside")]
     if inside:  # the innermost hook began last
         last = min(inside, key=lambda each: each["seconds"])
         return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
     for frame in frames:
-        if frame["name"].rpartition(".")[2] in HOOKS:  # from Python 3.11 on, py-spy puts the class before the name
+        if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy writes "Class.name" from Python 3.11 on
             return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"
     return ""

@@ -22,7 +22,7 @@ class Process(NamedTuple):
     began: int  # clock ticks after boot
     threads: int
     command: list[str]
-    settings: dict[str, str]  # from its environment at the start
+    settings: dict[str, str]  # from the environment with which the process started
     owner: int  # user id
     directory: str  # the folder for its recorder files
 
@@ -30,8 +30,8 @@ class Process(NamedTuple):
 def tree(pid: int) -> list[Process]:
     """Return this process and all its descendants, parents first. Empty if the process does not exist.
 
-    vLLM names its processes (setproctitle), which overwrites a part of the environment that /proc shows. The parent's
-    settings replace the missing ones. Ray sets the environment of a worker after its start, so /proc does not show it.
+    vLLM names its processes (setproctitle), which overwrites a part of the environment that /proc shows. The missing
+    settings are taken from the parent. Ray sets the environment of a worker after its start, so /proc does not show it.
     For Ray's workers, kvfix takes the folder from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
     """
     try:
@@ -50,7 +50,7 @@ def tree(pid: int) -> list[Process]:
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:
-    """Return the engine's processes on this node outside of its tree: Ray's workers are children of a raylet."""
+    """Return the engine's processes on this node that `tree` lacks, such as Ray's workers, the children of a raylet."""
     engines = {engine for process in tree for engine in ready(process).get("engines", ())}
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):
@@ -67,7 +67,7 @@ def elsewhere(tree: list[Process]) -> list[Process]:
 
 
 def ready(process: Process) -> dict[str, Any]:
-    """Return the content of the file with which a process announces that it answers `kvfix dump`; empty without one."""
+    """Return the content of the file by which a process announces that it answers `kvfix dump`; {} without a file."""
     try:
         announced = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
     except (OSError, ValueError):
@@ -93,7 +93,7 @@ def _described(pid: int) -> Process | None:
         return None
     try:
         shown = psutil.Process(pid).as_dict(["ppid", "name", "num_threads", "cmdline", "uids"])
-        # From field 3 of proc_pid_stat on: psutil has neither the kernel's state letter nor the start in ticks.
+        # Fields 3 and later of proc_pid_stat. psutil has neither the kernel's state letter nor the start in ticks.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (psutil.NoSuchProcess, OSError):
         return None
@@ -116,7 +116,7 @@ def _described(pid: int) -> Process | None:
 
 
 def _own_folder(shared: str, owner: int) -> str:
-    """Return the folder of a user as connector_events/recorder.py names it."""
+    """Return the folder that connector_events/recorder.py makes for this user."""
     return os.path.join(shared, f"kvfix-{owner}")
 
 

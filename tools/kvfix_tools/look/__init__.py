@@ -1,1 +1,1 @@
-"""`kvfix look`, `attach` and `detach`: read and patch a running engine, started with kvfix or without."""
+"""`kvfix look`, `attach` and `detach`: read and patch a running engine. The engine may have started without kvfix."""

@@ -14,11 +14,11 @@ from kvfix_tools import screen
 from kvfix_tools.dump import processes
 from kvfix_tools.look import in_engine, inject, looking
 
-#: Seconds for a main thread to reach a bytecode. Seconds between two tries while a process is inside a step.
+#: Maximum seconds until a main thread reaches a bytecode. Seconds between two tries while a process is inside a step.
 _SECONDS, _PAUSE = 5.0, 0.03
 
-#: The code that runs in each process. Importing kvfix takes a second, so a new thread imports it, once. `source` is
-#: the text of in_engine.py. It runs once, as a module that stays in the process.
+#: The code that runs in each process. A new thread imports kvfix, because the import takes a second. `source` is the
+#: text of in_engine.py. The thread runs this text once, as a module that stays in the process.
 _CODE = """
 import json, sys
 def prepare(held, folder, version):
@@ -67,7 +67,7 @@ class _Engine:
         self._until = time.monotonic() + wait
 
     def ask(self, pids: list[int], what: str, *arguments: Any, until: tuple[str, ...]) -> None:
-        """Ask each process again until its state is one of `until`, its answer is final, or the time is up."""
+        """Ask each process repeatedly, until its state is in `until` or cannot change any more, or the time is over."""
         left = list(pids)
         while left:
             for pid in list(left):
@@ -79,7 +79,7 @@ class _Engine:
             time.sleep(_PAUSE if left else 0)
 
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """Ask one process once. State "without": no vLLM, LMCache or kvfix there, no Python, or it has ended."""
+        """Ask once. The state "without" means: no vLLM, LMCache or kvfix, no Python, or the process has ended."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         source = inspect.getsource(in_engine)
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)
@@ -103,7 +103,7 @@ class _Engine:
 def attach(
     pid: int, mode: str, only: list[str] | None, idle: bool, wait: float, json: bool, plus: list[str] | None = None
 ) -> int:
-    """Apply the fixes. Return 0 if every process has its fixes, else 1; 2 for wrong usage, 77 if not allowed."""
+    """Apply the fixes. Return 0 if every process has them, 1 if not, 2 for wrong usage, 77 if kvfix may not trace."""
     try:
         config = Config(mode, only, None, plus=plus)
         if mode == "strict":

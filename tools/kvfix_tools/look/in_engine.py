@@ -1,8 +1,8 @@
-"""The code that `kvfix attach` sends into an engine: it applies or removes the fixes between two steps of the engine.
+"""The code that `kvfix attach` sends into an engine. It applies or removes the fixes between two steps of the engine.
 
 The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
-two bytecodes (inject.py). `prepare` runs earlier, in its own thread, because it would delay the engine: it imports
-kvfix and reads the installed source.
+two bytecodes (inject.py). `prepare` imports kvfix and reads the installed source. It runs earlier, in its own
+thread, because it would delay the engine.
 """
 
 import os
@@ -16,7 +16,7 @@ from kvfix.engine_state import places
 from kvfix.fixes.record import AT_START, NEW_REQUESTS, Fix
 from kvfix.session import session
 
-#: attach and detach change nothing while certain functions in these files (see `_unsafe`) are on any thread's stack.
+#: attach and detach change nothing while a thread runs certain functions (see `_unsafe`) of files with these names.
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/__init__.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
@@ -47,11 +47,9 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
     """Activate this configuration if the process is at a safe point. Return `state`: "attached", "unsafe" or "busy".
 
     idle: attach only without requests. The answer has the ids of the scheduler's requests. kvfix passes these ids to
-    `attached` in the other processes. Raises ValueError for a configuration that cannot be attached.
+    `attached` in the other processes. Raises ValueError if the engine's environment switches kvfix off.
     """
     config = Config.parse(text)
-    if config.mode == "strict":
-        raise ValueError("mode strict ends the engine at a violation, so kvfix cannot attach with it. Use mode check")
     if Config.is_off(os.environ.get(activation.ENV)):
         raise ValueError(f"{activation.ENV}=off is set in the environment of the engine")
     where, scheduler, requests = _unsafe(), _scheduler(), list[str]()
@@ -76,7 +74,7 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
 
 
 def attached(before: list[str]) -> dict[str, Any]:
-    """Tell a worker the ids of the requests that the scheduler had when its process was attached."""
+    """Tell a worker the ids of the requests that the scheduler had at the time of `attach`."""
     if isinstance(session.before, _Everything):
         session.before = frozenset(before)
     return {"state": "attached"}
@@ -158,7 +156,7 @@ def _scheduler() -> Any:
 
 
 def watch_connectors() -> None:
-    """Watch the classes of existing connectors. vLLM does not call its factory, which kvfix wraps, for them again."""
+    """Watch the classes of existing connectors. kvfix wraps vLLM's factory, but vLLM has already called it for them."""
     from kvfix import connector_events
 
     base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)

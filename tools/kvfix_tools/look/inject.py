@@ -1,11 +1,11 @@
-"""Run code in the main thread of another Python process, between two of its bytecodes.
+"""Run code in the main thread of another Python process, between two bytecodes of the thread.
 
 Between two bytecodes, Python makes the calls in its queue of pending calls (`Py_AddPendingCall`). Adding a call takes
 one short lock, but neither the GIL nor memory, so it is safe wherever the thread has stopped. The pending call is
 `PyRun_SimpleString` with a line that executes a file. Python 3.14 has `sys.remote_exec` for this (PEP 768).
 
 A thread that waits in a system call (a lock, a socket) reaches no bytecode. If the thread waits without the GIL, kvfix
-makes it take the GIL and run the line, as a callback from C does. kvfix maps one page of memory for the lines.
+makes the thread take the GIL and run the line, as a callback from C does. kvfix maps one page of memory for the lines.
 """
 
 import os
@@ -22,7 +22,7 @@ from kvfix_tools.look.shared_folder import SharedFolder
 
 __all__ = ["FAILED", "Refused", "Silent", "run"]
 
-#: Prefix of an answer that is an error which the code raised.
+#: Prefix of an answer if the code has raised an error. The rest of the answer is the error.
 FAILED = "failed: "
 #: Address of the page in each process (free in all layouts of x86-64 and aarch64), number and size of the page's slots.
 _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
@@ -54,7 +54,7 @@ else:
     os.rename(answer, token + ".answer")
 """
 #: After a timeout the call is still in the queue, so this text replaces the script. It clears the path in the page, and
-#: may remove the script of a later caller. A later caller notices both.
+#: removes the script, even if a later caller has written a new one. The later caller notices both.
 _GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{script!r}})"
 
 
@@ -78,7 +78,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
 
 
 def _run(process: Process, folder: SharedFolder, script: str, code: str, seconds: float, is_queued: bool) -> str:
-    """Write the script, let the process run it, and return its answer. Raise FileNotFoundError if a call removed it."""
+    """Write the script, let the process run it, and return the answer. Raise FileNotFoundError if a call removed it."""
     token = f"{script}.{os.getpid()}-{time.monotonic_ns()}"
     files = [script, f"{script}.py", token, f"{token}.part", f"{token}.answer"]
     try:

@@ -22,12 +22,12 @@ from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
 PATIENCE = 4.0  # seconds for a main thread to reach a bytecode, longer than LMCache's scheduler waits for a lookup
-#: Patterns of a library of vLLM or LMCache in the memory maps of a process, and of vllm or lmcache in its command.
+#: Patterns that identify a process of vLLM or LMCache: a mapped library, and a word of the command.
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
 INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
-#: The answer of a process that does not have the modules of kvfix.engine_state yet. kvfix sends the modules once. They
-#: stay in the process under a private name.
+#: The answer of a process that does not have the modules of kvfix.engine_state yet. kvfix sends the modules once, and
+#: they stay in the process under a private name.
 MISSING = "null"
 #: The package itself ("") is last, because it imports the other modules.
 _MODULES = ("places", "reader", "lmcache_readers", "scheduler", "")
@@ -66,7 +66,7 @@ with open(ANSWER, "w") as file:
 
 
 class Way(NamedTuple):
-    """How kvfix read a process. reason: why not from inside. setting: what the user can change about this."""
+    """How kvfix read a process. reason: why kvfix could not read it from inside. setting: what the user can change."""
 
     pid: int
     name: str
@@ -76,13 +76,13 @@ class Way(NamedTuple):
 
 
 def engine_of(pid: int) -> list[Process]:
-    """Return all processes of the engine of this process; empty if the process does not exist."""
+    """Return all processes of the engine to which this process belongs; empty if the process does not exist."""
     tree = processes.tree(_root(pid))
     return with_vllm([*tree, *processes.elsewhere(tree)], pid)
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, without kvfix's own process. This stops no process.
+    """Return the processes that have loaded vLLM or LMCache, except for kvfix's own process. This stops no process.
 
     A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
     """
@@ -111,7 +111,7 @@ def why_none(pid: int) -> str:
 
 
 def _root(pid: int) -> int:
-    """Return the process that started the engine: the first ancestor that vLLM or multiprocessing did not name."""
+    """Return the process that started the engine: the nearest ancestor that vLLM or multiprocessing has not started."""
     try:
         process = psutil.Process(pid)
         while (parent := process.parent()) is not None and parent.pid > 1:
@@ -137,11 +137,11 @@ def _may_have_vllm(process: Process, maps: str) -> bool:
     """Return True if PyTorch is loaded. Helper processes of multiprocessing, which run no engine, do not count."""
     if any("resource_tracker" in word or "forkserver import main" in word for word in process.command):
         return False
-    return not maps or "/libtorch" in maps  # if kvfix may not read the maps, the look shows the reason
+    return not maps or "/libtorch" in maps  # without maps kvfix has no right to read, and the look shows why
 
 
 def _recorded(process: Process) -> dict[str, Any] | None:
-    """Return the state that kvfix inside the process writes at a signal, in modes that record. This needs no ptrace."""
+    """Return the state that kvfix inside the process writes at a signal, if its mode records. This needs no ptrace."""
     text, _ = gather.recorder(process)
     lines = [json.loads(line) for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
     return {**lines[-1], "name": process.name} if lines else None
@@ -149,7 +149,7 @@ def _recorded(process: Process) -> dict[str, Any] | None:
 
 @cache
 def _sources() -> tuple[str, list[tuple[str, str]]]:
-    """Return (package name with a digest of the code, [(module, its code)])."""
+    """Return (name of the package in the process, which has a digest of the code; [(module, its code)])."""
     folder = Path(kvfix.engine_state.__file__).parent
     texts = [(each, (folder / f"{each or '__init__'}.py").read_text(encoding="utf-8")) for each in _MODULES]
     return f"_kvfix_engine_state_{hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]}", texts
@@ -209,7 +209,7 @@ class Looker:
 
 
 def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """Return "stack" and "hook" as in `engine_state`. frames: (function, file, line), innermost first."""
+    """Return "stack" and "hook" in the form of `engine_state`. frames: (function, file, line), innermost first."""
     hooks = [name for name, file, _ in frames if places.is_hook(name, file)]
     shown = [f"{name} ({'/'.join(file.split('/')[-2:])}:{line})" for name, file, line in frames]
     return {"stack": shown, "hook": hooks[-1] if hooks else ""}

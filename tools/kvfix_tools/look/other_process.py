@@ -1,4 +1,4 @@
-"""Another Python process: its memory, its files, the addresses of its functions."""
+"""Access another Python process: its memory, its files, and its functions."""
 
 import os
 import platform
@@ -19,12 +19,12 @@ OTHER_NAMESPACE = (
     "--pid=container:NAME."
 )
 _CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")  # names of the files whose functions kvfix calls
-#: Name under which the tables of functions list a breakpoint instruction.
+#: Name for a breakpoint instruction in the tables of functions (`_exported`).
 TRAP = "breakpoint instruction"
 
 
 class Process:
-    """Another process, which kvfix may trace. Raise Refused if kvfix may not."""
+    """Another process. The constructor raises Refused if kvfix may not trace the process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -65,7 +65,7 @@ class Process:
         os.pwrite(self._memory, content, address)
 
     def folder(self, path: str) -> SharedFolder:
-        """Open a folder as the process sees it, even in another container. Raise OSError, also for a link."""
+        """Open a folder as the process sees it, even in another container. Raise OSError, for example for a link."""
         return SharedFolder(self._opened(path, os.O_PATH | os.O_DIRECTORY), self.user)
 
     def _opened(self, path: str, flags: int) -> int:
@@ -92,10 +92,10 @@ class Process:
         ptrace.stop(self.pid, "", self._trap(), lambda call: call(address, *arguments))
 
     def run_waiting(self, line: int) -> bool:
-        """Run a line of Python in the main thread if the thread waits in a system call without the GIL. True if it ran.
+        """Run a line of Python in the main thread if the thread waits without the GIL. Return True if the line ran.
 
         A thread in a long wait without the GIL holds no lock of malloc or Python, so it may take the GIL. A thread that
-        has left the wait may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython). It would then wait for itself.
+        has left the wait may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and would wait for itself.
         """
         names = "PyGILState_Check", "PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release"
         check, ensure, run, release = map(self.address, names)
@@ -112,7 +112,7 @@ class Process:
         return bool(wait and ptrace.stop(self.pid, wait, self._trap(), work))
 
     def _trap(self) -> int:
-        """Return the address of a breakpoint instruction. Raise Refused."""
+        """Return the address of a breakpoint instruction. Raise Refused if kvfix cannot use it."""
         if ptrace.MACHINE is None:
             reason = f"kvfix cannot call into a process on {platform.machine()}"
             raise Refused(reason, "Use Python 3.14 or later for the engine and for kvfix.")
@@ -147,7 +147,7 @@ class Process:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-#: {pid: process}, read once for all looks, because a process with CUDA has thousands of mappings.
+#: {pid: process}. kvfix reads a process once for all looks, because a process with CUDA has thousands of mappings.
 _PROCESSES: dict[int, Process] = {}
 
 
@@ -173,7 +173,7 @@ def _mapped_files(process: Path) -> dict[str, int]:
     return found
 
 
-#: {(device, inode, time) of a file: result of `_exported`}. A cache, because an engine's processes share their files.
+#: {(device, inode, time) of a file: result of `_exported`}. A cache: an engine's processes use the same files.
 _SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 

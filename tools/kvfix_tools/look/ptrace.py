@@ -2,7 +2,7 @@
 
 ptrace stops only this thread, without a signal. Afterwards all registers are restored, including vector registers,
 because the thread may be inside a computation. kvfix writes only a return address below the thread's stack: the address
-of a breakpoint instruction that the process's code already has. The thread stops there again.
+of a breakpoint instruction in the process's own code. When the function returns, the thread stops at this instruction.
 
 The tracing process must stay alive. Without it the thread hits the breakpoint, and the process dies. So each call has
 its own tracing process, which completes the call if the user ends kvfix.
@@ -46,15 +46,15 @@ class Refused(Exception):
 
 
 class Machine(NamedTuple):
-    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences of the machines."""
+    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences between types of machines."""
 
     arguments: tuple[int, ...]
     answer: int
     place: int  # the program counter
     stack: int
     flags: int
-    number: int  # of a system call
-    called: tuple[int, ...]  # arguments of a system call
+    number: int  # register with the number of a system call
+    called: tuple[int, ...]  # registers with the arguments of a system call
     forgets: bool  # True if a system call number of -1 stops the kernel from restarting a system call
     returns: int | None  # the return address; None if it is on the stack
     vectors: int  # the register set with all vector registers
@@ -81,7 +81,7 @@ class _Vector(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-#: Work in a stopped thread. Its argument is a function that calls a C function there: call(address, *arguments).
+#: Work in a stopped thread. Its argument `call` calls a C function in the thread: call(address, *arguments).
 Work = Callable[[Callable[..., int]], int]
 Registers: TypeAlias = "array[int]"
 
@@ -93,7 +93,7 @@ def _cores() -> threading.Semaphore:
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop the thread, and do the work in it. Return None if the thread has left `wait` ("": any place is right)."""
+    """Stop the thread and do the work in it. Return None if it is not in the system call `wait` ("": any place)."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()
@@ -107,7 +107,7 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
             answer: int | str | None = pipe.recv()
         except (EOFError, OSError) as error:
             raise Refused(f"thread {thread} cannot be called: process {tracer} has ended") from error
-        with suppress(ChildProcessError):  # kvfix may have inherited that it ignores SIGCHLD
+        with suppress(ChildProcessError):  # if the parent of kvfix ignores SIGCHLD, so does kvfix
             os.waitpid(tracer, 0)
     if isinstance(answer, str):
         raise Refused(f"thread {thread} cannot be called: {answer}")
@@ -116,13 +116,13 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
 
 def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
     try:
-        with suppress(PermissionError):  # only root may: the stopped thread must not wait for a busy core
+        with suppress(PermissionError):  # only root may do this. It prevents a long wait for a busy core
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         os.setsid()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         for at in {int(name) for name in os.listdir("/proc/self/fd")} - {pipe.fileno()}:
             with suppress(OSError):  # the descriptor of /proc/self/fd itself
-                os.close(at)  # a reader of kvfix's output must not wait for this process to close it
+                os.close(at)  # otherwise a reader of kvfix's output would wait for this process
         pipe.send(_performed(*work))
     finally:
         os._exit(0)
@@ -176,7 +176,7 @@ def _call(machine: Machine, thread: int, trap: int, before: Registers, function:
 
 @contextmanager
 def _stopped(thread: int, machine: Machine) -> Iterator[Registers]:
-    """Stop the thread, yield its registers, and let it run afterwards. Raise OSError."""
+    """Stop the thread, yield its registers, and let it run afterwards. Raise OSError if ptrace fails."""
     _ptrace(_SEIZE, thread)
     try:
         _ptrace(_INTERRUPT, thread)

@@ -32,7 +32,7 @@ def content(handle: int) -> bytes:
 
 
 class SharedFolder:
-    """A folder. folder: its descriptor, which this object closes. The methods use only the file name of a path."""
+    """folder: descriptor of the folder, which this object closes. The methods use only the file name of a path."""
 
     def __init__(self, folder: int, user: int) -> None:
         self._here, self._user = folder, user

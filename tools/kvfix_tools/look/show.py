@@ -23,7 +23,7 @@ _NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 
 
 def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the codes of fixes for the verdict that the running releases need and that are not applied yet."""
+    """Return the codes of the fixes for a verdict that the running releases need and that are not applied yet."""
     applied = {code for each in processes for code in (each.get("kvfix") or {}).get("fixes", ())}
     versions: dict[str, str] = {}
     for each in processes:
@@ -156,7 +156,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
         return "the scheduler: to handle its failed load"
     needs, free = row["needs"], engine.scheduler["pool"]["free"]
     first = next(each for each, kind in liveness.waits(engine) if kind == PLACE)
-    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # all others wait for the head
+    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # all wait for the queue's head
         return f"{first['id']}, which is before it in the queue"
     if needs is None:
         return "the scheduler: to be scheduled in a step"
@@ -198,7 +198,7 @@ def _or(value: Any) -> str:
 
 
 def _held(engine: Engine) -> Iterable[str]:
-    """Yield lines about transfers, reports and lookups, and about state that is still kept for ended requests."""
+    """Yield lines about transfers, reports and lookups, and about state that is kept for ended requests."""
     scheduler = engine.scheduler
     alive = {row["id"] for row in engine.requests}
     for process, each in engine.workers:

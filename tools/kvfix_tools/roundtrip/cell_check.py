@@ -72,7 +72,7 @@ class CellCheck:
         return make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
-        """Run the check. brief: leave out the load from host buffers that kvfix has filled itself."""
+        """Run the check. brief: leave out the step in which kvfix fills the host buffers itself and loads them."""
         self.result.operations = transfer.operations
         host = transfer.host
         try:
@@ -122,7 +122,7 @@ class CellCheck:
         return found
 
     def loaded(self, generation: int, skip: int | None = None) -> Expected:
-        """Return the expected content of a poisoned KV cache after a load: the tokens in their slots, else poison."""
+        """Return the content of a poisoned KV cache after a right load: tokens in their slots, and poison elsewhere."""
         token_in = self.token_in(self.cell.skipped if skip is None else skip)
 
         def expected(at: Coordinates) -> Identity:
@@ -155,7 +155,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @lru_cache(maxsize=512)
 def plain(size: int, device: torch.device) -> tuple[float, float]:
-    """Return seconds of the fastest plain copy of this size to pinned memory, and back. Ignore each first copy."""
+    """Return seconds of the fastest plain copy of this size to pinned memory, and back. First copies do not count."""
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)

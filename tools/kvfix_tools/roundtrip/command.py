@@ -1,4 +1,4 @@
-"""The command `kvfix roundtrip`: its options and cells. It uses argparse, because torch alone must suffice."""
+"""The command `kvfix roundtrip`: its options and cells. It uses argparse, because it must run with torch alone."""
 
 import argparse
 import contextlib
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 def chosen(options: argparse.Namespace) -> Work:
     """Return the backends and their cells. Raise ValueError for wrong options.
 
-    Without --backend: the tool's own copy, LMCache and vLLM. For planted faults or races: only the tool's own copy.
+    Without --backend, kvfix tests its own copy, LMCache and vLLM; for planted faults or races, only its own copy.
     """
     is_self_test = options.inject is not None or options.race is not None
     default = ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
@@ -97,14 +97,14 @@ def chosen(options: argparse.Namespace) -> Work:
 def run(options: argparse.Namespace, work: Work) -> RunReport:
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())  # with its index, because LMCache compares devices
+        device = torch.device("cuda", torch.cuda.current_device())  # LMCache compares devices, so add the index
     report = RunReport(device, options)
     with contextlib.ExitStack() as stack:
         if any(one.name != "torch" for one, _ in work):
             stack.enter_context(fixes(not options.no_fixes))
         report.skipped = {one.name: why for one, _ in work if (why := one.missing(device))}
         here = [(one, cells) for one, cells in work if one.name not in report.skipped]
-        if device.type == "cpu":  # cells are small: several threads would be slower
+        if device.type == "cpu":  # several threads would be slower, because cells are small
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         every = list(jobs(here, device, options))
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
 
 @contextlib.contextmanager
 def fixes(wanted: bool) -> Iterator[None]:
-    """Apply the fixes in this process and its children, in the mode that KVFIX names, or apply none."""
+    """Apply the fixes in this process and its children, in the mode of KVFIX. Apply none if KVFIX is off."""
     try:
         import kvfix
     except ImportError:
@@ -216,7 +216,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
-    """Return the cells of a backend, one for a whole engine. Raise ValueError for impossible sizes."""
+    """Return the cells of a backend. A whole engine is one cell. Raise ValueError for impossible sizes."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
     made = pairs(one.name, axes, options.seed)
     if options.full:

@@ -13,7 +13,7 @@ import torch
 
 
 class Stream:
-    """A stream or an event. All work is done already."""
+    """A stand-in for a stream or an event, whose work is always done."""
 
     cuda_stream = 0
 
@@ -66,7 +66,7 @@ class _Assertions(ast.NodeTransformer):
 
 
 def on_cpu(module: ModuleType, **names: Any) -> None:
-    """Remove the assertions from a module's functions, which stay the same objects. Set these names in the module."""
+    """Remove the assertions from a module's functions, but keep the function objects. Set these names in the module."""
     assert module.__file__
     tree = _Assertions().visit(ast.parse(Path(module.__file__).read_text()))
     again = dict(vars(module))

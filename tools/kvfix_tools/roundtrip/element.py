@@ -15,7 +15,7 @@ WORD = 8  # bytes of one word
 BITS = {"generation": 6, "layer": 10, "kv": 1, "slot": 26, "head": 8, "word": 12}
 _SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumerate(BITS)}
 
-#: Generations. The content that a check compares has 1 and higher. Content from before the check has 0.
+#: Generations: 0 for content from before the check, 1 and higher for content that the check writes and compares.
 STALE, FIRST, SECOND, OTHER = 0, 1, 2, 3
 POISON, HOST_POISON, GUARD = 60, 61, 62
 

@@ -1,7 +1,7 @@
 """The layouts of KV in memory, each defined by the order of its axes.
 
 The innermost axis has the elements of one head. These elements are a *row*, which is contiguous in every layout of vLLM
-and LMCache. So a layout is an order of rows. The coordinates of a row say which content the row has.
+and LMCache. So a layout is an order of rows. The coordinates of a row define its content.
 """
 
 import math
@@ -65,7 +65,7 @@ LAYOUTS = {
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
-        # The pool of hybrid models, and vLLM's BLNHC. The other layers' KV lies between two blocks of a layer.
+        # The pool of hybrid models, and vLLM's BLNHC. Between two blocks of a layer lies KV of the other layers.
         _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }

@@ -1,4 +1,4 @@
-"""The matrix: its axes and cells. A run checks all cells, or so few that each pair of values still occurs in one."""
+"""The matrix: axes and cells. A run checks all cells, or some cells in which each pair of values still occurs."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 #: Names of token counts. A number stands for itself.
 TOKENS = ("1", "block-1", "block", "block+1", "chunk-1", "chunk", "chunk+1", "prime")
 SLOTS = ("contiguous", "reversed", "random", "holes", "blocks")
-#: Tokens at the beginning of a load that the engine already has: none, a part of a block, a chunk and more.
+#: Tokens at the beginning of a load that the engine already has: none, a part of a block, more than a chunk.
 SKIPS = ("none", "part", "chunk")
 #: {axis: its values}
 AXES: dict[str, tuple[str, ...]] = {
@@ -26,7 +26,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": SKIPS,
 }
 PRIME = 211
-#: Minimum bytes of each layer's K: more than 4 KiB, to which LMCache's layerwise connector rounds up a buffer for K.
+#: Minimum bytes of each layer's K. LMCache's layerwise connector rounds its buffer for K up to 4 KiB, so K is larger.
 LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 
@@ -70,7 +70,7 @@ class Cell:
     def geometry(self) -> Geometry:
         layout, block = LAYOUTS[self.layout], int(self.block)
         heads = 1 if layout.latent else int(self.heads)
-        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # to store from, and to load into
+        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # half of them to load into
         plane = block * heads * self.head_size * DTYPES[self.dtype].itemsize
         blocks = max(blocks, -(-LEAST // plane))
         return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)

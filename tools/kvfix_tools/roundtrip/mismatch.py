@@ -124,7 +124,7 @@ def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Return True for each identity of this region. A random word is an identity in less than 1 of 2**30 cases."""
+    """Return True for each number that is an identity of the region, as less than 1 of 2**30 random words are."""
     who, sizes = Identity.of(numbers), region.geometry
     generation = (who.generation <= OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (
@@ -135,7 +135,7 @@ def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
-    """Return True for each wrong word inside of which a known word begins, after the first byte."""
+    """Return True for each wrong word if a known word begins at its second byte or later."""
     next_one = (wrong.address + 1).clamp(max=len(region.words) - 1)
     behind = region.words[next_one.to(region.words.device)].cpu()
     found = torch.zeros_like(wrong.found, dtype=torch.bool)

@@ -17,7 +17,7 @@ FAULTS = {
     "drop-tail": "not written",
     "wrong-layer": "wrong layer",
     "neighbour-write": "bystander written",
-    "missing-event": "",  # any class: races.py leaves out the events, and each race shows its own class
+    "missing-event": "",  # any class: races.py leaves out the events, and the class depends on the race
 }
 
 

@@ -1,4 +1,4 @@
-"""Races: a transfer and other work on streams at the same time. Events make one wait for the other, or are left out."""
+"""Races: a transfer runs at the same time as other work. Events order both, unless a planted fault removes events."""
 
 import contextlib
 from collections import deque
@@ -22,7 +22,7 @@ from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 @dataclass
 class DeferredStream:
-    """A stand-in for a stream: a queue of work. `Race.finish` runs fast streams first, which is the worst order."""
+    """A stand-in for a stream: a queue of work. `Race.finish` runs the fast streams first, which is the worst order."""
 
     slow: bool
     queue: deque[Work] = field(default_factory=deque)
@@ -66,7 +66,7 @@ class Race(CellCheck):
         return stream
 
     def after(self, stream: Any, earlier: Any) -> None:
-        """Make later work of `stream` wait for the present work of `earlier`, by an event. A race tests this event."""
+        """Make later work of `stream` wait for the queued work of `earlier`, by an event. A race tests this event."""
         event = earlier.record()
         if self.events:
             stream.wait(event)
@@ -119,7 +119,7 @@ class ConnectorRace(Race):
     """
 
     def transfer(self) -> Any:
-        """Make the connector without its buffer on the device: the copy from this buffer would not be deferred."""
+        """Make the connector without a buffer on the device, because the stand-in does not defer copies from it."""
         if self.device.type == "cuda" and not self.events:
             raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)

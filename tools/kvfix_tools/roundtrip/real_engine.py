@@ -32,8 +32,8 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
-#: Arguments of LLM on a GPU. Triton attention supports float32. In bfloat16, the answer sometimes changes if the prompt
-#: is computed in parts of other sizes. Memory is limited so that several engines fit on one GPU.
+#: Arguments of LLM on a GPU. Triton attention supports float32. In bfloat16, the answer sometimes changes if vLLM
+#: splits the prompt into other parts. The limits of memory let several engines share one GPU.
 ON_CUDA = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 READY = "LMCache cache server is running"
 #: Options with which the server of the newest LMCache accepts any transfer mode of the worker.
@@ -67,7 +67,7 @@ def make(
 
 
 def write_model(folder: Path, dtype: str, config: dict[str, Any]) -> None:
-    """Write a model with random weights. They are larger than vLLM's dummy weights, so wrong KV changes the answers."""
+    """Write a model with random weights, larger than vLLM's dummy weights, so that wrong KV changes the answers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -101,7 +101,7 @@ def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[in
     client = engine.llm_engine.engine_core
     until = time.monotonic() + STORING
     while not engine.reset_prefix_cache() and time.monotonic() < until:
-        if hasattr(client, "engine_core"):  # an engine in this process makes a step only here
+        if hasattr(client, "engine_core"):  # an engine in this process makes a step only in this call
             client.get_output()
         time.sleep(0.01)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -160,7 +160,7 @@ def started(
         process = popen(command, env=settings, stdout=file, stderr=file, start_new_session=True, **more)
     try:
         yield process
-    finally:  # an engine that fails to start does not end its processes
+    finally:  # an engine that fails to start leaves processes behind
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -182,7 +182,7 @@ def run(
     while_it_runs: Callable[[Any], None] | None = None,
     popen: Callable[..., Any] = subprocess.Popen,
 ) -> Ended:
-    """Run a Python program with this job, and add `model` and `out` to it. folder: for all files. limit: seconds."""
+    """Run a Python program with this job, completed by `model` and `out`. folder: for all files. limit: seconds."""
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]

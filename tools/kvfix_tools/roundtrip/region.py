@@ -12,11 +12,11 @@ from kvfix_tools.roundtrip.element import GUARD, WORD, Identity
 from kvfix_tools.roundtrip.layout import Geometry
 
 BAND = 512  # words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors
-AT_ONCE = 1 << 20  # number of rows to make or compare at once, to limit the memory for this
+AT_ONCE = 1 << 20  # number of rows to make or compare at once. This limits the memory of kvfix
 KEPT = 1 << 16  # Maximum number of wrong words to classify in one part. Further wrong words are only counted.
 
 Coordinates = dict[str, torch.Tensor]
-#: Function that returns the identities of rows from their coordinates (with `slot` or `token`). Their `word` is 0.
+#: A function that maps the coordinates of rows (with `slot` or `token`) to the identities of their first words.
 Expected = Callable[[Coordinates], Identity]
 
 

@@ -21,7 +21,7 @@ BAD = ("failed", "crashed")
 
 
 class KnownBug(NamedTuple):
-    """A known bug. fix: code of kvfix's fix. With the fix, failed cells have another cause. remedy: what to do."""
+    """A known bug. fix: code of its fix. With this fix applied, failed cells have another cause. remedy: what to do."""
 
     bug: str
     effect: str

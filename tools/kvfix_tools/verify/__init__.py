@@ -1,1 +1,1 @@
-"""`kvfix verify URL`: check that a running server answers the same with KV from the connector as without."""
+"""`kvfix verify URL`: check that a running server gives equal answers with and without KV from the connector."""

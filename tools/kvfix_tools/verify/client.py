@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import httpx
@@ -13,7 +14,7 @@ from kvfix_tools.verify.prompts import Prompt
 
 TOP = 5  # number of log probabilities to request for each answered token
 SILENCE = 120.0  # maximum seconds without a byte from the server
-#: Maximum seconds until the metrics count an answered request. The server updates the metrics just after the answer.
+#: Maximum seconds until /metrics counts an answered request, because the server updates its metrics after the answer.
 METRICS_LATE = 5.0
 
 
@@ -39,9 +40,9 @@ class Metrics(NamedTuple):
 class Reply(NamedTuple):
     answer: Answer
     first: float  # seconds until the first token
-    prompt_tokens: int  # as counted by the server
+    prompt_tokens: int  # number of tokens by the server's count
     cached: int | None  # tokens from any cache; None unless the server runs with --enable-prompt-tokens-details
-    counted: int | None = None  # tokens from the connector by the metrics. None: not read, or hidden by other clients
+    counted: int | None = None  # tokens from the connector, by /metrics. None: not read, or hidden by other clients
 
     @property
     def hits(self) -> int | None:
@@ -66,18 +67,16 @@ class Server:
 
     def version(self) -> str:
         """Return vLLM's release; "" if the server hides it."""
-        try:
+        with suppress(Refused):
             return str(self._json("GET", "/version").get("version", ""))
-        except Refused:
-            return ""
+        return ""
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text; [] if the server does not offer this."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        try:
+        with suppress(Refused):
             return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
-        except Refused:
-            return []
+        return []
 
     def reset(self) -> bool | None:
         """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server does not offer this."""

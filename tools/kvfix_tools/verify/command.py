@@ -81,7 +81,8 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
     started = time.monotonic()
-    outcome = rounds.run(options.requests, _adapters(models, chosen))
+    related = [each["id"] for each in models if base["id"] in (each["id"], each.get("parent"))]
+    outcome = rounds.run(options.requests, [name for name in related if name != chosen["id"]])
     about["seconds"] = time.monotonic() - started
     code, why = report.verdict(outcome)
     head = f"kvfix verify {options.url}: model {about['model']}, vLLM {about['vllm'] or 'unknown'}\n"
@@ -106,13 +107,6 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
         )
     maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
     return maker, Sizes(options.chunk, block, longest, model_length)
-
-
-def _adapters(models: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:
-    """Return the base model and its LoRA adapters, without the chosen model."""
-    base = chosen.get("parent") or chosen["id"]
-    related = [each["id"] for each in models if base in (each["id"], each.get("parent"))]
-    return [name for name in related if name != chosen["id"]]
 
 
 def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> int:

@@ -1,4 +1,4 @@
-"""Decide whether answers differ by noise or because their KV is wrong. Nothing here does input or output.
+"""Decide whether answers differ by noise or because their KV is wrong. This module does no input or output.
 
 If a GPU computes a prompt twice, the last bits differ, because the order of sums depends on the batch. So the run
 measures this noise. A *control* is the difference between two answers to one prompt: the first computed, the second
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 
 def has_numbers(answer: Answer) -> bool:
-    """Return False if the model computed NaN: then an answered token has no log probability."""
+    """Return False if the model computed NaN. An answered token then has no log probability."""
     return all(max(each.values(), default=SMALLEST) > SMALLEST for each in answer.logprobs)
 
 
@@ -81,7 +81,7 @@ class Judge(NamedTuple):
         return size > self.limit
 
     def first_test(self, pairs: Sequence[float]) -> bool:
-        """Return True if chance cannot explain how many `pairs` exceed the limit. pairs: of prompts with a control."""
+        """Return True if too many `pairs` exceed the limit for noise. pairs: differences of prompts with a control."""
         above, every = sum(map(self.exceeds, pairs)), len(pairs) + len(self.controls)
         chance = math.prod((len(pairs) - number) / (every - number) for number in range(above))
         return above > 0 and chance < FALSE_ALARMS / 2

@@ -1,7 +1,7 @@
-"""The prompts that `kvfix verify` sends: their kinds and their tokens. Nothing here does input or output.
+"""The prompts that `kvfix verify` sends: their kinds and their tokens. This module does no input or output.
 
 A prompt starts with random tokens, so no cache has a part of it. A prompt ends with a copy of earlier tokens. The model
-then reads the KV at the earlier position, so a single wrong chunk far from the end changes the answer.
+thus reads the KV at the earlier position, and a single wrong chunk far from the end changes the answer.
 """
 
 import random
@@ -45,12 +45,12 @@ class Prompt(NamedTuple):
 class Sizes(NamedTuple):
     chunk: int
     block: int
-    longest: int  # of the longest prompt
-    context: int = 0  # of the model; 0 if unknown
+    longest: int  # tokens of the longest prompt
+    context: int = 0  # maximum tokens of the model; 0 if unknown
 
     @property
     def whole(self) -> int:
-        """Tokens of the longest prompt that consists of whole chunks, of which it has at least two."""
+        """Tokens of the longest prompt of whole chunks. It has at least two chunks."""
         return max(2, (self.longest - self.block - 1) // self.chunk) * self.chunk
 
     @property
@@ -86,7 +86,7 @@ class Maker:
                 yield self.cued(kind, [], self.length(kind, sizes))
 
     def length(self, kind: str, sizes: Sizes) -> int:
-        """Return the length of a prompt. With one token more than whole blocks, the GPU's cache can serve a control."""
+        """Return the length of a prompt. After whole blocks and one token, the GPU's cache can serve a control."""
         chunk, block = sizes.chunk, sizes.block
         if kind == "many chunks":
             least = chunk // block + 1

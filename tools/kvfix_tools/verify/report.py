@@ -1,4 +1,4 @@
-"""The results of a run of `kvfix verify`, and the text and JSON to print. Nothing here prints them."""
+"""The results of a run of `kvfix verify`, and the text and JSON for the command to print."""
 
 import math
 import statistics
@@ -39,7 +39,7 @@ class Case:
     prompt: Prompt
     tokens: int
     computed: Reply
-    control: float | None = None  # difference between two answers without the connector, if both are clean
+    control: float | None = None  # difference of two answers without KV from the connector; None if unknown
     warm: Reply | None = None  # the answer of the warm round
     #: {mode: difference between the computed answer and the answer with KV from the connector}
     cached: dict[str, Difference] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def where(outcome: Outcome) -> str:
 
 
 def _chunks(case: Case, outcome: Outcome) -> int:
-    """Return the number of chunks from the connector. A last chunk counts even if vLLM computes its last token."""
+    """Return the number of chunks from the connector. A chunk counts even if vLLM computes the chunk's last token."""
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
@@ -209,13 +209,9 @@ def lines(outcome: Outcome, vllm: str) -> list[str]:
         f"{'prompts':33} {'from the':>9}  largest difference of a log probability",
         f"{'':33} {'connector':>9}  {'alone':>12}  {'under load':>12}",
     ]
-    for kind, cases in by_kind(outcome.cases).items():
-        sizes = [max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES]
-        marks = ["*" if judge.exceeds(size) else " " for size in sizes]
-        hits = sum(case.hits or 0 for case in cases)
-        text.append(
-            f"{len(cases):3} {kind:29} {hits:>9}  {sizes[0]:>12.3g}{marks[0]} {sizes[1]:>12.3g}{marks[1]}".rstrip()
-        )
+    for kind, row in as_json(outcome)["kinds"].items():
+        sizes = [f"{size:>12.3g}{'*' if judge.exceeds(size) else ' '}" for size in row["largest_difference"].values()]
+        text.append(f"{row['prompts']:3} {kind:29} {row['hit_tokens']:>9}  {' '.join(sizes)}".rstrip())
     text.append("* above the limit" if any(map(outcome.above, MODES)) else "")
     text += [
         f"Fresh prompts of '{each.kind}', {each.mode}: {each.differs} of {each.asked} differ;"
@@ -265,7 +261,7 @@ def _example(outcome: Outcome) -> list[str]:
 def _known(vllm: str) -> list[str]:
     text = ["", "Next steps:"]
     with suppress(InvalidVersion):
-        if Version(vllm) >= Version("0.26"):  # packs K and V of a head in one axis
+        if Version(vllm) >= Version("0.26"):  # from 0.26 on, vLLM packs K and V of a head in one axis
             text += [
                 f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released."
                 " KVF020 fixes this:",

@@ -11,12 +11,12 @@ from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome, by_kind
 
-STORING = 20.0  # Maximum seconds until the last requests' blocks are free. A connector may still be storing blocks.
-#: Number of prompts to find the chunk size. Maximum number of repetitions, because a connector may store late.
+STORING = 20.0  # Maximum seconds until the last requests' blocks are free: a connector may still store them.
+#: Number of prompts that find the chunk size. Maximum number of tries, because a connector may store the prompts late.
 SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3  # maximum number of kinds to confirm with fresh prompts, the worst kinds first
 FEWEST_CONTROLS = 12  # minimum number of controls to know the noise
-EVERY = 4  # of each EVERY requests in the load round, one is aborted and one has a long answer
+EVERY = 4  # in the load round, one request in EVERY is aborted, and one has a long answer
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
     "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
@@ -67,7 +67,7 @@ class Rounds:
         return outcome
 
     def _survey(self) -> None:
-        """Find the chunk size, unless the user has given it: all hits are multiples of it."""
+        """Find the chunk size, unless the user has given it. The size of every hit is a multiple of the chunk size."""
         sizes = self.sizes._replace(chunk=self.sizes.chunk or self.sizes.block)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
@@ -95,7 +95,7 @@ class Rounds:
             )
 
     def _shared_with(self, cases: list[Case], others: list[str]) -> str:
-        """Return an adapter that has a hit for a prompt that was only sent to another adapter; "" if there is none."""
+        """Return an adapter that has a hit for a prompt which only another adapter has seen; "" if there is none."""
         hits = [case.prompt for case in cases if case.hits]
         for other in others if hits else []:
             self.flush()
@@ -104,7 +104,7 @@ class Rounds:
         return ""
 
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
-        """Run the cold round and its controls. Controls run while the GPU's prefix cache still holds the prompts."""
+        """Compute all prompts and their controls. Controls run while the GPU's prefix cache still holds the prompts."""
         cases: list[Case] = []
         for group in self._groups(prompts):
             self.say(f"cold: {len(cases)} of {len(prompts)} prompts")
@@ -169,7 +169,7 @@ class Rounds:
         done = self.reference.reset()
         while done is False and time.monotonic() < until:
             tiny = self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
-            self.reference.ask(tiny, 1)  # the connector ends its stores in this request's steps
+            self.reference.ask(tiny, 1)  # the connector ends its stores only in steps, and this request causes steps
             time.sleep(0.1)
             done = self.reference.reset()
         if done:
@@ -207,7 +207,7 @@ class Rounds:
             return [reply.result() for reply in replies]
 
     def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> Reply:
-        """Return the answer, with its number of tokens from the connector, unless other clients hide this number."""
+        """Return the answer. It has the number of tokens from the connector, unless other clients hide this number."""
         before = self.reference.metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
@@ -216,7 +216,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If other clients hide this, the prompt's length decides."""
+        """Return True if no token came from the connector. If unknown, accept prompts that the GPU's cache serves."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

@@ -3,8 +3,8 @@
     @check("chunk-size", essential=True)
     def chunk_size(setup): ...
 
-A check yields lines `ok`, `problem` or `unchecked`, and no line if it does not apply. Its docstring becomes its row in
-the documentation. essential: if no essential check can run, the exit code is 77.
+A check yields lines `ok`, `problem` or `unchecked`, and no line if it does not apply. The function's docstring
+becomes the check's row in the documentation. essential: if no essential check can run, the exit code is 77.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def check(name: str, essential: bool = False) -> Callable[[Look], Look]:
 
 
 def remedy(code: str) -> str:
-    """Return what kvfix-diagnose says to do if a log shows the problem with this code."""
+    """Return the remedy that kvfix-diagnose prints for the problem with this code."""
     return next(f"{each.do}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
 
 

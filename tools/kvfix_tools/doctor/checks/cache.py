@@ -95,7 +95,7 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
 
 
 def _shared(setup: Setup) -> list[str]:
-    """Return the processes that must compute the same keys as one process, as text."""
+    """Return texts that name the processes which must compute equal keys."""
     found = []
     if setup.ranks > 1 or setup.option("distributed-executor-backend") in ("mp", "ray"):
         found.append(f"the {setup.ranks} workers and the scheduler" if setup.ranks > 1 else "the worker")
@@ -116,9 +116,9 @@ def _no_bytes(setup: Setup) -> str:
     if setup.lmcache is None or "-> bytes" not in setup.packages.text("vllm.utils.hashing"):
         return ""
     stored = setup.setting("remote_url") or setup.setting("local_disk")
-    if stored and "chunk_hash_hex" not in setup.lmcache.text("lmcache.utils"):
+    if stored and "chunk_hash_hex" not in setup.packages.text("lmcache.utils"):
         return "this LMCache cannot write keys of bytes, so it stores no chunk outside of memory"
-    if setup.on("enable_async_loading") and "int.from_bytes" not in setup.lmcache.text("lmcache.v1.token_database"):
+    if setup.on("enable_async_loading") and "int.from_bytes" not in setup.packages.text("lmcache.v1.token_database"):
         return "the asynchronous lookup of this LMCache fails, because it needs hashes that are numbers"
     return ""
 

@@ -13,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from kvfix_tools.doctor import fit
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.command_line import Connector
-from kvfix_tools.doctor.definitions import VLLM_CONNECTORS
+from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS
 from kvfix_tools.doctor.packages import Package
 from kvfix_tools.doctor.setup import OPERATIONS, Setup
 from kvfix_tools.lab import releases
@@ -86,7 +86,7 @@ def _wanted(package: Package, name: str) -> Requirement | None:
 
 
 def _satisfies(wanted: Requirement, version: str) -> bool:
-    """Return True if the version fits. Ignore its local part (+cu130, +cpu): only wheels of PyTorch's index have it."""
+    """Return True if the version fits. Ignore its local part (+cu130, +cpu), which only PyTorch's own wheels have."""
     specifier = re.sub(r"\+[\w.]+", "", str(wanted.specifier))
     return Requirement(f"{wanted.name}{specifier}").specifier.contains(version.partition("+")[0], prereleases=True)
 
@@ -198,7 +198,7 @@ def together(setup: Setup) -> Iterator[Line]:
         return
     connectors = setup.lmcache_connectors
     if not setup.connectors:
-        connectors = [Connector("LMCacheConnectorV1", "", {}, "", {})]  # all releases have this connector
+        connectors = [Connector("LMCacheConnectorV1", "", {}, "", {})]  # a connector that every release has
     for connector in connectors:
         if connector.extra.get("use_native"):
             yield unchecked(f"{connector.name}: use_native uses vLLM's copy of LMCache, which kvfix cannot check")
@@ -220,7 +220,7 @@ def together(setup: Setup) -> Iterator[Line]:
 
 def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -> tuple[str, list[fit.Misfit]]:
     """Return (the lab's name of the connector, misfits)."""
-    own = f"{VLLM_CONNECTORS}.{'lmcache_connector' if connector.is_v1 else 'lmcache_mp_connector'}"
+    own = f"{VLLM_CONNECTORS}.{READERS[connector.is_v1][1]}"
     if connector.is_v1:
         missing = [] if lmcache.file(IN_PROCESS) else [fit.Misfit(f"{own}", f"No module named '{IN_PROCESS}'")]
         return "v1", [*missing, *fit.misfits((vllm, own), lmcache), *fit.misfits((lmcache, IN_PROCESS), vllm)]
@@ -230,7 +230,8 @@ def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -
     ours = fit.misfits((vllm, own), lmcache)
     # vLLM uses LMCache's class if it can be imported (lmcache_mp_connector.py 0.32.0:1010). The import of vLLM's own
     # module must succeed in both cases.
-    prefers = "_resolve_lmcache_mp_connector" in vllm.text(own) and not setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
+    resolves, in_tree = "_resolve_lmcache_mp_connector", setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
+    prefers = resolves in setup.packages.text(own) and not in_tree
     if prefers and lmcache.file(MULTI_PROCESS) and not any(_is_import(each) for each in theirs):
         return "mp", [*(each for each in ours if _is_import(each)), *theirs]
     return "mp-in-tree", ours

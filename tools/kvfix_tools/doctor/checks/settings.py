@@ -10,7 +10,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
-#: {setting: (minimum, maximum, unit)} of 0.5.6, from its description or its use. LMCache itself checks few of them.
+#: {setting: (minimum, maximum, unit)} of 0.5.6, from the setting's description or use. LMCache checks few of them.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "chunk_size": (1, math.inf, "tokens"),
     "max_local_cpu_size": (0, math.inf, "GiB for each worker"),
@@ -55,7 +55,7 @@ def names(setup: Setup) -> Iterator[Line]:
     title, faults = setup.lmcache_title, list[Line]()
     for each in setup.settings:
         if each.source == TRANSFER or known.is_read(each.name) or each.name.startswith("ec"):
-            continue  # other parts of LMCache read `ec` and `ec_...` (config.py 0.5.6)
+            continue  # another part of LMCache reads `ec` and `ec_...` (config.py 0.5.6)
         new = known.aliases.get(each.name) or nearest(each.name, known.known)
         what = f"{title} has no setting {each.spelled!r} ({each.source}), and ignores it"
         faults.append(problem(what, _instead(each, new)))

@@ -43,7 +43,7 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def _is_writable(there: Path) -> bool:
-    """Return True if this folder can be written. A file system of the kernel (/sys, /proc) has no room."""
+    """Return True if files can be written into this folder. File systems of the kernel (/sys, /proc) have no blocks."""
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK) and os.statvfs(there).f_blocks > 0
 
 

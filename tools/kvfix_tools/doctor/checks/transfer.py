@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.command_line import Connector
-from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_keys, nearest
+from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_keys, nearest, wrong_type
 from kvfix_tools.doctor.packages import Packages, assigned, constant, defined
 from kvfix_tools.doctor.setup import Setup
 
@@ -73,7 +73,7 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
 
 
 def _is_file(setup: Setup, module: str) -> bool:
-    """Return True if this folder, or a folder of PYTHONPATH, has the module as one file."""
+    """Return True if the current folder, or a folder of PYTHONPATH, has the module as one file."""
     places = ["", *setup.environment.get("PYTHONPATH", "").split(os.pathsep)]
     return any(Path(place, *module.split(".")).with_suffix(".py").is_file() for place in places)
 
@@ -95,7 +95,7 @@ def _fields(packages: Packages) -> dict[str, list[str]]:
 
 
 def _choices(node: ast.AST, module: ast.Module) -> Iterator[str]:
-    """Yield the choices of `Literal[...] | None`, also through an alias (KVRole)."""
+    """Yield the choices of an annotation such as `Literal[...] | None`, or of an alias for it (KVRole)."""
     for each in ast.walk(node):
         if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
             constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))
@@ -116,7 +116,7 @@ def keys(setup: Setup) -> Iterator[Line]:
     """The connector knows all keys `lmcache.*` of kv_connector_extra_config, and their values have the right type."""
     for entry in setup.lmcache_connectors:
         given = {key: value for key, value in entry.extra.items() if key.startswith("lmcache")}
-        known = connector_keys(_class(entry), setup.packages)
+        known = connector_keys(entry.is_v1, setup.packages)
         yield from _without_prefix(setup, entry, known)
         if not given:
             continue
@@ -127,13 +127,9 @@ def keys(setup: Setup) -> Iterator[Line]:
         yield from faults or [ok(f"{entry.name} knows all {len(given)} keys lmcache.*")]
 
 
-def _class(entry: Connector) -> str:
-    return "LMCacheConnectorV1" if entry.is_v1 else "LMCacheMPConnector"
-
-
 def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> Iterator[Line]:
     # vLLM itself reads some keys, such as `use_layerwise`, which differs from lmcache.use_layerwise.
-    tree = setup.packages.tree(f"{VLLM_CONNECTORS}.{READERS[_class(entry)][1]}")
+    tree = setup.packages.tree(f"{VLLM_CONNECTORS}.{READERS[entry.is_v1][1]}")
     own = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} if tree else set()
     for key in entry.extra:
         if key in own:
@@ -147,7 +143,7 @@ def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> It
 def _key(setup: Setup, entry: Connector, key: str, value: Any, known: dict[str, Any]) -> Iterator[Line]:
     if key not in known:
         near, wants = nearest(key, known), "LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1"
-        other = connector_keys(wants, setup.packages)
+        other = connector_keys(not entry.is_v1, setup.packages)
         if near and key not in other:
             do = f'"{near}"'
         elif key in other:
@@ -166,9 +162,5 @@ def _other_type(default: Any, value: Any) -> bool:
     if isinstance(default, bool):
         return str(value).strip().lower() not in ("1", "0", "true", "false", "yes", "no", "on", "off")
     if isinstance(default, int | float):
-        try:
-            float(value)
-        except (TypeError, ValueError):
-            return True
-        return isinstance(value, bool)
+        return wrong_type("float", False, value, typed=True)
     return not isinstance(value, str)

@@ -14,15 +14,15 @@ from kvfix_tools.roundtrip.matrix import Axes
 class Backend(NamedTuple):
     name: str
     summary: str
-    open: Callable[[CellCheck], Transfer]  # return the transfer of one cell, or raise Refused
+    open: Callable[[CellCheck], Transfer]  # returns the transfer of one cell, or raises Refused
     missing: Callable[[torch.device], str | None] = lambda device: None  # why the backend cannot be used here, or None
     group: str = ""  # a name for several backends
     axes: Axes = {}  # {axis: values that run by default}
-    whole: Callable[[torch.device, Result], Result] | None = None  # for a backend without cells: run its check
+    whole: Callable[[torch.device, Result], Result] | None = None  # runs the check of a backend without cells
 
 
 def all_backends() -> dict[str, Backend]:
-    """Return {name: backend}. Importing their modules imports only torch."""
+    """Return {name: backend}. The import of the backends' modules imports only torch."""
     modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
     return {backend.name: backend for module in modules for backend in module.BACKENDS}
 

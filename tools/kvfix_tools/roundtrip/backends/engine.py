@@ -29,8 +29,8 @@ ASKED = [prompt(200, seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(BLOCK * (BLOCKS - 1) // 2 - GENERATE - BLOCK, seed) for seed in (11, 12)]
 CHANGED = [[*prompt(BLOCK, seed + 20), *one[BLOCK:]] for seed, one in enumerate(ASKED)]
 ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
-#: Key in kv_connector_extra_config for the path of a file about loads. A line of the file has the number of loaded
-#: tokens, or the number of blocks whose load failed.
+#: Key in kv_connector_extra_config for the path of a file, to which the connector appends the number of loaded tokens
+#: (`loaded=N`) and the number of blocks whose load failed (`failed=N`).
 LOADS = "kvfix.loads"
 KINDS = ("loaded", "failed")
 #: {kind: (LMCache's connector in vLLM, the class of engine_connector.py that logs its loads)}
@@ -48,9 +48,7 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
     with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)
     wrong, warm = judge(plain, ran), ran["warm"]
-    releases = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in (vllm_offload.distribution(), "lmcache")
-    )
+    releases = f"vllm {vllm_offload.version()}, lmcache {importlib.metadata.version('lmcache')}"
     stood_in = "; torch.cuda is a stand-in" if kind == "v1" and device.type == "cpu" else ""
     fixed = "as released" if os.environ.get("KVFIX", "off") == "off" else "with kvfix's fixes"
     operations = (
@@ -130,7 +128,7 @@ def cause(log: str) -> str:
 def ask(job: dict[str, Any]) -> None:
     engine = real_engine.make(
         Path(job["model"]), job["transfer"], num_gpu_blocks_override=BLOCKS, max_model_len=1024,
-        distributed_executor_backend="uni",  # as on one GPU. By default, vLLM for the CPU starts another process
+        distributed_executor_backend="uni",  # no process for the worker, as on one GPU
         **job["engine"],
     )  # fmt: skip
     answer = {}

