@@ -22,35 +22,26 @@ from tests.dump.test_dump import hanging
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
 
 
-def of_lab() -> dict[str, str]:
-    """Return the environment of a program that plays the lab's engine."""
+@contextmanager
+def running(*command: str, prints: tuple[str, ...] = ("\n",)) -> Iterator[subprocess.Popen[str]]:
+    """Run a program. Yield it when it has printed these lines, and kill it with its children at the end."""
     environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
-    return {**environment, "PYTHONPATH": f"{environment['PYTHONPATH']}{os.pathsep}{ROOT}"}
-
-
-@contextmanager
-def lab_process(name: str) -> Iterator[int]:
-    """Run an engine of wedged.py, and yield its pid."""
-    command = [sys.executable, "-m", "tests.engine_state.wedged", name]
-    process = subprocess.Popen(
-        command, env=of_lab(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert any(line == "runs\n" for line in process.stdout)
-        yield process.pid
-        assert process.poll() is None  # the engine still runs after all looks
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def waiting(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program that prints a line and then waits for its input."""
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        yield process
-        process.kill()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            missing = list(prints)
+            while missing:
+                assert process.poll() is None
+                if (line := process.stdout.readline()) in missing:
+                    missing.remove(line)
+            yield process
+            assert process.poll() is None  # the program still runs after all looks
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 RUN = Fresh(120).run
@@ -86,7 +77,9 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
 
 def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     file = tmp_path / "state"
-    with lab_process("locked_out_engine") as pid:
+    program = [sys.executable, "-m", "tests.engine_state.wedged", "locked_out_engine"]
+    with running(*program, prints=("runs\n",)) as process:
+        pid = process.pid
         ways = (["--json", "--save", str(file)], [], ["--request", "low"], ["--request", "other"])
         done, text, one, none = (look(pid, *options) for options in ways)
         code, drawn = watched(pid, 2)
@@ -106,17 +99,6 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     assert [len(row["block_ids"][0]) for row in rows] == [8, 8]
 
 
-def test_an_engine_at_work() -> None:
-    with lab_process("empty_engine") as pid:
-        done = look(pid, "--json")
-        looker = looking.Looker(looking.engine_of(pid), full=False)
-        states = [looker.look().processes[0] for _ in range(20)]
-    assert done.returncode == 0, done.stdout
-    assert json.loads(done.stdout)["verdicts"] == []
-    assert not [state["unread"] for state in states if state["unread"]]
-    assert states[-1]["scheduler"]["steps"] > states[0]["scheduler"]["steps"]
-
-
 def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
     """kvfix cannot run code in this process, but its stack shows the hook."""
     with hanging(tmp_path, "deaf") as process:
@@ -128,7 +110,7 @@ def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
 def test_without_rights() -> None:
-    with waiting("print(flush=True); input()") as process:
+    with running(sys.executable, "-c", "print(flush=True); input()") as process:
         code = "import os, sys; from kvfix_tools.look import command; os.setuid(65534)\n"
         code += "sys.exit(command.look(int(sys.argv[1]), watch=False, request='', json=False, save=''))"
         done = RUN([sys.executable, "-c", code, str(process.pid)])
@@ -140,7 +122,7 @@ def test_without_rights() -> None:
 def test_in_a_container_without_ptrace() -> None:
     """A container's root without SYS_PTRACE may not trace a process that has more rights."""
     less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-    with waiting("import torch; print(flush=True); input()") as process:
+    with running(sys.executable, "-c", "import torch; print(flush=True); input()") as process:
         done = RUN([*less, *COMMAND, str(process.pid)])
     assert done.returncode == 77, done.stdout + done.stderr
     reason = "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
@@ -158,47 +140,38 @@ def test_there_is_no_such_process() -> None:
     "code", ["print(flush=True); input()", "import os; print(flush=True); os.execlp('cat', 'cat')"]
 )
 def test_a_process_without_vllm_is_not_stopped(code: str) -> None:
-    with waiting(code) as process:
+    with running(sys.executable, "-c", code) as process:
         done = look(process.pid)
-        assert process.poll() is None
     assert done.returncode == 2
     assert f"process {process.pid} (" in done.stderr
     assert "has not loaded vLLM or LMCache" in done.stderr
     assert not list(Path("/tmp").glob(f"kvfix-look-{process.pid}-*"))
 
 
-def test_of_a_container_only_the_engine_is_read() -> None:
-    """PID 1 also has other children: a plain Python, and PyTorch without vLLM."""
+def test_an_engine_at_work_in_a_container(tmp_path: Path) -> None:
+    """kvfix reads only the engine. PID 1 also has other children: a plain Python, and PyTorch without vLLM."""
     others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
-    engine = f"{sys.executable} -m tests.engine_state.wedged busy_engine 2>&-"
+    engine = f"{sys.executable} -m tests.engine_state.wedged empty_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])
-    with subprocess.Popen(
-        ["sh", "-c", f"exec 3<&0; {script}"],
-        env=of_lab(), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            lines: list[str] = []
-            while lines.count("other\n") < len(others) or "runs\n" not in lines:
-                assert process.poll() is None
-                lines.append(process.stdout.readline())
-            found = looking.engine_of(process.pid)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    with running("sh", "-c", f"exec 3<&0; {script}", prints=("other\n", "other\n", "runs\n")) as process:
+        found = looking.engine_of(process.pid)
+        done, unsaved = (look(process.pid, *more) for more in (["--json"], ["--save", str(tmp_path / "no/state")]))
+        looker = looking.Looker(found, full=False)
+        states = [looker.look().processes[0] for _ in range(20)]
     assert [each.command[2] for each in found] == ["tests.engine_state.wedged"]
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["verdicts"] == []
+    assert not [state["unread"] for state in states if state["unread"]]
+    assert states[-1]["scheduler"]["steps"] > states[0]["scheduler"]["steps"]
+    stops, error = unsaved.stderr.splitlines()
+    assert stops.startswith(f"kvfix look: stops each of these processes for a moment: {found[0].pid} (")
+    assert (unsaved.returncode, error) == (2, f"kvfix look: {tmp_path}/no/state: No such file or directory")
 
 
 def test_kvfix_does_not_read_itself() -> None:
     code = "import os, torch; from kvfix_tools.look import looking; print(looking.engine_of(os.getpid()))"
     done = RUN([sys.executable, "-c", code])
     assert done.stdout == "[]\n", done.stderr
-
-
-def test_a_state_that_cannot_be_saved(tmp_path: Path) -> None:
-    with lab_process("busy_engine") as pid:
-        done = look(pid, "--save", str(tmp_path / "nowhere/state"))
-    stops, error = done.stderr.splitlines()
-    assert stops.startswith(f"kvfix look: stops each of these processes for a moment: {pid} (")
-    assert (done.returncode, error) == (2, f"kvfix look: {tmp_path}/nowhere/state: No such file or directory")
 
 
 def test_a_core_file(tmp_path: Path) -> None:
