@@ -12,10 +12,9 @@ from kvfix_tools.lab.runner import applied, played
 from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import RELEASES, Once, answers
+from tests.conftest import answers
 from tests.lab.planted import steps, until
 
-NEWEST = RELEASES / "0.5.6"
 #: Options that the fuzzer did not draw yet when it found the schedule.
 LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights", "ranks", "roles", "offloading")
 
@@ -32,33 +31,31 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
     return [[event.start, event.end] for event in events[failed:] if isinstance(event, Stored)][:2]
 
 
-def beyond_the_blocks() -> list[str]:
-    """After vLLM has rolled a request back, the step still starts at the end of its last drafts: beyond its blocks."""
+@answers([True, True], [False, False])
+def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
+    """After vLLM has rolled a request back, the step still starts at the end of its last drafts: beyond its blocks.
+
+    Return whether the lab reports this step, and whether it reports anything.
+    """
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
-    return [str(found) for found in late.play(Schedule(options, steps)).violations]
+    violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
+    return [any("its blocks end at" in found for found in violations), bool(violations)]
 
 
-def test_a_step_beyond_the_blocks_of_its_request(once: Once) -> None:
-    released, fixed = once.both(beyond_the_blocks, NEWEST)
-    assert any("its blocks end at" in found for found in released)
-    assert fixed == []
+@answers([True, True], release="0.4.6", fixes=True)
+def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
+    """The load of `r`, which shares blocks with `other`, fails. KVF103 and KVF110 wrap the function that reports it.
 
-
-def computed_beside_a_failed_load() -> list[int]:
-    """Return the computed tokens of `other` at each step. The load of `r`, which shares blocks with `other`, fails."""
+    They must report only blocks that the load writes. Return whether the computed tokens of `other` never become
+    fewer, and whether `other` has 20 steps or more.
+    """
     begin = (("admit", "other", 0, 90, 20), *[("step",)] * 4, ("stored_elsewhere", 0, 128), ("admit", "r", 0, 140, 1))
     schedule = Schedule(Options(connector="mp-in-tree"), (*begin, ("fail_load", 1, 1)))
     log = [event for _, event in late.play(schedule).log]
     assert any(isinstance(event, LoadFailed) and event.request == "r" for event in log)
-    return [event.computed for event in log if isinstance(event, Scheduled) and event.request == "other"]
-
-
-def test_a_failed_load_of_another_request_computes_nothing_anew(once: Once) -> None:
-    """KVF103 and KVF110 wrap one function. It must not report blocks as failed that the load was not to write."""
-    computed = once(computed_beside_a_failed_load, RELEASES / "0.4.6", fixes=True)
-    assert computed == sorted(computed)
-    assert len(computed) >= 20
+    computed = [event.computed for event in log if isinstance(event, Scheduled) and event.request == "other"]
+    return [computed == sorted(computed), len(computed) >= 20]
 
 
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
@@ -81,19 +78,20 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
     return [before, evicted, len(engine.cache)]
 
 
-def aborted_while_it_waits(fixes: bool) -> list[str]:
-    """Decode's request is aborted, and the notice to prefill is lost. Return the findings and kvfix's reports."""
+@pytest.mark.parametrize(("is_fixed", "answer"), [(True, [False, False]), (False, [True, True])])
+@answers(also="answer")
+def test_what_is_kept_until_its_end_is_not_left(is_fixed: bool) -> list[bool]:
+    """Decode's request is aborted, and the notice to prefill is lost. Decode keeps the blocks for prefill's writes.
+
+    With KVF322 decode keeps them until the registration ends, and without fixes for ever. Return whether there is a
+    finding of KVR009, and whether there is any finding or report.
+    """
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector="nixl-push", num_blocks=40, max_num_batched_tokens=64, extra=timeout)
     steps = [("fail", "notice", 1), ("ask_at_once", "r", 0, 64, 5, 1), ("step",), ("abort", 0), ("step",)]
-    with applied(fixes, "check"):
-        return sorted({finding.code for finding in late.play(Schedule(options, tuple(steps))).violations})
-
-
-def test_what_is_kept_until_its_end_is_not_left(once: Once) -> None:
-    """Decode keeps blocks for prefill's writes until the registration ends (KVF322). Without fixes, it keeps them."""
-    assert once(aborted_while_it_waits, NEWEST, True) == []
-    assert "KVR009" in once(aborted_while_it_waits, NEWEST, False)
+    with applied(is_fixed, "check"):
+        codes = {finding.code for finding in late.play(Schedule(options, tuple(steps))).violations}
+    return ["KVR009" in codes, bool(codes)]
 
 
 @answers([True, True])

@@ -21,24 +21,16 @@ TEXT = (ROOT / scenario_matrix.FILE).read_text()
 PAIRS = scenario_matrix.load(TEXT)
 
 
-def test_the_matrix_is_as_it_would_be_written() -> None:
+def test_the_matrix_is_whole_and_as_expected() -> None:
+    """The file is as `make matrix` writes it. Every release has every scenario."""
     assert scenario_matrix.dump(PAIRS) == TEXT
-
-
-def test_the_matrix_covers_every_release() -> None:
     vllm = {pair[0] for pair in PAIRS}
     named = {name for file in scenario_matrix.VLLM_RELEASES for name in (ROOT / file).read_text().split()}
     assert vllm > named, "run `make matrix`"
     assert set(PAIRS) == {(one, other) for one in vllm for other in release_names()}, "run `make matrix`"
-
-
-def test_the_matrix_covers_every_scenario() -> None:
     slugs = {scenario.slug for scenario in scenarios()}
     for pair, played in PAIRS.items():
         assert {row["scenario"] for row in played["outcomes"]} == slugs, f"{pair}: run `make matrix`"
-
-
-def test_the_matrix_is_as_expected() -> None:
     assert scenario_matrix.deviations(PAIRS) == []
 
 
@@ -78,26 +70,18 @@ def shown(connector: str, seed: int, rule: str) -> list[str]:
 
 
 def test_released_has_every_connector_with_every_release() -> None:
+    """Each run was long enough, has known rules and fixes, and is clean with the fixes."""
     releases = {installed_source.version("vllm"), *(ROOT / released_findings.NEWER).read_text().split()}
     assert [(run.connector, run.versions["vllm"]) for run in RUNS] == [
         (connector, release) for connector in CONNECTORS for release in sorted(releases)
     ]
     assert all(run.versions["lmcache"] == CONNECTORS[run.connector] for run in RUNS)
-
-
-def test_released_has_played_enough_and_is_clean_with_the_fixes() -> None:
     assert all(run.steps >= released_findings.STEPS and run.rows and not run.with_fixes for run in RUNS)
-
-
-def test_rules_and_fixes_of_released_are_known() -> None:
     rules = {rule.code for rule in (*RULES, *lab_rules.RULES)}
     for row in (row for run in RUNS for row in run.rows):
         assert row.rule in rules
         assert row.findings > 0
         assert all(catalogue.find(code) for code in row.fixes)
-
-
-def test_released_has_no_path_of_a_machine() -> None:
     assert not any(path in Path(FILE).read_text() for path in ("/tmp", "site-packages", str(ROOT)))
 
 
