@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools import engine_recordings, recording, replay
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
@@ -84,6 +85,17 @@ class Ran:
     def count(self, what: str) -> int:
         return sum(note["what"] == what for note in self.notes)
 
+    def assert_healthy(self, ranks: int = 1) -> engine_recordings.Engine:
+        """Return the engine's record, which has all ranks. No violation, finding or error of kvfix occurred."""
+        assert "Report: " not in self.log
+        assert "a fault of kvfix itself" not in self.log
+        assert self.findings() == set()
+        assert replay.replay(self.dumps("signal"), json=True) == 0
+        (engine,) = engine_recordings.engines(map(recording.read, self.dumps("signal")))
+        assert engine.scheduler is not None
+        assert sorted(engine.workers) == list(range(ranks))
+        return engine
+
 
 def run(
     folder: Path,
@@ -115,11 +127,8 @@ def run(
     settings = clean_environment(
         *([lmcache] if lmcache else []),
         PLUGIN,
-        KVFIX_TEST_REPORT=str(folder / "report"),
-        KVFIX_DUMP_DIR=str(folder / "dumps"),
-        KVFIX_TEST_SPOIL=str(folder / "spoil"),
-        **{FORK_WORKERS: ""},
-        **(environment or {}),
+        **{"KVFIX_TEST_REPORT": str(folder / "report"), "KVFIX_DUMP_DIR": str(folder / "dumps")},
+        **{"KVFIX_TEST_SPOIL": str(folder / "spoil"), FORK_WORKERS: "", **(environment or {})},
     )
     job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "before": {}, "engine": engine}
 

@@ -8,6 +8,7 @@ The connectors of the test suite's plugin can be told to fail: the file `fault` 
 connector reads it at each load (plugin/kvfix_engine_verify.py).
 """
 
+import itertools
 import json
 import os
 import signal
@@ -90,10 +91,8 @@ class Server:
 
     def words(self, **sizes: Any) -> list[str]:
         """Return vLLM's options. sizes: replace values of SIZES, or add some."""
-        return [
-            *self._words,
-            *(word for name, value in {**SIZES, **sizes}.items() for word in (f"--{name}", str(value))),
-        ]
+        words = [(f"--{name}", str(value)) for name, value in {**SIZES, **sizes}.items()]
+        return [*self._words, *itertools.chain(*words)]
 
     @contextmanager
     def started(self, **sizes: Any) -> Iterator[Self]:
@@ -102,14 +101,8 @@ class Server:
         self.plant("")
         model = self.folder.parent / "model"
         write_model(model)
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            *self.words(**sizes),
-        ]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += self.words(**sizes)
         with real_engine.started(command, self.log, self.environment, self._popen, cwd=self.folder) as self.process:
             yield self
 
