@@ -6,13 +6,13 @@ The lives vary the connector, release of LMCache, log level, ranks, workload and
 the engine answered every request and loaded its stored KV. Exit 1 if a log has a finding.
 """
 
-import argparse
 import itertools
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from tests.conftest import RELEASES
 from tests.diagnose.lines import diagnose_files
@@ -54,18 +54,17 @@ def run(folder: Path, level: str, workload: str, mode: str, connector: str, lmca
     }
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.healthy_logs", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder, wrong = parser.parse_args(arguments).folder, 0
+def main(folder: Path) -> None:
+    """Run 48 engines, and keep their logs in FOLDER. Exit 1 if a log has a finding."""
+    wrong = False
     cases = itertools.product(("DEBUG", "INFO"), WORKLOADS, ("fix", "check"), CONNECTORS)
     for number, (level, workload, mode, (connector, lmcache)) in enumerate(cases):
         words = (level, workload, mode, connector, lmcache)
         ran = run(folder / "-".join((f"{number:02}", *words)).replace(" ", "_"), *words)
-        wrong += bool(ran["findings"]) or not ran["healthy"]
+        wrong |= bool(ran["findings"]) or not ran["healthy"]
         print(json.dumps(ran), flush=True)
-    return int(wrong > 0)
+    raise SystemExit(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    typer.run(main)

@@ -5,9 +5,6 @@ FOLDER/NAME without this machine's paths. The program prints what kvfix-diagnose
 before the launch. Without NAME it runs the cases that FOLDER does not have yet.
 """
 
-from __future__ import annotations
-
-import argparse
 import gzip
 import io
 import json
@@ -26,10 +23,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import tomllib
+import typer
 
 from kvfix_tools.doctor import checks, command_line, servers
 from kvfix_tools.doctor.packages import Packages
@@ -342,23 +340,21 @@ def pack(folder: Path, archive: Path) -> None:
             packed.addfile(entry, io.BytesIO(content))
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.planted_logs", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--pack", type=Path, metavar="ARCHIVE", help="run nothing, and put the logs into this archive")
-    given = parser.parse_args(arguments)
-    if given.pack:
-        pack(given.folder, given.pack)
-        return 0
-    for case in CASES:
-        if case.name in given.names or (not given.names and not (given.folder / case.name).exists()):
+def main(
+    folder: Path,
+    names: Annotated[list[str] | None, typer.Argument()] = None,
+    archive: Annotated[Path | None, typer.Option("--pack", help="run nothing, and put the logs here")] = None,
+) -> None:
+    """Run these cases, or those that FOLDER does not have yet. Print what kvfix-diagnose and kvfix doctor find."""
+    if archive:
+        pack(folder, archive)
+    for case in CASES if not archive else ():
+        if case.name in (names or ()) or (not names and not (folder / case.name).exists()):
             try:
-                print(json.dumps(run(case, given.folder.absolute())), flush=True)
+                print(json.dumps(run(case, folder.absolute())), flush=True)
             except Exception:  # noqa: BLE001  the other cases still run
                 print(case.name, traceback.format_exc(), flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    typer.run(main)
