@@ -23,8 +23,6 @@ from tests.fork_server import FORK_WORKERS, Forked
 HERE = Path(__file__).parent
 #: Maximum seconds for an engine's run. It takes one minute, and two or three while other engines run.
 LIMIT = 300
-
-
 #: Marks tests whose result the lab's engine or another case already shows. They take five minutes more.
 LONG = pytest.mark.skipif(
     "KVFIX_TEST_LONG" not in os.environ, reason="shown on the lab's engine too: KVFIX_TEST_LONG=1 runs it on a real one"
@@ -35,13 +33,9 @@ CROWD = [(prompt(300, seed), 60) for seed in range(1, 7)]
 #: 256 stored, and polled until the first request ends. With LMCache 0.3.10 EngineCore dies of this.
 REPORT = [(prompt(411, 11), 20), (prompt(657, 12), 102)]
 ENGINE = {
-    "max_model_len": 1024,
-    "num_gpu_blocks_override": 33,
-    "max_num_batched_tokens": 352,
+    "max_model_len": 1024, "num_gpu_blocks_override": 33, "max_num_batched_tokens": 352,
     "scheduler_reserve_full_isl": False,
-}
-
-
+}  # fmt: skip
 #: Scheduler and worker in the program's own process: vLLM is imported once, not three times.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 #: EngineCore with the worker in it, as on one GPU. With a multi-process connector vLLM's worker for the CPU does not
@@ -98,21 +92,11 @@ class Ran:
 
 
 def run(
-    folder: Path,
-    apply: bool,
-    transfer: dict[str, Any] | None,
-    *,
-    mode: str = "fix",
-    rounds: list[Any] = ROUNDS,
-    engine: dict[str, Any] = ENGINE,
-    environment: dict[str, str] | None = None,
-    lmcache: Path | None = None,
-    program: str = "serve.py",
-    forked: bool = True,
-    when: tuple[str, Callable[[int], None]] | None = None,
-    limit: int = LIMIT,
-    **more: Any,
-) -> Ran:
+    folder: Path, apply: bool, transfer: dict[str, Any] | None, *, mode: str = "fix", rounds: list[Any] = ROUNDS,
+    engine: dict[str, Any] = ENGINE, environment: dict[str, str] | None = None, lmcache: Path | None = None,
+    program: str = "serve.py", forked: bool = True, when: tuple[str, Callable[[int], None]] | None = None,
+    limit: int = LIMIT, **more: Any,
+) -> Ran:  # fmt: skip
     """Run an engine, and return its results.
 
     - engine: arguments of LLM
@@ -125,11 +109,10 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = clean_environment(
-        *([lmcache] if lmcache else []),
-        PLUGIN,
+        *([lmcache] if lmcache else []), PLUGIN,
         **{"KVFIX_TEST_REPORT": str(folder / "report"), "KVFIX_DUMP_DIR": str(folder / "dumps")},
         **{"KVFIX_TEST_SPOIL": str(folder / "spoil"), FORK_WORKERS: "", **(environment or {})},
-    )
+    )  # fmt: skip
     job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "before": {}, "engine": engine}
 
     def while_it_runs(process: Any) -> None:

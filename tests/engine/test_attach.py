@@ -70,14 +70,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     ],
 )
 def test_it_comes_and_goes_under_load(
-    version: str,
-    server: bool,
-    codes: set[str],
-    pairs: int,
-    plain: list[Any],
-    tmp_path: Path,
+    version: str, server: bool, codes: set[str], pairs: int, plain: list[Any], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     calm, hard = plain
     folder = tmp_path / "engine"
     memory: list[dict[int, int]] = []

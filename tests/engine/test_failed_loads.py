@@ -32,13 +32,11 @@ HIT = 192
 JOB: dict[str, Any] = {
     "program": Path(__file__).name,
     "engine": {
-        "max_model_len": 1024,
-        "num_gpu_blocks_override": 129,
-        "max_num_batched_tokens": 384,
+        "max_model_len": 1024, "num_gpu_blocks_override": 129, "max_num_batched_tokens": 384,
         "long_prefill_token_threshold": 256,  # leaves tokens in the step for the sharer
     },
     "environment": start.ONE_PROCESS,
-}
+}  # fmt: skip
 
 
 class Case(NamedTuple):

@@ -51,12 +51,11 @@ WINDOWS: dict[str, Any] = {
     "rounds": [CROWD, CROWD],
     "engine": {**ENGINE, "num_gpu_blocks_override": 97, "disable_hybrid_kv_cache_manager": False},
     "config": {
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": 128,
     },
     "environment": start.ONE_PROCESS,
-}
+}  # fmt: skip
 
 
 class Engines:

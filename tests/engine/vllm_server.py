@@ -55,14 +55,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        transfer: dict[str, Any] | str | None,
-        mode: str,
-        options: Sequence[str] = (),
-        popen: Any = Forked,
-        **environment: str,
-    ) -> None:
+        self, folder: Path, transfer: dict[str, Any] | str | None, mode: str, options: Sequence[str] = (),
+        popen: Any = Forked, **environment: str,
+    ) -> None:  # fmt: skip
         self.folder, self.log, self._popen = folder, folder / "log", popen
         port, side = real_engine.free_port(), real_engine.free_port()
         self.url = f"http://127.0.0.1:{port}"

@@ -49,7 +49,7 @@ def test_what_a_request_needs_is_what_vllm_counts(once: Once, windows: tuple[int
 
 
 def test_a_load_in_flight(once: Once) -> None:
-    state = once(wedged.one_look, NEWEST, "begun_to_load")
+    state = once(wedged.twice, NEWEST, "begun_to_load")[0]
     found = row(state, "r")
     assert (found["status"], found["source"]) == ("WAITING_FOR_REMOTE_KVS", "connector")
     assert (found["promised"], found["granted"], found["loading"], found["blocks"]) == (192, 192, [0, 192], 12)

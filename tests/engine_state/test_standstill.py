@@ -189,11 +189,8 @@ def test_a_pause_is_no_hang(locked_out: States) -> None:
 FIRST = Waiting("r19", needs=7, holds=10)
 STUCK = State(
     waiting=(FIRST, Waiting("r20", holds=4), Waiting("r21", LOAD, holds=5), Waiting("r22", holds=1), Waiting("r23")),
-    free=3,
-    running=0,
-    in_flight=0,
-    lookups=0,
-)
+    free=3, running=0, in_flight=0, lookups=0,
+)  # fmt: skip
 
 
 def test_it_names_the_first_and_counts() -> None:

@@ -31,10 +31,6 @@ def look(engine: Any, full: bool = False) -> dict[str, Any]:
     return found
 
 
-def one_look(name: str) -> dict[str, Any]:
-    return look(globals()[name]())
-
-
 def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
     """Return two looks at this engine of the module, the second one twelve steps later."""
     engine, full = globals()[name](*arguments), name == "locked_out_engine"

@@ -24,18 +24,8 @@ def test_a_fix_that_does_not_fail_closed_is_found(once: Once) -> None:
 
 
 def left_open() -> Any:
-    from tests.lab import faults as lab
-
-    keep = lab.raising
-    lab.install()
     from kvfix import wrapping
 
-    closed = wrapping.before
-
-    def open_before(code: Any, when: Any = None, **_: Any) -> Any:
-        return closed(code, when)
-
-    wrapping.before = open_before  # type: ignore[assignment]
-    lab.install = lambda: None  # type: ignore[assignment]
-    lab.raising = keep
-    return lab.faults(40, only=("KVF007",))
+    before = wrapping.before
+    wrapping.before = lambda code, when=None, **_: before(code, when)  # type: ignore[assignment]
+    return faults(40, only=("KVF007",))

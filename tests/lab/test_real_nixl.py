@@ -16,12 +16,8 @@ from tests.lab.planted_in_pairs import read_the_next_block
 
 #: Seeds that do not wait long for leases.
 SEEDS = {
-    "nixl-pull": (4, 12),
-    "nixl-push": (1, 8),
-    "nixl-multi": (0, 8),
-    "nixl-push-multi": (0, 6),
-    "nixl-offload": (5, 13),
-}
+    "nixl-pull": (4, 12), "nixl-push": (1, 8), "nixl-multi": (0, 8), "nixl-push-multi": (0, 6), "nixl-offload": (5, 13),
+}  # fmt: skip
 REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or "it is installed")
 
 

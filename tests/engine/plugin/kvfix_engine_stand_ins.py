@@ -79,14 +79,9 @@ def early_releases(adapter: Any) -> None:
 
         metadata, _ = create_lmcache_metadata(vllm_config)
         metadata.role = role
-        return adapter.LMCacheEngineBuilder.get_or_create(
-            adapter.ENGINE_NAME,
-            config,
-            metadata,
-            make(GPUConnectorInterface, metadata) if role != "scheduler" else None,
-            lambda tensor, src: tensor,
-            lambda obj, src: obj,
-        )
+        made = make(GPUConnectorInterface, metadata) if role != "scheduler" else None
+        get = adapter.LMCacheEngineBuilder.get_or_create
+        return get(adapter.ENGINE_NAME, config, metadata, made, lambda tensor, src: tensor, lambda obj, src: obj)
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
