@@ -77,22 +77,12 @@ def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine
         while True:
             yield
 
-    class GPUConnector:
-        batched_from_gpu = forever
+    def load(*_: Any, **__: Any) -> Iterator[None]:
+        loading()
+        return forever()
 
-        def batched_to_gpu(self, *_: Any, **__: Any) -> Iterator[None]:
-            loading()
-            return forever()
-
-        def get_shape(self, tokens: int) -> Any:
-            return torch.Size([2, 1, tokens, 8])
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_, **__: None
-
-    class LookupServer:
-        def send_response_to_scheduler(self, lookup_id: str, tokens: int) -> None: ...
-
+    connector = mock.Mock(batched_from_gpu=forever, batched_to_gpu=load)
+    connector.get_shape = lambda tokens: torch.Size([2, 1, tokens, 8])
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=16, local_cpu=True, max_local_cpu_size=0.05, save_unfull_chunk=False, lmcache_instance_id="lab",
         enable_async_loading=mode == "async", use_layerwise=mode == "layers",
@@ -106,8 +96,8 @@ def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine
     metadata = Metadata(**{name: value for name, value in known.items() if name in accepted})
     keys = ChunkedTokenDatabase(config, metadata)
     vars(sys.modules[LMCacheEngine.__module__])["assert_layerwise_gpu_connector"] = lambda connector: None
-    engine = LMCacheEngine(config, metadata, keys, GPUConnector(), lambda tensor, src: tensor, lambda each, src: each)
-    engine.post_init(async_lookup_server=LookupServer())
+    engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, src: tensor, lambda each, src: each)
+    engine.post_init(async_lookup_server=mock.Mock())
     return Engine(engine, config, keys, mode)
 
 

@@ -5,7 +5,6 @@ other process may have no kvfix. It is allowed that a load times out where the r
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ from kvfix.fixes.record import Fix, Target
 from kvfix_tools.lab import runner
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import find
+from kvfix_tools.lab.scenario import find, scenario
 from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
@@ -53,22 +52,11 @@ def halves(fix: Fix) -> list[tuple[Target, ...]]:
 FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 
 
-stored_again = steps(
-    [do.fail_store("before"), do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()],
-    do.serve("r", prompt(128)),
-)
-
-
 def failed_store(connector: str) -> Case:
     """Return a case in which a store fails, and another request has the same prompt."""
-
-    def play() -> Any:
-        engine = late.LabEngine(Options(connector=connector, max_num_batched_tokens=512))
-        with suppress(late.EngineDied):
-            stored_again(engine)
-        return engine
-
-    return Case("failed-store", play)
+    options = Options(connector=connector, max_num_batched_tokens=512)
+    before = [do.fail_store("before"), do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()]
+    return of_scenario(scenario(before, do.serve("r", prompt(128)), shows="", options=options, name="failed-store"))
 
 
 def play_all() -> dict[str, list[str]]:
