@@ -237,7 +237,9 @@ def test_changed_options_are_counted() -> None:
 
 ASK = """
 from typer.testing import CliRunner
+from kvfix_tools.lab import releases
 from kvfix_tools.lab.cli import app
+releases.find_spec = lambda name: None  # NIXL is not installed
 result = []
 for arguments in {cases!r}:
     done = CliRunner().invoke(app, arguments)
@@ -275,15 +277,20 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps({**good, **changed}))
     (tmp_path / "odd.json").write_text("{}")
     played = {**{name: text for name, (_, text) in files.items()}, "none": "No such file", "odd": "no saved schedule"}
-    early = ["--lmcache-path", str(RELEASES / "0.3.10")]
+    early, real = ["--lmcache-path", str(RELEASES / "0.3.10")], ["--transfers", "real"]
     cases = (
         (["fuzz", "--connector", "nixl"], "known: v1, mp, mp-in-tree, offloading"),
         (["fuzz", "--seeds", "many"], "many"),
+        (["fuzz", "--connector", "nixl-pull", *real], "not checked: NIXL is not installed: pip install nixl nixl-cu12"),
+        (["run", "no-such"], "no scenario no-such. `kvfix lab list` lists the scenarios\n"),
+        (["run", "full-hit-asked-twise"], "twise. Did you mean full-hit-asked-twice? `kvfix lab list` lists the"),
+        (["run"], "name a scenario, or --all"),
+        (["run", "full-hit-asked-twice", "--lmcache-path", "/nowhere"], "holds no lmcache package"),
         *((["play", str(tmp_path / f"{name}.json")], text) for name, text in played.items()),
         (["fuzz", "--connector", "mp", *early], "the lab plays mp with lmcache >=0.4.5: earlier ones have no"),
     )
     answers = fresh(ASK.format(cases=[arguments for arguments, _ in cases]))
     for (arguments, text), (code, out, err) in zip(cases, answers, strict=True):
-        assert (code, out) == (2, ""), (arguments, err)
+        assert (code, out) == (77 if "real" in arguments else 2, ""), (arguments, err)
         assert text in err
         assert "Traceback" not in err

@@ -10,7 +10,7 @@ import pytest
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.options import BY_NIXL
-from tests.conftest import RELEASES, Fresh, Once
+from tests.conftest import RELEASES, Once
 from tests.lab.planted import played, wrap
 from tests.lab.planted_in_pairs import read_the_next_block
 
@@ -196,16 +196,3 @@ def test_they_are_the_same_as_released(once: Once) -> None:
 def test_a_difference_is_found(once: Once) -> None:
     found = once(compared, RELEASES / "0.5.6", "nixl-pull", True, True)["violations"]
     assert any(each["message"].startswith("LAB027 differs-from-model") for each in found)
-
-
-def test_without_nixl_nothing_is_checked(fresh: Fresh) -> None:
-    code, out, err = fresh("""
-from typer.testing import CliRunner
-from kvfix_tools.lab import releases
-from kvfix_tools.lab.cli import app
-releases.find_spec = lambda name: None
-done = CliRunner().invoke(app, ["fuzz", "--connector", "nixl-pull", "--transfers", "real"])
-result = [done.exit_code, done.stdout, done.stderr]
-""")
-    assert (code, out) == (77, "")
-    assert err == "kvfix lab fuzz: not checked: NIXL is not installed: pip install nixl nixl-cu12\n"
