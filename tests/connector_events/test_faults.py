@@ -166,8 +166,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "wall clock goes back": lambda: backwards("time.time_ns"),
     "signal in a hook": signal_in_a_hook,
 }
-
-
 #: Faults that also plant a finding. kvfix logs the finding in a separate line, like any other.
 WITH_FINDING = (
     "a violation", "odd object in an event", "report", "fixes of a finding", "metrics", "disk full",

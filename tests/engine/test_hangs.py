@@ -63,8 +63,6 @@ HANGS = {
     "hook_waits": Hang("KVD213", "has been in start_load_kv for at least "),
     "locked_out": Hang("KVD202", "1 request is loaded and waits behind r2-", rounds=[STORED, BOTH], engine=TWENTY),
 }
-
-
 #: Hangs that tests/engine_state/test_watchdog.py also has. The watchdog's others need another process or a long step.
 SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 

@@ -225,8 +225,6 @@ OF_MULTI = steps(
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode's own memory has this prompt
     [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # both have this prompt
 )
-
-
 #: A store is in flight when vLLM frees blocks before the window.
 _FREED = {each.slug: each for each in scenarios()}["mp-window-freed-while-stored"]
 _MP = Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64)

@@ -356,8 +356,6 @@ for name, schedule, options in (
     ("a_request_that_a_reset_preempts_keeps_its_computed_tokens", RESET, {}),
 ):
     row(name, "scheduler._preempt_request", _keeps_computed, "LAB001", "KVR011", schedule=schedule, every=options)
-
-
 PAUSE = steps(BEGUN, do.pause(), do.admit("second", prompt(100, seed=1)), do.step(3), do.unpause(), do.run())
 row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003 is WAITING for ever", schedule=PAUSE)
 #: Reset all KV while a request runs.
@@ -371,15 +369,11 @@ row(
     "vllm_keeps_kv_of_old_weights", "scheduler.kv_cache_manager.reset_prefix_cache", lambda *_: True,
     "LAB001 the step reads", **WEIGHTS,
 )  # fmt: skip
-
-
 row(
     "the_last_layer_is_not_loaded", "slots.put",
     lambda _, put, slot, content: put(slot, content) if content == GARBAGE else None, "LAB001 the step reads", on=V1,
     v1={"lmcache": {"use_layerwise": True}},
 )  # fmt: skip
-
-
 row(
     "chunks_that_were_fetched_are_mixed_up", "connector.cache_engines.0.chunk",
     lambda engine, _, name, key: next(reversed(engine.connector.cache_engines[0].fetched[name].values())),
@@ -394,8 +388,6 @@ in_metadata(
     "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
     "LAB010 it asks for lmcache.skip_save", schedule=FOR_DECODER,
 )  # fmt: skip
-
-
 #: The server stops during a store and counts as dead. Then it continues, and ends the store.
 SILENT_SERVER = steps(
     do.admit("r", prompt(200), max_tokens=3),
@@ -403,8 +395,6 @@ SILENT_SERVER = steps(
     [do.server_stops(), do.step(2), do.server_goes_on(), do.run(), do.settle()],
     counted("server_stops", 1, 1),
 )
-
-
 row(
     "a_store_after_silence_takes_other_blocks", "connector.server._store",
     lambda engine, store, key, groups: store(

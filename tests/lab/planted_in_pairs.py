@@ -66,14 +66,10 @@ def other_kv_comes_from_the_cpu(pair: Any) -> None:
 # decode does not learn of a failed write before its registration ends, 480 s later
 for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mooncake-multi"))):
     row("a_transfer_fails", "", lambda pair: pair.network.failing.update(transfer=1), rule, on=on)
-
-
 row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
 row(
     "blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None, "LAB020", on=(*PULL, *MOONCAKE)
 )
-
-
 row(
     "the_thread_for_handshakes_dies", "",
     lambda pair: pair.network.listeners.update({"prefill:5600": lambda: {}["handshake"]}), "LAB021", on=PULL,
@@ -175,8 +171,6 @@ row(
     "heads_of_two_ranks_are_mixed_up", f"decode.{ADAPTER}._build_local_splits_from_plan",
     lambda _, build, *arguments: reversed(list(build(*arguments))), "LAB001 other KV", on=PULL_RANKS, every=FEWER,
 )  # fmt: skip
-
-
 row(
     "the_second_writer_is_not_waited_for", f"prefill.{ADAPTERS}.nixl_wrapper.make_prepped_xfer",
     lambda _, make, *places, notif_msg: make(*places, notif_msg=notif_msg.rpartition(b":")[0] + b":1"),

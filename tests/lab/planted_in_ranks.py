@@ -83,8 +83,6 @@ row(
     "a_rank_loads_what_another_has_stored", "caches.1.get", lambda engine, _, key: engine.caches[0].get(key),
     "LAB001 of rank 1", on=V1, **RANKS,
 )  # fmt: skip
-
-
 #: Load tokens that "first" has stored, and let the load fail in the second rank.
 FAILING_RANK = steps(
     do.store("first", prompt(300)), do.admit("again", prompt(300), max_tokens=5), do.fail_load("again", 1, 1), do.run()
@@ -93,8 +91,6 @@ row(
     "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(), "LAB001",
     "LAB008", on=V1, schedule=FAILING_RANK, **RANKS,
 )  # fmt: skip
-
-
 #: `mp` with KV groups of sliding windows, in separate objects.
 WINDOWS = ("mp-windows",)
 #: `mp` with a KV group of states.
@@ -138,8 +134,6 @@ def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
 for name, (method, changed, text, on, options) in BLOCKS.items():
     call = _changed(changed, 0 if method == "load" else 1)
     row(name, f"connector.server.chunks.{method}", call, f"LAB001 {text}", on=on, **options)
-
-
 FAILED_LOAD = steps(
     do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), max_tokens=5), do.fail_load("r"), do.run()
 )
@@ -147,8 +141,6 @@ row(
     "a_failed_load_of_groups_is_not_reported", "workers.0.also_reported", lambda *_: {}, "LAB003", "LAB008", "KVR010",
     on=WINDOWS, schedule=FAILED_LOAD,
 )  # fmt: skip
-
-
 row(
     "larger_blocks_are_taken_for_small_ones", "",
     lambda engine: vars(engine.scheduler.connector).update(_group_tokens_per_block=[16, 16]), f"LAB001 {STORED}",

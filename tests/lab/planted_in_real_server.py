@@ -9,8 +9,6 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import counted, fault, row, steps, until
 
 REAL = ("mp-real",)
-
-
 #: A prompt is computed, loaded into other blocks, and hit while vLLM also has it.
 LOADED = steps(
     [do.store("first", prompt(100), max_tokens=3), do.admit("other", prompt(100, seed=1), max_tokens=3)],
@@ -90,15 +88,11 @@ UNANSWERED = steps(
     [do.store("first", prompt(100)), do.lookups_fail(1), do.serve("again", prompt(100), max_tokens=3)],
     [do.expect_all_ended(), counted("lookups_unanswered", 1, 1)],
 )
-
-
 row(
     "a_lookup_that_times_out_is_waited_for", CHECK,
     lambda engine, check, name: None if name in engine.connector.server.unanswered_lookups else check(name),
     "LAB003 is WAITING for ever", on=REAL, schedule=UNANSWERED,
 )  # fmt: skip
-
-
 #: The server reads evicted chunks from its disk.
 FROM_DISK = steps(
     do.serve("first", prompt(100)), do.settle(), on_disk, do.evict(100), again(100), counted("read_from_disk", 6, 6)
