@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def main(job: dict[str, Any]) -> None:
             globals()[name](llm.llm_engine, *arguments)
         rounds.append(real_engine.generate(llm, requests))
         preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
-    ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
+    if "KVFIX_TEST_FAULTS" not in os.environ:  # with these faults no process writes a file
+        recorders(Path(os.environ["KVFIX_DUMP_DIR"]), limit=30)
     counters = {name: real_engine.counter(llm, name) for name in job.get("counters", ())}
     answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted), "counters": counters}
     Path(job["out"]).write_text(json.dumps(answer))
@@ -70,14 +72,19 @@ def continued(
     return [*requests[prompt][0], *rounds[-1][prompt]] if isinstance(prompt, int) else prompt
 
 
-def ask_for_recorders(folder: Path) -> None:
-    """Make the processes write their recorder files, as `kvfix dump` does. vLLM kills the processes at the end."""
-    ready = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
+def recorders(folder: Path, limit: float, among: Container[int] | None = None) -> list[Path]:
+    """Make processes write their recorder files, as `kvfix dump` does, and return the files.
+
+    limit: maximum seconds. among: process ids; None: all processes that have announced themselves in the folder.
+    """
+    pids = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
+    ready, before = [pid for pid in pids if among is None or pid in among], set(folder.rglob("*-signal.jsonl"))
     for pid in ready:
         os.kill(pid, signal.SIGUSR2)
-    until = time.monotonic() + 30
-    while len(list(folder.rglob("*-signal.jsonl"))) < len(ready) and time.monotonic() < until:
+    until = time.monotonic() + limit
+    while len(files := set(folder.rglob("*-signal.jsonl")) - before) < len(ready) and time.monotonic() < until:
         time.sleep(0.05)
+    return sorted(files)
 
 
 def apply(engine: Any) -> None:

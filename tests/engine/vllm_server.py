@@ -26,6 +26,7 @@ import httpx
 from kvfix_tools.dump import processes
 from kvfix_tools.roundtrip import real_engine
 from tests.conftest import PLUGIN, ROOT, clean_environment
+from tests.engine import serve
 from tests.fork_server import FORK_WORKERS, Forked
 
 PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
@@ -147,19 +148,9 @@ class Server:
         self.process.wait(LIMIT)
 
     def recorders(self) -> list[Path]:
-        """Make the recorders write their files now, as `kvfix dump` does, and return the files."""
-        folder = self.folder / "dumps"
+        """Make the recorders write their files now, and return the files."""
         pids = {each.pid for each in processes.tree(self.process.pid)}
-        ready = [pid for path in folder.rglob("*.ready") if (pid := int(path.stem.rpartition("-")[2])) in pids]
-
-        def files() -> set[Path]:
-            return set(folder.rglob("*-signal.jsonl"))
-
-        before = files()
-        for pid in ready:
-            os.kill(pid, signal.SIGUSR2)
-        self.until(lambda: len(files() - before) >= len(ready), "its recorders do not come")
-        return sorted(files() - before)
+        return serve.recorders(self.folder / "dumps", LIMIT, pids)
 
 
 def write_model(folder: Path) -> None:
