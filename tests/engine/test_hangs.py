@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,25 +67,20 @@ HANGS = {
 SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 
-@contextmanager
-def transfer_of(hang: Hang) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yield vLLM's kv_transfer_config, and the pids of the LMCache server."""
-    if hang.in_process:
-        yield start.v1(64), []
-        return
+@pytest.fixture(scope="module")
+def transfer() -> Iterator[dict[str, Any]]:
+    """Return the kv_transfer_config for an LMCache server. Each engine has a new model, and so finds no stored KV."""
     with start.server() as transfer:
-        here = psutil.Process().children(recursive=True)
-        servers = [each for each in here if "server" in (words := each.cmdline()) and "--chunk-size" in words]
-        try:
-            yield transfer, [each.pid for each in servers]
-        finally:
-            for each in servers:  # a stopped process must run to end
-                each.resume()
+        yield transfer
 
 
-def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: dict[str, str]) -> start.Ran:
+def hangs(
+    what: str, transfer: dict[str, Any], folder: Path, until: Callable[[int], bool], environment: dict[str, str]
+) -> start.Ran:
     """Run an engine with this hang. Kill the engine once `until` returns True."""
     hang = HANGS[what]
+    here = psutil.Process().children(recursive=True)
+    servers = [each for each in here if "server" in (words := each.cmdline()) and "--chunk-size" in words]
 
     def do(pid: int) -> None:
         end = time.monotonic() + LIMIT
@@ -98,14 +93,15 @@ def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: di
         finally:
             with suppress(ProcessLookupError):  # the engine has ended instead of hanging
                 os.killpg(pid, signal.SIGKILL)
+            for each in servers:
+                each.resume()
 
-    with transfer_of(hang) as (transfer, servers):
-        planted = {"KVFIX_TEST_HANG": what, "KVFIX_TEST_SERVER": " ".join(map(str, servers)), **environment}
-        return start.run(
-            folder, False, transfer, rounds=hang.rounds, engine={**TWO_PROCESSES, **hang.engine}, environment=planted,
-            when=("Initializing a V1 LLM engine", do),
-            before={1: [["spoil"], *([["one_by_one", BOTH]] if what == "locked_out" else [])]},
-        )  # fmt: skip
+    planted = {"KVFIX_TEST_HANG": what, "KVFIX_TEST_SERVER": " ".join(str(each.pid) for each in servers), **environment}
+    return start.run(
+        folder, False, start.v1(64) if hang.in_process else transfer, rounds=hang.rounds, environment=planted,
+        engine={**TWO_PROCESSES, **hang.engine}, when=("Initializing a V1 LLM engine", do),
+        before={1: [["spoil"], *([["one_by_one", BOTH]] if what == "locked_out" else [])]},
+    )  # fmt: skip
 
 
 def continued(file: str) -> dict[str, Any]:
@@ -117,7 +113,7 @@ def continued(file: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", HANGS)
-def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
+def test_look_explains_it(what: str, transfer: dict[str, Any], tmp_path: Path, once: Once) -> None:
     found: list[Verdict] = []
     saved = tmp_path / "look.json"
 
@@ -133,7 +129,7 @@ def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
             command.save_state(str(saved), looks[-1], found)
         return bool(found)
 
-    hangs(what, tmp_path, looked, {"KVFIX": "off"})
+    hangs(what, transfer, tmp_path, looked, {"KVFIX": "off"})
     assert found[0].code == HANGS[what].code, found
     assert HANGS[what].message in found[0].message
     if what == "locked_out":
@@ -146,7 +142,7 @@ def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[start.LONG] if what in SHOWN_IN_THE_LAB else []) for what in HANGS]
 )
-def test_the_watchdog_explains_it(what: str, tmp_path: Path) -> None:
+def test_the_watchdog_explains_it(what: str, transfer: dict[str, Any], tmp_path: Path) -> None:
     skip = f" skip={HANGS[what].fix}" if HANGS[what].fix else ""
     log = tmp_path / "log"
 
@@ -154,7 +150,7 @@ def test_the_watchdog_explains_it(what: str, tmp_path: Path) -> None:
         time.sleep(0.2)
         return "State, stacks and events" in log.read_text()
 
-    ran = hangs(what, tmp_path, reported, {"KVFIX": f"observe{skip}", "KVFIX_WATCHDOG": "8"})
+    ran = hangs(what, transfer, tmp_path, reported, {"KVFIX": f"observe{skip}", "KVFIX_WATCHDOG": "8"})
     (line,) = [line for line in ran.log.splitlines() if "State, stacks and events" in line]
     assert f" {HANGS[what].code} " in line, line
     assert HANGS[what].message in line
@@ -164,7 +160,7 @@ def test_the_watchdog_explains_it(what: str, tmp_path: Path) -> None:
     assert sorted(each["process"] for each in lines["state"]) == ["EngineCore", "VllmWorker-0"]
 
 
-def test_a_healthy_engine(tmp_path: Path) -> None:
+def test_a_healthy_engine(transfer: dict[str, Any], tmp_path: Path) -> None:
     looks: list[Look] = []
     decided: list[Look] = []
     servers: list[dict[str, Any]] = []
@@ -184,11 +180,10 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
         decided.extend(command.enough(looker))
         (tmp_path / "stop").touch()  # however long the looks take, the engine has requests until now
 
-    with start.server() as transfer:
-        ran = start.run(
-            tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES, forked=False,
-            when=("Initializing a V1 LLM engine", do),
-        )  # fmt: skip
+    ran = start.run(
+        tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES, forked=False,
+        when=("Initializing a V1 LLM engine", do),
+    )  # fmt: skip
     assert all(each == ran.answer["rounds"][0] for each in ran.answer["rounds"])
     inside = [each for each in looks if liveness.engines(each.processes)]
     assert len(inside) > LOOKS // 2
