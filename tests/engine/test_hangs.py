@@ -1,5 +1,5 @@
-"""Hangs planted in a real engine: without kvfix in the engine, `kvfix look` explains each in one line. With kvfix, the
-watchdog does. In a healthy engine under load `kvfix look` finds nothing."""
+"""Hangs planted in a real engine. `kvfix look` explains each hang in one line if the engine runs without kvfix. With
+kvfix, the watchdog explains the hang. `kvfix look` finds nothing in a healthy engine under load."""
 
 import json
 import os
@@ -25,22 +25,22 @@ from tests.engine import start
 from tests.engine.start import TWO_PROCESSES, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-#: Seconds for the hang to begin and to be explained.
+#: Maximum seconds until a hang has begun and is explained.
 LIMIT = 150
-#: Looks at a healthy engine.
+#: Number of looks at a healthy engine.
 LOOKS = 12
-#: Ten short prompts, and a token budget with which the scheduler looks up all of them in one step.
+#: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all of them in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
-#: KVF208 (`kvfix lab run loaded-requests-lock-out`): each prompt loads 8 of the 20 blocks. The second prompt, which has
-#: a higher priority, needs 8 more.
+#: Play the bug of KVF208 (`kvfix lab run loaded-requests-lock-out`). Each of BOTH loads 8 of the 20 blocks. The second
+#: request, which has a higher priority, needs 8 more blocks.
 STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
 BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
 TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}
 
 
 class Hang(NamedTuple):
-    """code: of the verdict. message: a part of the verdict's text. fix: prevents this hang, and is not applied."""
+    """code, message: code and a part of the text of the verdict. fix: a fix to leave out: it prevents the hang."""
 
     code: str
     message: str
@@ -54,7 +54,7 @@ HANGS = {
     "lookup_thread_ends": Hang(
         "KVD203",
         "the scheduler waits 3 s for each lookup; rank 0 does not answer: its thread for lookups has ended",
-        engine=ONE_STEP,  # all prompts wait in one step, 3 s each; a step of 352 tokens has only five
+        engine=ONE_STEP,  # all ten lookups wait 3 s each in one step. A step of 352 tokens has only five lookups
         in_process=True,
         fix="KVF015",
     ),
@@ -63,13 +63,13 @@ HANGS = {
     "hook_waits": Hang("KVD213", "has been in start_load_kv for at least "),
     "locked_out": Hang("KVD202", "1 request is loaded and waits behind r2-", rounds=[STORED, BOTH], engine=TWENTY),
 }
-#: Hangs that tests/engine_state/test_watchdog.py also has. The watchdog's others need another process or a long step.
+#: Hangs that tests/engine_state/test_watchdog.py shows too. The other hangs need another process or a long step.
 SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 
 @pytest.fixture(scope="module")
 def transfer() -> Iterator[dict[str, Any]]:
-    """Return the kv_transfer_config for an LMCache server. Each engine has a new model, and so finds no stored KV."""
+    """Start an LMCache server, and yield its kv_transfer_config. Each test has another model, so none has old hits."""
     with start.server() as transfer:
         yield transfer
 
@@ -91,7 +91,7 @@ def hangs(
             while not until(pid):
                 assert time.monotonic() < end, f"it goes on: {(folder / 'log').read_text()[-1500:]}"
         finally:
-            with suppress(ProcessLookupError):  # the engine has ended instead of hanging
+            with suppress(ProcessLookupError):  # the engine has ended and did not hang
                 os.killpg(pid, signal.SIGKILL)
             for each in servers:
                 each.resume()
@@ -118,10 +118,10 @@ def test_look_explains_it(what: str, transfer: dict[str, Any], tmp_path: Path, o
     saved = tmp_path / "look.json"
 
     def looked(pid: int) -> bool:
-        # not engine_of(pid): the parent of this engine is the test
+        # not engine_of(pid), which would also find other engines of the test: its process is the parent
         looker = looking.Looker(processes.tree(pid), full=True)
         looks = command.enough(looker)
-        assert all(each.get("kvfix") is None for each in looks[-1].processes)  # the engine runs without kvfix
+        assert all(each.get("kvfix") is None for each in looks[-1].processes)  # kvfix is not in the engine
         found[:] = standstill.verdicts(looks)
         if found:
             servers = lmcache_server.of(looks[-1].processes)
@@ -178,7 +178,7 @@ def test_a_healthy_engine(transfer: dict[str, Any], tmp_path: Path) -> None:
                 servers[:] = lmcache_server.of(looks[-1].processes)
                 clients.update(lmcache_server.client_of(each["pid"]) for each in servers)
         decided.extend(command.enough(looker))
-        (tmp_path / "stop").touch()  # however long the looks take, the engine has requests until now
+        (tmp_path / "stop").touch()  # end the engine now, so that it has requests during all looks
 
     ran = start.run(
         tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES, forked=False,
