@@ -1,4 +1,4 @@
-"""Schedules that the fuzzer found, and their outcomes: failed loads, a kv_producer, ranks, pairs of engines."""
+"""Outcomes of schedules that the fuzzer found: with failed loads, a kv_producer, ranks, and pairs of engines."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from tests import late
 from tests.conftest import answers
 from tests.lab.planted import steps, until
 
-#: Options that the fuzzer did not draw yet when it found the schedule.
+#: Options that the fuzzer could not draw yet when it found the first schedule below.
 LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights", "ranks", "roles", "offloading")
 
 
 @answers([[0, 32], [32, 96]], fixes=True)
 def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
-    """A load fails with asynchronous scheduling, and the request starts again in the same blocks after an empty step.
+    """A load fails with asynchronous scheduling. After an empty step the request starts again in its old blocks.
 
     `make healthy` found that the first chunk was never stored (KVR007). KVF007 remembers the failed load for as many
     steps as are in flight, even if one of these steps computes nothing.
@@ -33,7 +33,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 @answers([True, True], [False, False])
 def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
-    """After vLLM has rolled a request back, the step still starts at the end of its last drafts: beyond its blocks.
+    """vLLM rolls a request back. Its step still starts at the end of its last drafts, which is beyond its blocks.
 
     Return whether the lab reports this step, and whether it reports anything.
     """
@@ -47,8 +47,8 @@ def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
 def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
     """The load of `r`, which shares blocks with `other`, fails. KVF103 and KVF110 wrap the function that reports it.
 
-    They must report only blocks that the load writes. Return whether the computed tokens of `other` never become
-    fewer, and whether `other` has 20 steps or more.
+    The fixes must report only blocks that the load writes. Return whether the number of computed tokens of `other`
+    never falls, and whether `other` has 20 steps or more.
     """
     begin = (("admit", "other", 0, 90, 20), *[("step",)] * 4, ("stored_elsewhere", 0, 128), ("admit", "r", 0, 140, 1))
     schedule = Schedule(Options(connector="mp-in-tree"), (*begin, ("fail_load", 1, 1)))
@@ -61,9 +61,9 @@ def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([8, 4, 8], [8, 4, 8], also="release")
 def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
-    """A request is preempted in its decode phase. vLLM has its whole prompt, but LMCache has evicted half of it.
+    """vLLM preempts a request in its decode phase. vLLM has its whole prompt, but LMCache has evicted half of it.
 
-    LMCache's worker stores tokens that the metadata exclude from the store (0.5.6 vllm_v1_adapter.py:1152).
+    LMCache's worker also stores tokens that the metadata exclude (0.5.6 vllm_v1_adapter.py:1152), so there is no hole.
     Return the number of cached chunks before the eviction, after it, and at the end of the request.
     """
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
@@ -96,7 +96,7 @@ def test_what_is_kept_until_its_end_is_not_left(is_fixed: bool) -> list[bool]:
 
 @answers([True, True])
 def test_a_lookup_that_times_out_holds_up_both() -> list[bool]:
-    """While one engine waits for a lookup, the clock of both engines advances. So leases end in this time."""
+    """While one engine waits for a lookup, the clock of both engines advances, so a lease can end meanwhile."""
     from kvfix_tools.lab.engine.lab_engine import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 
@@ -123,7 +123,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the chunks in each rank's cache before and after a step that loads 128 of 300 tokens, and at the end."""
+    """Return how many chunks each rank's cache has: before and after a load of 128 of 300 tokens, and at the end."""
     engine, chunks = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options)), []
     for part in (
         do.store("first", prompt(128)),
@@ -153,5 +153,5 @@ def test_what_a_step_that_loads_computes_is_saved_later(way: str, outcomes: dict
 
 
 def test_without_kvf030_the_caches_are_wrong(outcomes: dict[str, Any]) -> None:
-    """Without KVF030, the other fixes do not keep the caches of two ranks right."""
+    """If KVF030 is left out, the caches of two ranks are wrong, although all other fixes are applied."""
     assert "LAB001" in outcomes["without"]

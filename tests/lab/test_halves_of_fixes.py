@@ -1,7 +1,7 @@
-"""If a fix lacks one of its targets, the lab finds it.
+"""If a fix is applied without one of its targets, the lab finds the bug.
 
-If a fix wraps functions in two processes, each half alone makes no outcome that the release does not have, because the
-other process may have no kvfix. It is allowed that a load times out where the release waits for ever.
+The other process may have no kvfix. So if a fix wraps functions in two processes, each half alone must not add a
+finding to those of the release. A load may time out where the release waits for ever.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from tests.conftest import RELEASES, Once, answers
 from tests.lab.faults import CLOSED, Case, cases, of_scenario
 from tests.lab.planted import counted, steps, until
 
-#: Functions of connectors that run in a worker. Classes of workers have "Worker" in their name.
+#: Functions of connectors that run in a worker. Other functions run in a worker if their class is named after one.
 IN_WORKER = {
     "wait_for_save", "start_load_kv", "save_kv_layer", "get_block_ids_with_load_errors", "get_finished",
     "get_transfer_results", "handle_preemptions",
 }  # fmt: skip
-#: Fixes that also report failed stores, which no scenario plays.
+#: {fix that also reports failed stores, which no scenario plays: connectors}
 STORES = {"KVF330": ["offloading"], "KVF370": ["simple-offload"]}
-#: {fix for two engines: its functions that act in the prefill engine}
+#: {fix for prefill and decode: its functions that act in the prefill engine}
 IN_PREFILL = {"KVF319": {"request_finished"}, "KVF322": {"_do_start_push_kv"}}
 
 
@@ -40,7 +40,7 @@ def _is_in_worker(target: Target) -> bool:
 
 
 def halves(fix: Fix) -> list[tuple[Target, ...]]:
-    """Return the targets of each half, or [] if all functions run in one process."""
+    """Return the targets of each half of a fix, or [] if all its functions run in one process."""
     if fix.code in IN_PREFILL:
         first = tuple(each for each in fix.targets if each.function.rpartition(".")[2] in IN_PREFILL[fix.code])
     else:
@@ -53,21 +53,21 @@ FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 
 
 def failed_store(connector: str) -> Case:
-    """Return a case in which a store fails, and another request has the same prompt."""
+    """Return a case in which a store fails, and then a request with the same prompt comes."""
     options = Options(connector=connector, max_num_batched_tokens=512)
     before = [do.fail_store("before"), do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()]
     return of_scenario(scenario(before, do.serve("r", prompt(128)), shows="", options=options, name="failed-store"))
 
 
 def play_all() -> dict[str, list[str]]:
-    """Return {fix: findings with only one half of the fix that do not occur without the fix}."""
+    """Return {fix: findings with one half of the fix that do not occur without the fix}."""
     found: dict[str, list[str]] = {}
     for fix in map(catalogue.find, FIXES):
         found[fix.code] = []
         for case in cases(fix) + [failed_store(connector) for connector in STORES.get(fix.code, ())]:
             released = {*CLOSED, *(each.code for each in case.findings(False))}
             for targets in halves(fix):
-                # a fix with only helpers would not apply: count each function as one that shows the bug
+                # kvfix would not apply a half that has only helpers, so count each function as one with the bug
                 with mock.patch.dict(vars(fix), targets=tuple(replace(each, helper=False) for each in targets)):
                     new = [str(each) for each in case.findings() if each.code not in released]
                 found[fix.code] += [f"{case.name} with {targets[0].function}: {each}" for each in new]
@@ -83,7 +83,7 @@ OPTIONS = Options(block_size=16, chunk_size=16, num_blocks=40, max_num_batched_t
 
 
 def found(options: Options, *parts: Any) -> list[str]:
-    """Play these parts of a schedule with the fixes. Return the findings, and a text for each failed load."""
+    """Play these parts of a schedule with the fixes. Return the findings, and the text FAILED for each failed load."""
     with runner.applied(True):
         engine = late.LabEngine(options)
         steps(*parts, do.run(), do.settle())(engine)
@@ -91,15 +91,15 @@ def found(options: Options, *parts: Any) -> list[str]:
 
 
 def other_fails(_: Any) -> None:
-    """Let the load of a request with the same id fail in another engine of this process."""
+    """In another engine of this process, let the load of a request with the id `sharing` fail."""
     other = [do.stored_elsewhere(prompt(64)), do.fail_load("sharing"), do.serve("sharing", prompt(112))]
     steps(other, counted("loads_failed", 1))(late.LabEngine(OPTIONS))
 
 
 def shared(*parts: Any) -> list[str]:
-    """Play a failed load. vLLM has 64 tokens of `sharing`, LMCache has none, and the same step computes the rest.
+    """Play a step with a failed load that also computes `sharing` after token 64. vLLM has the 64 tokens, LMCache none.
 
-    The worker does not store the rest, and vLLM rolls `sharing` back to token 64. parts: the steps after that.
+    The worker does not store the computed tokens, and vLLM rolls `sharing` back to token 64. parts: the next steps.
     """
     findings = found(
         OPTIONS,
@@ -112,7 +112,7 @@ def shared(*parts: Any) -> list[str]:
 
 
 def fails_again() -> list[str]:
-    """Play a load of `r` that fails. A second load of `r` would fail too."""
+    """Play a failed load of `r`. A second load of `r` would fail too."""
     return found(
         Options(max_num_batched_tokens=512, async_scheduling=True),
         [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=4)],
@@ -121,7 +121,7 @@ def fails_again() -> list[str]:
 
 
 def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
-    """Play with this fix, but without this function of it ("": the whole fix). Return the findings."""
+    """Play with this fix, but without one of its functions ("": with all). Return the findings."""
     fix: Any = catalogue.find(code)
     left = [each for each in fix.targets if not function or not each.function.endswith(function)]
     with mock.patch.dict(vars(fix), targets=tuple(left)):
@@ -131,18 +131,18 @@ def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
 FAILED = "a load has failed"
 HOLE = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
 SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
-#: (fix, the target that it lacks or "", the played case, beginnings of findings). The last case leaves notes behind.
+#: (fix, the target to leave out or "", the case to play, starts of the findings). The last case leaves notes behind.
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF007", "", shared, ()),
     ("KVF007", "_update_requests_with_invalid_blocks", shared, (HOLE,)),
     ("KVF007", "get_block_ids_with_load_errors", of_scenario(find("failed-load-stored-under-way")).findings, (SAVED,)),
     ("KVF205", "", fails_again, (FAILED,)),
-    # the second load fails too. Then vLLM computes the tokens: it must not load for ever
+    # the second load fails too. Then vLLM must compute the tokens, and not load for ever
     ("KVF205", "get_num_new_matched_tokens", fails_again, ("LAB008 wrong-text r: token", FAILED, FAILED)),
     ("KVF221", "_update_request_as_session", of_scenario(find("preempted-session-lost")).findings, ("LAB008",)),
     ("KVF007", "build_connector_meta", shared, (HOLE,)),
 ]
-#: Without these targets there are more findings than those listed.
+#: Targets without which there are more findings than those listed.
 WITH_OTHERS = ("get_block_ids_with_load_errors", "get_num_new_matched_tokens")
 
 
@@ -160,5 +160,5 @@ def test_it_is_found_that_a_target_is_missing(number: int, once: Once) -> None:
 
 @answers([])
 def test_another_engine_in_the_process_takes_nothing_away() -> list[str]:
-    """Notes on a request belong to one scheduler: the other scheduler has a request with the same id."""
+    """A fix keeps notes for each scheduler, because another scheduler may have a request with the same id."""
     return shared(other_fails)

@@ -1,4 +1,4 @@
-"""Real NIXL over UCX between two engines works like its model in each step. With NIXL, planted faults are found too."""
+"""Real NIXL over UCX behaves like the lab's model of NIXL in each step. With NIXL, the lab finds planted faults too."""
 
 from collections.abc import Callable
 from math import inf
@@ -14,7 +14,7 @@ from tests.conftest import RELEASES, Once
 from tests.lab.planted import played, wrap
 from tests.lab.planted_in_pairs import read_the_next_block
 
-#: Seeds that do not wait long for leases.
+#: {connector: (first seed, end)} of seeds that do not wait long for leases.
 SEEDS = {
     "nixl-pull": (4, 12), "nixl-push": (1, 8), "nixl-multi": (0, 8), "nixl-push-multi": (0, 6), "nixl-offload": (5, 13),
 }  # fmt: skip
@@ -22,7 +22,7 @@ REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or
 
 
 def outcomes(real: bool) -> dict[str, Any]:
-    """Return the answers or exceptions of an agent for each call. real: of NIXL's agent, not of its model."""
+    """Return the answer or exception of each call to an agent. real: call NIXL's agent, and not its model."""
     import numpy
 
     from kvfix_tools.lab.connectors.nixl_network import Network
@@ -101,7 +101,7 @@ def outcomes(real: bool) -> dict[str, Any]:
     attempt("the peer", lambda: here.remove_remote_agent(there.name))
     attempt("known no more", lambda: here.check_remote_metadata(there.name))
     done["unaware"] = network.counts["nixl_unaware"]
-    # a part of a failed transfer may have arrived
+    # the failed transfer may have written a part
     done["of one that failed"] = int(memories[0][0, 0]) in (GARBAGE, 5000, 5000 + 3 * 64)
     return done
 
@@ -116,7 +116,7 @@ def test_the_model_answers_as_nixl_does(once: Once) -> None:
 
 
 def not_whole(agent: Any) -> None:
-    """Move only half of each block."""
+    """Let each transfer of the agent move only half of each block."""
 
     def half(prepare: Any, peer: str, places: Any, *more: Any) -> Any:
         places = places.copy()
@@ -130,7 +130,7 @@ FAULTS = {each.__name__: each for each in (read_the_next_block, not_whole)}
 
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
-    """Return findings and counters with each of these faults in both engines' agents; "": no fault."""
+    """Play the setup with each of these faults in both agents ("": no fault). Return findings and counters."""
     from kvfix_tools.lab.connectors.nixl_real import RealNetwork
 
     agent_of, done = RealNetwork.agent, []
@@ -152,7 +152,7 @@ def planted(connector: str, *names: str) -> list[dict[str, Any]]:
 def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
     sound, *faulty = once(planted, RELEASES / "0.5.6", connector, "", *FAULTS)
     assert sound["found"] == []
-    # seven, ten and four blocks; the second prompt may hit the first one's
+    # prompts of seven, ten and four blocks; the second prompt may have a hit in blocks of the first
     assert sound["counts"]["nixl_bytes"] >= 15 * 16 * 256
     assert sound["counts"]["nixl_notices"] >= 3
     for done in faulty:
@@ -160,7 +160,7 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
 
 
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
-    """Compare NIXL with its model. fault: let NIXL's transfers, but not the model's, go wrong."""
+    """Compare NIXL with its model. fault: let NIXL move other blocks than the model does."""
     from kvfix_tools.lab.connectors import nixl_real
     from kvfix_tools.lab.fuzz import fuzz_run
 

@@ -1,6 +1,6 @@
-"""Records of long runs are complete and as expected: docs/matrix.json (`make matrix`), docs/released.json.
+"""The records of long runs, docs/matrix.json and docs/released.json, are complete and as expected.
 
-`python -m maintain.released_findings` writes docs/released.json. Its rows can be reproduced.
+`make matrix` writes docs/matrix.json. `python -m maintain.released_findings` writes docs/released.json.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ PAIRS = scenario_matrix.load(TEXT)
 
 
 def test_the_matrix_is_whole_and_as_expected() -> None:
-    """The file is as `make matrix` writes it. Every release has every scenario."""
+    """docs/matrix.json has the format of `make matrix`, and has each scenario with each release."""
     assert scenario_matrix.dump(PAIRS) == TEXT
     vllm = {pair[0] for pair in PAIRS}
     named = {name for file in scenario_matrix.VLLM_RELEASES for name in (ROOT / file).read_text().split()}
@@ -64,13 +64,13 @@ HERE = {run.connector: run for run in RUNS if run.versions["vllm"] == installed_
 
 
 def shown(connector: str, seed: int, rule: str) -> list[str]:
-    """Return the fixes each of which, if left out alone, makes the seed violate this rule."""
+    """Return the fixes without which the seed violates this rule. Each is left out alone."""
     (drawn,) = late.Run(connector, False).schedules([seed])
     return fixes_of(rule, "", released_findings.without_each(drawn))
 
 
 def test_released_has_every_connector_with_every_release() -> None:
-    """Each run was long enough, has known rules and fixes, and is clean with the fixes."""
+    """Each run has enough steps, has only known rules and fixes, and has no finding with the fixes."""
     releases = {installed_source.version("vllm"), *(ROOT / released_findings.NEWER).read_text().split()}
     assert [(run.connector, run.versions["vllm"]) for run in RUNS] == [
         (connector, release) for connector in CONNECTORS for release in sorted(releases)

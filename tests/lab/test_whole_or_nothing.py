@@ -1,7 +1,7 @@
-"""A fix is applied whole or not at all.
+"""kvfix applies a fix whole or not at all.
 
-The test replaces each function of a fix in turn, as a site patch or a later release would do. Then kvfix wraps no other
-function of the fix, and the fix's scenarios have the same outcomes as without fixes.
+The test replaces each function of a fix in turn, as a site patch or a later release would do. Then kvfix must wrap no
+other function of the fix, and the fix's scenarios must have the same outcomes as without fixes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Yield fixes that wrap several functions of one copy. First those without scenarios: the lab replaces a class."""
+    """Yield fixes that wrap several functions of one copy. Those with scenarios come last: the lab replaces a class."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]
@@ -66,12 +66,12 @@ def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
 def play_all() -> dict[str, Any]:
     """Return {fix and replaced function: [functions still wrapped, scenarios whose outcome the fix still changes]}.
 
-    For each copy of the code, also return the functions that the fix wraps if no function is replaced.
+    For each copy of the code, also return the functions that the fix wraps when no function is replaced.
     """
     found: dict[str, Any] = {}
     every = list(of_several_functions())
     for fix, copy, wrong in every:
-        # If the fix has another copy, that copy is still wrapped, and so are the functions that all copies share.
+        # If the code has another copy, kvfix still wraps that copy, and the functions that all copies share.
         is_only_copy = sum(each[0] is fix for each in every) == 1
         for target in wrong:
             import_module(target.module)
