@@ -1,4 +1,4 @@
-"""`kvfix look PID` on running processes: the lab's engine in a loop, and a process that is stuck in C."""
+"""`kvfix look PID` on running processes: engines of the lab, and a process that is stuck in C code."""
 
 import json
 import os
@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
 
 @contextmanager
 def running(*command: str, prints: tuple[str, ...] = ("\n",)) -> Iterator[subprocess.Popen[str]]:
-    """Run a program. Yield it when it has printed these lines, and kill it with its children at the end."""
+    """Run a program. Yield the process when it has printed these lines, and kill it and its children at the end."""
     environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     with subprocess.Popen(
@@ -52,12 +52,12 @@ def look(pid: int, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def watched(pid: int, draws: int) -> tuple[int, str]:
-    """Interrupt `--watch` after `draws` draws. Return its exit code, and all that it has drawn."""
+    """Interrupt `kvfix look --watch` after `draws` draws. Return the exit code, and all drawn text."""
     ours, its = pty.openpty()
     environment = clean_environment(TERM="xterm", COLUMNS="240")
 
     def listen() -> None:
-        """Restore the signal: a shell's background jobs and their children ignore it."""
+        """Restore SIGINT, which the background jobs of a shell and their children ignore."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(
@@ -68,7 +68,7 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
         while text.count(b"a second") < draws:
             text += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
-        with suppress(OSError):  # the process has ended
+        with suppress(OSError):  # raised when the process has ended
             while True:
                 text += os.read(ours, 65536)
     os.close(ours)
@@ -100,7 +100,7 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
 
 
 def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
-    """kvfix cannot run code in this process, but its stack shows the hook."""
+    """kvfix cannot run code in this process, but the stack of the process shows the hook."""
     with hanging(tmp_path, "deaf") as process:
         done = look(process.pid)
     assert done.returncode == 1, done.stderr
@@ -120,7 +120,7 @@ def test_without_rights() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_in_a_container_without_ptrace() -> None:
-    """A container's root without SYS_PTRACE may not trace a process that has more rights."""
+    """Root in a container without SYS_PTRACE may not trace a process with more rights."""
     less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
     with running(sys.executable, "-c", "import torch; print(flush=True); input()") as process:
         done = RUN([*less, *COMMAND, str(process.pid)])
@@ -149,7 +149,7 @@ def test_a_process_without_vllm_is_not_stopped(code: str) -> None:
 
 
 def test_an_engine_at_work_in_a_container(tmp_path: Path) -> None:
-    """kvfix reads only the engine. PID 1 also has other children: a plain Python, and PyTorch without vLLM."""
+    """kvfix reads only the engine. The parent has two more children: plain Python, and PyTorch without vLLM."""
     others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
     engine = f"{sys.executable} -m tests.engine_state.wedged empty_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])
@@ -175,7 +175,7 @@ def test_kvfix_does_not_read_itself() -> None:
 
 
 def test_a_core_file(tmp_path: Path) -> None:
-    """kvfix reads a core file's stacks as PyStack 1.7 prints them, and says what to do without PyStack."""
+    """kvfix reads the stacks of a core file as PyStack 1.7 prints them, and says how to install PyStack."""
     main, other = map(looking.of_stack, command.stacks(Path(__file__).with_name("core.txt").read_text()).values())
     assert (main["hook"], main["stack"][0]) == (
         "start_load_kv", "start_load_kv (vllm/lmcache_mp_connector.py:900)"
