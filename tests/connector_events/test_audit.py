@@ -34,7 +34,7 @@ def in_vllm(kv: torch.Tensor, layout: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["packed-hnd", "packed", "nhd", "nhd-block-first", "mla"])
-def test_it_reads_vllms_tensors_where_attention_does(layout: str, dtype: torch.dtype) -> None:
+def test_the_audit_reads_the_slots_that_attention_reads(layout: str, dtype: torch.dtype) -> None:
     kv = chunk(1 if layout == "mla" else 2, dtype)
     caches = in_vllm(kv, layout)
     off, of = audit.difference_squares(kv, caches, SLOTS)

@@ -148,7 +148,7 @@ def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -
         ("scheduler", [], "scheduler: no recording was given"),
     ],
 )
-def test_what_is_missing_is_unknown(
+def test_a_missing_recording_makes_loads_unknown(
     left_out: str, ranks: list[int], says: str, files: dict[str, Path], replayed: Replayed
 ) -> None:
     del files[left_out]

@@ -60,7 +60,7 @@ def recorded() -> list[str]:
     return [entry.event.error for entry in session.events]  # type: ignore[union-attr]
 
 
-def test_many_in_a_row() -> None:
+def test_many_exceptions_in_a_row() -> None:
     """Python frees each exception before it creates the next exception, which then often gets the old id."""
     connector, ids = Parent(), set()
     for number in range(MANY):

@@ -112,7 +112,7 @@ def ends(files: dict[str, Path]) -> dict[str, bool]:
     return {each.request[0]: each.expired for each in ended}
 
 
-def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Path]) -> None:
+def test_the_order_comes_from_messages_between_the_engines(files: dict[str, Path]) -> None:
     """The wall clocks alone would order decode's reads before the start of prefill."""
     peers = peers_of(files)
     keeps, reads = peers.links[0].keeps, peers.links[0].reads
@@ -137,7 +137,7 @@ def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Pa
     indirect=["files"],
     ids=str,
 )
-def test_only_both_files_together_show_it(
+def test_only_both_recordings_together_show_the_violation(
     files: dict[str, Path], code: str, request_id: str, replayed: Replayed
 ) -> None:
     found = replayed.violated(files.values())
@@ -160,7 +160,7 @@ def test_only_both_files_together_show_it(
     indirect=["files"],
     ids=str,
 )
-def test_what_is_written_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
+def test_kv_that_prefill_writes_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
     """Mooncake tells prefill of requests that ended in decode. NIXL push keeps prefill's blocks for the whole lease."""
     assert replayed.violated(files.values()) == []
     assert ends(files) == ended
@@ -169,7 +169,7 @@ def test_what_is_written_to_decode(files: dict[str, Path], ended: dict[str, bool
     assert_between(peers.clock(peers.links[0].reads, peers.links[0].keeps), CLOCKS["decode"][0] - CLOCKS["prefill"][0])
 
 
-def test_what_is_not_on_record_is_unknown(files: dict[str, Path], replayed: Replayed) -> None:
+def test_a_missing_record_makes_the_lease_unknown(files: dict[str, Path], replayed: Replayed) -> None:
     text = replayed.text([files["decode"], files["decode"]])
     assert "4 requests read blocks of engine prefill-1, of which no recording was given" in text
     lines = files["prefill"].read_text().splitlines()
@@ -180,7 +180,7 @@ def test_what_is_not_on_record_is_unknown(files: dict[str, Path], replayed: Repl
 
 
 @pytest.mark.parametrize("files", [("lose_notice", 3.0)], indirect=True, ids=["lost"])
-def test_the_routers_log_says_where_it_names_the_request(
+def test_the_lines_of_the_routers_log_that_name_the_request(
     files: dict[str, Path], tmp_path: Path, replayed: Replayed
 ) -> None:
     router = tmp_path / "router.log"
@@ -196,7 +196,7 @@ def test_the_routers_log_says_where_it_names_the_request(
     replayed.text(files.values(), 2, router=tmp_path / "none")
 
 
-def test_ids_of_vllm_have_the_routers_in_them(tmp_path: Path) -> None:
+def test_ids_of_vllm_contain_the_ids_of_the_router(tmp_path: Path) -> None:
     router = tmp_path / "router.log"
     router.write_text("a\n6f1-22\n6f1-22-7\nb\n")
     log = RouterLog(router)

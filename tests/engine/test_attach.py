@@ -69,7 +69,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         ("0.5.6", True, {"KVF106"}, PAIRS // 3),
     ],
 )
-def test_it_comes_and_goes_under_load(
+def test_attach_and_detach_under_load(
     version: str, server: bool, codes: set[str], pairs: int, plain: list[Any], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -92,7 +92,7 @@ def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
         assert wanted <= {type(entry.event).__name__ for entry in part.entries}
 
 
-def test_spoiled_loads_are_seen(in_process: Ran, plain: Ran) -> None:
+def test_spoiled_loads_change_the_outputs(in_process: Ran, plain: Ran) -> None:
     """The outputs differ if the stand-in adds 1.0 to all loaded KV. This is the negative control."""
     assert in_process.answer["rounds"][4] != plain.answer["rounds"][3]
 
@@ -130,6 +130,6 @@ class TestTheReportedCrash:
         assert MISMATCH not in early.log
         assert_same_outputs(early, plain)
 
-    def test_the_log_says_it_once_in_each_process(self, early: Ran) -> None:
+    def test_the_log_names_the_fix_once_in_each_process(self, early: Ran) -> None:
         logged = [line for line in early.log.splitlines() if "applied to" in line and "KVF001" in line]
         assert len(logged) == len({line.partition("[pid ")[2].partition("]")[0] for line in logged}) == 2, logged

@@ -113,7 +113,7 @@ def continued(file: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", HANGS)
-def test_look_explains_it(what: str, transfer: dict[str, Any], tmp_path: Path, once: Once) -> None:
+def test_look_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Path, once: Once) -> None:
     found: list[Verdict] = []
     saved = tmp_path / "look.json"
 
@@ -142,7 +142,7 @@ def test_look_explains_it(what: str, transfer: dict[str, Any], tmp_path: Path, o
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[start.LONG] if what in SHOWN_IN_THE_LAB else []) for what in HANGS]
 )
-def test_the_watchdog_explains_it(what: str, transfer: dict[str, Any], tmp_path: Path) -> None:
+def test_the_watchdog_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Path) -> None:
     skip = f" skip={HANGS[what].fix}" if HANGS[what].fix else ""
     log = tmp_path / "log"
 

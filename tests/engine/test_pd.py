@@ -128,7 +128,7 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
     assert replay.replay(both, json=True) == 0
 
 
-def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """The parameters lack prefill's host, so decode computes the prompt itself and cannot notify prefill. Only the two
     recordings together show that the lease is not returned."""
     tokens, count = prompt(100, next(SEEDS)), 4

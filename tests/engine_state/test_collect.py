@@ -32,7 +32,7 @@ def test_requests_that_wait_behind_one_another(once: Once) -> None:
         assert {**again, "arrived": each["arrived"]} == each
 
 
-def test_which_request_came_first(once: Once) -> None:
+def test_arrival_orders_the_requests(once: Once) -> None:
     """The field `arrived` orders requests, although all requests of the lab come within one millisecond."""
     came, rows = once(wedged.arrivals, NEWEST)
     seconds = [each["arrived"] + came[each["id"]] for each in rows]
@@ -41,7 +41,7 @@ def test_which_request_came_first(once: Once) -> None:
 
 @pytest.mark.parametrize("reserve", [True, False], ids=["whole", "step"])
 @pytest.mark.parametrize("windows", [(), (32,), (64, 16)], ids=str)
-def test_what_a_request_needs_is_what_vllm_counts(once: Once, windows: tuple[int, ...], reserve: bool) -> None:
+def test_needed_blocks_equal_the_count_of_vllm(once: Once, windows: tuple[int, ...], reserve: bool) -> None:
     """`needs` equals vLLM's count for requests that are new, have a hit, load, or were preempted."""
     compared = once(wedged.asked_and_needed, NEWEST, windows, reserve)
     assert [ours for ours, _ in compared] == [theirs for _, theirs in compared]
@@ -66,7 +66,7 @@ def test_the_recorder_has_the_ages(once: Once) -> None:
     assert found["since"] >= 0
 
 
-def test_what_cannot_be_read_is_named(once: Once) -> None:
+def test_unreadable_state_is_named(once: Once) -> None:
     state = once(wedged.planted_fault, NEWEST)
     assert state["scheduler"] is None
     assert state["unread"]["scheduler"].startswith("AttributeError (engine_state/scheduler.py:")

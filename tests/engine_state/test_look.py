@@ -99,7 +99,7 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     assert [len(row["block_ids"][0]) for row in rows] == [8, 8]
 
 
-def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
+def test_a_process_stuck_in_native_code(tmp_path: Path) -> None:
     """kvfix cannot run code in this process, but the stack of the process shows the hook."""
     with hanging(tmp_path, "deaf") as process:
         done = look(process.pid)

@@ -56,7 +56,7 @@ def only(states: list[dict[str, Any]], seconds: float) -> Any:
         (("lookup_without_answer", "v1"), 6, "KVD211", "r has waited 6 s for its lookup, which no worker answers"),
     ],
 )  # fmt: skip
-def test_what_stands_still(engine: tuple[str, ...], seconds: int, code: str, message: str, once: Once) -> None:
+def test_verdict_on_a_standstill(engine: tuple[str, ...], seconds: int, code: str, message: str, once: Once) -> None:
     """One look is never enough for a verdict. After a second, a transfer that may still end has none."""
     states = once(wedged.twice, NEWEST, *engine)
     found = only(states, seconds)
@@ -193,7 +193,7 @@ STUCK = State(
 )  # fmt: skip
 
 
-def test_it_names_the_first_and_counts() -> None:
+def test_the_message_names_the_first_request_and_counts() -> None:
     assert can_move(STUCK) == (
         "violated",
         "2 requests are loaded and wait, with 2 more, behind r19, which needs 7 blocks; 3 are free, waiting "
@@ -225,12 +225,12 @@ SESSION = Waiting("s", OUTSIDE, holds=4)
         ("valid", {"waiting": (Waiting("r", LOAD), Waiting("s", needs=2))}),
     ],
 )
-def test_what_can_move(verdict: str, changes: dict[str, Any]) -> None:
+def test_which_states_can_move(verdict: str, changes: dict[str, Any]) -> None:
     assert can_move(replace(STUCK, **changes)).verdict == verdict
 
 
 @pytest.mark.parametrize("waits_for", [LOAD, LOOKUP])
-def test_all_wait_for_what_is_not_in_flight(waits_for: str) -> None:
+def test_all_wait_for_a_transfer_that_is_not_in_flight(waits_for: str) -> None:
     verdict, message, request = can_move(replace(STUCK, waiting=(Waiting("r", waits_for),)))
     assert (verdict, request) == ("violated", "r")
     assert message == f"1 request waits for a {waits_for}, and none is in flight: no request can move"

@@ -84,7 +84,7 @@ def wedge(name: str) -> dict[str, Any]:
 
 
 @answers([0.0, 0.0, 0.0, True, 0.0])
-def test_what_is_no_hang() -> list[float]:
+def test_engines_that_do_not_hang() -> list[float]:
     """Return seconds until a report: idle, under load, waiting inside a step, the same outside a step, and paused.
 
     The watchdog must report the wait outside a step. Otherwise the other cases prove nothing.

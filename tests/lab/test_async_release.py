@@ -265,7 +265,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
 
 @answers([0] * 4, [1] * 4)
-def test_a_load_leaves_the_pins_of_others() -> list[int]:
+def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
     """The adapter names no request when it loads, so KVF018 must find it. Another request waits for the chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)

@@ -80,7 +80,7 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
 
 @pytest.mark.parametrize(("is_fixed", "answer"), [(True, [False, False]), (False, [True, True])])
 @answers(also="answer")
-def test_what_is_kept_until_its_end_is_not_left(is_fixed: bool) -> list[bool]:
+def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> list[bool]:
     """Decode's request is aborted, and the notice to prefill is lost. Decode keeps the blocks for prefill's writes.
 
     With KVF322 decode keeps them until the registration ends, and without fixes for ever. Return whether there is a
@@ -95,7 +95,7 @@ def test_what_is_kept_until_its_end_is_not_left(is_fixed: bool) -> list[bool]:
 
 
 @answers([True, True])
-def test_a_lookup_that_times_out_holds_up_both() -> list[bool]:
+def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
     """While one engine waits for a lookup, the clock of both engines advances, so a lease can end meanwhile."""
     from kvfix_tools.lab.engine.lab_engine import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
@@ -144,7 +144,7 @@ def play_all() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_step_that_loads_computes_is_saved_later(way: str, outcomes: dict[str, Any]) -> None:
+def test_tokens_of_a_step_with_a_load_are_stored_later(way: str, outcomes: dict[str, Any]) -> None:
     one, two = (outcomes["saved"][way][ranks] for ranks in ("1", "2"))
     assert one["found"] == two["found"] == []
     assert one["chunks"][1] > one["chunks"][0], "one rank saves it at once"

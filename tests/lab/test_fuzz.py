@@ -126,7 +126,7 @@ def test_violations_are_shrunk(outcomes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_all_that_is_drawn_happens(connector: str, outcomes: dict[str, Any]) -> None:
+def test_each_drawn_feature_happens(connector: str, outcomes: dict[str, Any]) -> None:
     counts = outcomes["happened"][connector]
     assert {what for what, count in counts.items() if not count} - RARE == NEVER[connector]
 

@@ -151,7 +151,7 @@ def incomplete() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("number", range(len(INCOMPLETE)), ids=lambda number: "-".join(INCOMPLETE[number][:2]))
-def test_it_is_found_that_a_target_is_missing(number: int, once: Once) -> None:
+def test_a_missing_target_is_found(number: int, once: Once) -> None:
     findings, (_, target, _, beginnings) = once(incomplete, RELEASES / "0.5.6")[number], INCOMPLETE[number]
     assert findings.count(FAILED) == beginnings.count(FAILED)
     assert [each for each in beginnings if not any(text.startswith(each) for text in findings)] == []
@@ -159,6 +159,6 @@ def test_it_is_found_that_a_target_is_missing(number: int, once: Once) -> None:
 
 
 @answers([])
-def test_another_engine_in_the_process_takes_nothing_away() -> list[str]:
+def test_another_engine_in_the_process_changes_no_notes() -> list[str]:
     """A fix keeps notes for each scheduler, because another scheduler may have a request with the same id."""
     return shared(other_fails)

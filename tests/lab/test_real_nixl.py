@@ -177,7 +177,7 @@ def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]
 
 @REAL
 @pytest.mark.parametrize("connector", BY_NIXL)
-def test_schedules_with_faults_are_the_same_step_by_step(connector: str, once: Once) -> None:
+def test_the_model_behaves_like_nixl_in_each_step(connector: str, once: Once) -> None:
     done = once(compared, RELEASES / "0.5.6", connector, True)
     assert done["violations"] == []
     assert done["tested_nothing"] == ""
@@ -186,7 +186,7 @@ def test_schedules_with_faults_are_the_same_step_by_step(connector: str, once: O
 
 
 @REAL
-def test_they_are_the_same_as_released(once: Once) -> None:
+def test_the_model_behaves_like_nixl_without_fixes(once: Once) -> None:
     found = once(compared, RELEASES / "0.5.6", "nixl-pull", False)["violations"]
     assert found != []
     assert [each for each in found if each["rule"] == "LAB027"] == []

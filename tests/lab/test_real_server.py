@@ -89,21 +89,21 @@ def test_random_schedules_are_clean_and_have_tested_something(measured: dict[str
     assert [what for what in happened if not measured["counts"][what]] == []
 
 
-def test_a_seed_plays_as_before(measured: dict[str, Any]) -> None:
+def test_a_seed_plays_alike_twice(measured: dict[str, Any]) -> None:
     assert len(measured["same"]) > 2
     assert all(once == again for once, again in measured["same"])
 
 
-def test_a_slow_server_does_what_the_worker_has_given_up(measured: dict[str, Any]) -> None:
+def test_a_slow_server_executes_transfers_after_their_timeout(measured: dict[str, Any]) -> None:
     assert "LAB001" in measured["slow"]["as released"]
     assert measured["slow"]["fixed"] == []
 
 
-def test_a_server_that_is_killed_and_started_again_has_what_is_on_its_disk(measured: dict[str, Any]) -> None:
+def test_a_restarted_server_has_the_chunks_on_its_disk(measured: dict[str, Any]) -> None:
     assert measured["sound"]["a_load_from_a_dead_server_counts_as_done"]["hits"]["again"] == 128
 
 
-def test_a_full_server_has_evicted_what_was_there_first(measured: dict[str, Any]) -> None:
+def test_a_full_server_has_evicted_the_first_chunks(measured: dict[str, Any]) -> None:
     assert measured["sound"]["what_the_server_has_evicted_counts_as_hit"]["hits"]["again"] == 0
 
 

@@ -35,7 +35,7 @@ def test_the_matrix_is_whole_and_as_expected() -> None:
 
 
 @pytest.mark.parametrize("fixed", ["violated", "clean"])
-def test_same_rows_are_one_line_and_what_deviates_is_listed(fixed: str) -> None:
+def test_equal_rows_are_one_line_and_deviations_are_listed(fixed: str) -> None:
     row = {"scenario": "s", "expected": "violated", "released": "violated", "fixed": fixed}
     run = {"date": "2026-01-01", "python": "3.11", "code": "x"}
     good = {**run, "outcomes": [{**row, "as_expected": fixed == "clean"}]}
@@ -93,7 +93,7 @@ def test_a_fix_is_named_by_the_words_or_else_by_the_rule() -> None:
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_a_row_comes_out_again(connector: str, once: Once) -> None:
+def test_a_row_can_be_reproduced(connector: str, once: Once) -> None:
     row = next(row for row in HERE[connector].rows if len(row.fixes) == 1)
     again = once(shown, RELEASES / CONNECTORS[connector], connector, row.seed, row.rule)
     assert row.fixes[0] in again
