@@ -170,7 +170,7 @@ def test_a_healthy_engine(transfer: dict[str, Any], tmp_path: Path) -> None:
         until = time.monotonic() + 200
         while time.monotonic() < until and not (looks and _busy(looks[-1])):
             time.sleep(0.5)
-            looker = looking.Looker(looking.engine_of(pid), full=False)
+            looker = looking.Looker(looking.with_vllm(processes.tree(pid), pid), full=False)
             looks[:] = [looker.look()]
         for _ in range(LOOKS):
             looks.append(looker.look())
@@ -181,7 +181,7 @@ def test_a_healthy_engine(transfer: dict[str, Any], tmp_path: Path) -> None:
         (tmp_path / "stop").touch()  # end the engine now, so that it has requests during all looks
 
     ran = start.run(
-        tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES, forked=False,
+        tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES,
         when=("Initializing a V1 LLM engine", do),
     )  # fmt: skip
     assert all(each == ran.answer["rounds"][0] for each in ran.answer["rounds"])
