@@ -7,6 +7,7 @@ Call `install` before Python loads the first fix: it replaces the functions of `
 import ast
 import functools
 import inspect
+import itertools
 import json
 import linecache
 import random
@@ -254,7 +255,8 @@ def faults(
     for fix in catalogue.fixes():
         if only and fix.code not in only:
             continue
-        plays = [each for each in (counted(fix, case) for case in cases(fix, seeds)) if each.lines]
+        of_all = (counted(fix, case) for case in cases(fix, seeds))
+        plays = list(itertools.islice((each for each in of_all if each.lines), draws))  # one draw needs one play
         for number in range(draws if plays else 0):
             play = plays[number % len(plays)]
             line = chance.choice(sorted(play.lines))
