@@ -1,18 +1,27 @@
-"""If a fix is applied without one of its targets, the lab finds the bug.
+"""kvfix applies a fix whole or not at all. If a fix is applied without one of its targets, the lab finds the bug.
 
-The other process may have no kvfix. So if a fix wraps functions in two processes, each half alone must not add a
+A site patch or a later release may replace a function of a fix. Then kvfix must wrap no function of the fix, and the
+fix's scenarios must have the same outcomes as without fixes.
+
+One of two processes may have no kvfix. So if a fix wraps functions in two processes, each half alone must not add a
 finding to those of the release. A load may time out where the release waits for ever.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from kvfix import catalogue
+import kvfix
+from kvfix import applicability, catalogue, installed_source
+from kvfix.fixes import stubs
 from kvfix.fixes.record import Fix, Target
+from kvfix.session import session
 from kvfix_tools.lab import runner
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import Options
@@ -162,3 +171,93 @@ def test_a_missing_target_is_found(number: int, once: Once) -> None:
 def test_another_engine_in_the_process_changes_no_notes() -> list[str]:
     """A fix keeps notes for each scheduler, because another scheduler may have a request with the same id."""
     return shared(other_fails)
+
+
+@contextmanager
+def replaced(fix: Fix, target: Target) -> Iterator[None]:
+    """Replace the target by an equal function with another file name. Its behaviour probe gives no answer."""
+    found = installed_source.live_function(import_module(target.module), target.function)
+    owner, name, original = found
+    is_static = isinstance(original, staticmethod)
+    inner = original.__func__ if is_static else original
+    code = inner.__code__.replace(co_filename="/site/patched.py")
+    other = FunctionType(code, inner.__globals__, name, inner.__defaults__, inner.__closure__)
+    other.__kwdefaults__, other.__module__ = inner.__kwdefaults__, "site_patch"
+    same = [replace(each, probe=stubs.cannot_tell) if each.name == target.name else each for each in fix.targets]
+    with (
+        mock.patch.object(owner, name, staticmethod(other) if is_static else other),
+        mock.patch.dict(vars(fix), targets=tuple(same)),
+    ):
+        yield
+
+
+def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
+    """Yield fixes that wrap several functions of one copy. Those with scenarios come last: the lab replaces a class."""
+    for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
+        for copy, targets in fix.groups if fix.fixable else ():
+            wrong = [each for each in targets if applicability.judge(each).state == "applicable"]
+            if len(wrong) > 1 and any(not each.helper for each in wrong):
+                yield fix, copy, tuple(wrong)
+
+
+#: {copy of the code: the lab's connector that has this copy}
+CONNECTORS = {"LMCache": "mp", "vLLM": "mp-in-tree"}
+
+
+def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
+    """Return (slug, outcome) of each scenario of the fix that plays this copy of the code."""
+    return [
+        (scenario.slug, runner.play(scenario, fixes, only=[fix.code]).outcome)
+        for scenario in map(find, fix.scenarios)
+        if scenario is not None
+        and runner.expected(scenario) != "not-applicable"
+        and scenario.options.connector == CONNECTORS.get(copy, scenario.options.connector)
+    ]
+
+
+def play_replaced() -> dict[str, Any]:
+    """Return {fix and replaced function: [functions still wrapped, scenarios whose outcome the fix still changes]}.
+
+    For each copy of the code, also return the functions that the fix wraps when no function is replaced.
+    """
+    found: dict[str, Any] = {}
+    every = list(of_several_functions())
+    for fix, copy, wrong in every:
+        # If the code has another copy, kvfix still wraps that copy, and the functions that all copies share.
+        is_only_copy = sum(each[0] is fix for each in every) == 1
+        for target in wrong:
+            import_module(target.module)
+        with runner.quiet():
+            kvfix.apply(only=[fix.code])
+            found[f"{fix.code} {copy} whole"] = wrapped(fix, wrong)
+            kvfix.revert()
+        as_released = played(fix, copy, fixes=False)
+        for target in wrong:
+            with replaced(fix, target):
+                with runner.quiet():
+                    kvfix.apply(only=[fix.code])
+                    own = [each for each in wrong if is_only_copy or target.copy in ("", each.copy)]
+                    others = wrapped(fix, own)
+                    states = {row.verdict for row in kvfix.status() if row.code == fix.code}
+                    named = [row.reason for row in kvfix.status() if target.function in row.reason]
+                    kvfix.revert()
+                others = [*others, *([] if named and "refused" in states else [f"status says {states}"])]
+                now = played(fix, copy, fixes=True)
+                found[f"{fix.code} {target.name}"] = [others, [each for each in now if each not in as_released]]
+    return found
+
+
+def wrapped(fix: Fix, targets: Iterable[Target]) -> list[str]:
+    keys = [target for target in targets if fix.code in session.wrapped.get((target.module, target.function), ())]
+    return sorted({target.name for target in keys})
+
+
+def test_without_a_function_no_half_of_a_fix_is_applied(once: Once) -> None:
+    """A fix wraps several functions, and no function if one of them is replaced."""
+    found = once(play_replaced, RELEASES / "0.5.6")
+    whole = {name: each for name, each in found.items() if name.endswith(" whole")}
+    assert len(whole) > 20
+    assert all(whole.values())
+    trials = {name: each for name, each in found.items() if name not in whole}
+    assert len(trials) > 60
+    assert {name: each for name, each in trials.items() if each != [[], []]} == {}
