@@ -198,7 +198,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Return a schedule of three requests. Prefill and decode get the requests named in `at_once` at the same time."""
+    """Return a schedule of three requests, two with one prefix. Both engines get those in `at_once` at once."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))
