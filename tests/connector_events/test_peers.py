@@ -28,10 +28,6 @@ from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  `r
 CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
-def nothing(pair: Any) -> None:
-    """Plant no fault."""
-
-
 def lose_notice(pair: Any) -> None:
     """Lose the notice with which decode tells prefill that it has read the blocks of request b."""
 
@@ -54,7 +50,7 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Play a pair with this fault, then `seconds` more. Return the recorder file's text. A lease is 30 s."""
+    """Play a pair with this fault ("": none), then `seconds` more. Return the recorder file's text. A lease is 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix import clock
     from kvfix_tools.lab.engine.lab_engine import STEP
@@ -68,7 +64,8 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
         recorder.time = dump.time = now  # type: ignore[attr-defined, assignment]
         lease = {"kv_lease_duration": 30}
         pair = late.Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64, extra=lease))
-        globals()[fault](pair)
+        if fault:
+            globals()[fault](pair)
         with suppress(late.EngineDied):
             pair.ask("a", prompt(100), 5)
             pair.ask("b", prompt(150, seed=1), 5)
@@ -98,7 +95,7 @@ def split(text: str, folder: Path) -> dict[str, Path]:
 @pytest.fixture
 def files(request: pytest.FixtureRequest, once: Once, tmp_path: Path) -> dict[str, Path]:
     """Return the recorder files of a healthy pair, or of the pair that the test's parameter describes."""
-    return split(once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("nothing",))), tmp_path)
+    return split(once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("",))), tmp_path)
 
 
 def peers_of(files: dict[str, Path]) -> Peers:
@@ -154,8 +151,8 @@ def test_only_both_recordings_together_show_the_violation(
 @pytest.mark.parametrize(
     ("files", "ended"),
     [
-        (("nothing", 0.0, "mooncake"), dict.fromkeys("abcd", False)),
-        (("nothing", 40.0, "nixl-push"), {**dict.fromkeys("abc", False), "d": True}),
+        (("", 0.0, "mooncake"), dict.fromkeys("abcd", False)),
+        (("", 40.0, "nixl-push"), {**dict.fromkeys("abc", False), "d": True}),
     ],
     indirect=["files"],
     ids=str,
