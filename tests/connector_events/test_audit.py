@@ -1,4 +1,4 @@
-"""The arithmetic of the audit, vLLM's layouts, and the engines that are not audited. Real engines: tests/engine."""
+"""The audit: its arithmetic, vLLM's layouts, and engines that kvfix does not audit. tests/engine has real engines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ def chunk(parts: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def in_vllm(kv: torch.Tensor, layout: str) -> list[torch.Tensor]:
-    """Return vLLM's tensors with this KV at the places where the torch backend of `kvfix roundtrip` puts it."""
+    """Return vLLM's tensors with this KV in the slots SLOTS, as the torch backend of `kvfix roundtrip` stores it."""
     heads = 1 if layout == "mla" else HEADS
     sizes = Geometry(LAYOUTS[layout], kv.dtype, LAYERS, BLOCKS, BLOCK, heads, HEADS * WIDTH // heads)
     caches = [torch.randn(sizes.tensor_shape()).to(kv.dtype) for _ in range(LAYERS)]
@@ -34,14 +34,14 @@ def in_vllm(kv: torch.Tensor, layout: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["packed-hnd", "packed", "nhd", "nhd-block-first", "mla"])
-def test_it_reads_vllms_tensors_where_attention_does(layout: str, dtype: torch.dtype) -> None:
+def test_the_audit_reads_the_slots_that_attention_reads(layout: str, dtype: torch.dtype) -> None:
     kv = chunk(1 if layout == "mla" else 2, dtype)
     caches = in_vllm(kv, layout)
     off, of = audit.difference_squares(kv, caches, SLOTS)
     assert off.shape == of.shape == (LAYERS, kv.shape[0], len(SLOTS))
     assert not off.any()
     assert torch.allclose(of, kv.float().square().sum(3).transpose(0, 1))
-    kv[-1, 2, 3] += 1  # the last part of layer 2, token 3
+    kv[-1, 2, 3] += 1  # change the last part (V, or KV with MLA) of layer 2, token 3
     off, _ = audit.difference_squares(kv, caches, SLOTS)
     assert off.nonzero().tolist() == [[2, kv.shape[0] - 1, 3]]
     assert off[2, -1, 3].item() == pytest.approx(HEADS * WIDTH, rel=0.05)
@@ -54,17 +54,17 @@ NAN = float("nan")
     ("of", "off", "found", "is_wrong"),
     [
         (4.0, {}, (0, "K", 0, 0.0), False),
-        (4.0, {"v1": 0.03}, (1, "V", 1, 0.05), False),  # sqrt(0.03 / (3 * 4))
-        # The first layer above its limit is named, and not the layer that differs most.
+        (4.0, {"v1": 0.03}, (1, "V", 1, 0.05), False),  # error: sqrt(0.03 / (3 * 4))
+        # The audit names the first layer above its limit, and not the layer that differs most.
         (4.0, {"v0": 0.48, "k1": 12.0}, (0, "V", 1, 0.2), True),
         (4.0, {"k1": NAN}, (1, "K", 1, 1e9), True),
         (0.0, {"k1": 1.0}, (1, "K", 1, 1e9), True),
         (0.0, {}, (0, "K", 0, 0.0), False),
-        (NAN, {"k1": NAN}, (0, "K", 0, 0.0), False),  # vLLM itself computed NaN
+        (NAN, {"k1": NAN}, (0, "K", 0, 0.0), False),  # not wrong: vLLM itself computed NaN
     ],
 )
 def test_the_difference_is_a_share_of_the_norm(of: float, off: dict[str, float], found: Any, is_wrong: bool) -> None:
-    """A chunk of two layers. of: squared norm of a token. off: {k0: squared difference of K in layer 0, token 1}."""
+    """Compare a chunk of two layers. of: squared norm of each token. off: {"k0": squared difference of K, layer 0}."""
     squares = torch.zeros(2, 2, 3)
     for name, value in off.items():
         squares[int(name[1]), "kv".index(name[0]), 1] = value
@@ -132,7 +132,7 @@ PACKED = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * WIDTH)
 def test_kv_that_cannot_be_compared_ends_the_audit(
     held: Any, cache: torch.Tensor, faults: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log gets one line, no error of kvfix is counted, and the chunk is released."""
+    """kvfix writes one line to the log, counts no error of its own, and releases the chunk."""
     released: list[str] = []
     memory = SimpleNamespace(tensor=held, ref_count_down=lambda: released.append("chunk"))
     engine = SimpleNamespace(
@@ -152,6 +152,6 @@ def test_kv_that_cannot_be_compared_ends_the_audit(
 
 def test_a_lookup_that_left_no_record_ends_the_audit_of_the_scheduler() -> None:
     found = Audit(SimpleNamespace(_lmcache_engine=SimpleNamespace(load_specs={}, _lmcache_chunk_size=4)), 1.0)
-    with pytest.raises(KeyError):  # the wrapper that calls `miss` catches this, and keeps LMCache's answer
+    with pytest.raises(KeyError):  # kvfix calls `miss` in a wrapper that catches this and keeps LMCache's answer
         found.miss("r", 8)
     assert not found.takes("r")

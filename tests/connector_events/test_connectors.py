@@ -1,4 +1,4 @@
-"""kvfix watches every connector that vLLM registers and can load here, also children of MultiConnector."""
+"""kvfix watches every connector that vLLM registers and can import here, also the children of MultiConnector."""
 
 import os
 import sys
@@ -18,13 +18,13 @@ from tests.conftest import answers
 
 
 def play_all() -> dict[str, dict[str, list[str]]]:
-    """Return {connector: its hooks, the hooks not watched exactly once, the hooks still watched after a revert}."""
+    """Return for each connector: all hooks, hooks not watched exactly once, and hooks still watched after a revert."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
 
     from kvfix.engine_state.places import HOOKS
 
     def functions(cls: type) -> dict[str, Any]:
-        """Return {hook: the function that runs for it}, the first with this name in the mro."""
+        """Return {hook: function that runs for it}: the function of the first class in the mro that has one."""
         owners = {name: next((each for each in cls.__mro__ if name in vars(each)), None) for name in HOOKS}
         return {
             name: vars(owner)[name]
@@ -39,7 +39,7 @@ def play_all() -> dict[str, dict[str, list[str]]]:
     before = {name: functions(cls) for name, cls in loaded.items()}
     kvfix.apply("observe", only=[])
     for name in loaded:
-        for _ in range(2):  # a second call wraps nothing again
+        for _ in range(2):  # the second call must not wrap again
             factory.get_connector_class(SimpleNamespace(kv_connector=name, kv_connector_module_path=None))
     watched = {name: functions(cls) for name, cls in loaded.items()}
     kvfix.revert()
@@ -56,10 +56,10 @@ def play_all() -> dict[str, dict[str, list[str]]]:
 
 @answers([[False] * 2, [True] * 2, ["wait_for_layer_load"] * 3, 3, ["RuntimeError: planted"], [], [False] * 2])
 def test_hooks_of_layers_are_watched_on_request_only() -> list[Any]:
-    """Return whether the hook is wrapped: without `layers`, with `layers`, and (at the end) after a revert.
+    """Return whether the hooks are wrapped: first without `layers`, then with `layers`, and last after a revert.
 
-    Before the end come results of three calls, of which the last raises: the running hooks, the number of calls, the
-    exceptions, and the hooks that run afterwards.
+    With `layers` there are three calls, of which the last raises. Return the hook that runs in each call, the number of
+    calls, the recorded exceptions, and the hooks that still run afterwards.
     """
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
@@ -112,8 +112,8 @@ def test_every_hook_of_every_connector_is_watched_once(outcomes: dict[str, Any])
 
 @answers([[128, 128, 128], [None, 128, 0], [128, 128, 128], [[], 128]])
 def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found() -> list[Any]:
-    """Return (hit by kvfix's reader, tokens found by the adapter, tokens promised) of a request that waits for blocks.
-    The server answers at first, then is silent, then answers again."""
+    """A request waits for blocks. The server answers, then is silent, then answers again. For each of the three, return
+    the hit that kvfix's reader sees, the tokens that the adapter has found, and the promised tokens."""
     from kvfix.ledger import events as ev
 
     engine, said = late.LabEngine(Options(connector="mp", delay=0)), []

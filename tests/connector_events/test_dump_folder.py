@@ -1,4 +1,4 @@
-"""The folder for dumps: private to the user, in a folder that may be shared and whose mode does not change."""
+"""kvfix writes dumps into a private folder of the user. The folder above may be shared, and keeps its mode."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ OWN = f"kvfix-{os.getuid()}"
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that everybody can write to, like /tmp or an emptyDir of Kubernetes."""
+    """Return a folder that every user can write to, like /tmp or an emptyDir of Kubernetes."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -72,7 +72,7 @@ def test_a_child_removes_nothing_of_its_parent(shared: Path) -> None:
 
 
 def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process of the loop has a new pid, so only the limit for the files of all processes helps."""
+    """Each process of a crash loop has a new pid, so only the limit for the files of all processes helps."""
     monkeypatch.setattr(recorder, "FILES_OF_ALL", 6)
     own = shared / OWN
     own.mkdir(mode=0o700)
@@ -87,7 +87,7 @@ def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest
     assert set(others) < set(left)
     assert len(left) == 6 + len(others)
     assert written.name in left
-    assert not [name for name in left if "-1001-" in name or "-1002-" in name]  # the oldest
+    assert not [name for name in left if "-1001-" in name or "-1002-" in name]  # the oldest files are gone
 
 
 def test_a_rule_is_logged_after_the_last_report(

@@ -1,4 +1,4 @@
-"""Recordings of several processes, nodes and ranks of one engine: recordings of the lab, split by role."""
+"""Recordings of the processes, nodes and ranks of one engine. The tests split a recording of the lab by role."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from tests import late
 from tests.conftest import RELEASES, Once
 from tests.connector_events.conftest import Replayed
 
-#: {node: seconds by which its monotonic clock and its wall clock are ahead}
+#: {node: (seconds by which its monotonic clock is ahead, seconds by which its wall clock is ahead)}
 CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
 Lines = dict[str, Any]
 
 
 def recorded(connector: str, seed: int) -> str:
-    """Return the recorder file of a schedule on the real scheduler in mode `check`."""
+    """Play a schedule on the real scheduler in mode `check`, and return the text of the recorder file."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     assert late.play(draw(seed, connector, plain=True)).counts["loaded_tokens"] > 0
@@ -35,7 +35,7 @@ def recorded(connector: str, seed: int) -> str:
 def on_node(
     path: Path, head: Lines, connectors: list[Lines], events: list[Lines], node: str, clocks: tuple[float, float]
 ) -> Path:
-    """Write a recorder file of a process on this node, whose clocks are ahead by `clocks` seconds."""
+    """Write a recorder file of a process on this node. clocks: seconds by which the node's two clocks are ahead."""
     mono, wall = (int(seconds * 1e9) for seconds in clocks)
 
     def moved(line: Lines) -> Lines:
@@ -54,10 +54,10 @@ def assert_between(clock: Any, true: float) -> None:
 
 
 class Split:
-    """The lines of one recording, as files of separate processes for scheduler and ranks."""
+    """Writes the lines of one recording as files of separate processes: the scheduler and the ranks."""
 
     def __init__(self, text: str) -> None:
-        """Give all connectors one engine name: in the lab the two roles may have two names."""
+        """Give all connectors the same engine name, because in the lab the two roles may have two names."""
         self._lines: list[Lines] = [json.loads(line) for line in text.splitlines()]
         self._connectors: dict[str, Lines] = {
             line["role"]: {**line, "engine": "e", "replica": 0}
@@ -75,13 +75,13 @@ class Split:
         return path
 
     def write(self, path: Path, role: str, rank: int, node: str, events: list[Lines], **more: Any) -> Path:
-        """Write a recorder file of this rank on this node; more: fields of the connector's line."""
+        """Write a recorder file of this rank on this node. more: fields to change in the connector's line."""
         connector = {**self._connectors[role], "rank": rank, "ranks": 2, **more}
         head = {**self._lines[0], "pid": 99 if role == "SCHEDULER" else 100 + rank}
         return on_node(path, head, [connector], events, node, CLOCKS[node])
 
 
-#: connector -> seed of a plain schedule with loads of several requests.
+#: {connector: seed of a plain schedule in which several requests load}
 SEEDS = {"v1": 3, "mp": 3}
 
 
@@ -107,7 +107,7 @@ def engine_of(paths: list[Path]) -> engine_recordings.Engine:
 
 
 def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed) -> None:
-    """Nothing is unknown: the loads of a rank are checked with the scheduler's events."""
+    """kvfix checks the loads of each rank with the scheduler's events, so no verdict is "unknown"."""
     found = replayed(files.values())
     assert (found["violated"], found["unknown"], found["missing"]) == ([], 0, [])
     assert found["unknown_loads"] == {"0": 0, "1": 0}
@@ -117,7 +117,7 @@ def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed
 
 
 def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
-    """Both roles are one engine, as on one GPU."""
+    """Scheduler and worker in one process, as on one GPU, are one engine."""
     engine = engine_of([split.whole(tmp_path / "whole.jsonl")])
     assert list(engine.workers) == [0]
     compared = engine.compared[0]
@@ -126,7 +126,7 @@ def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
 
 
 def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -> None:
-    """By the wall clocks a rank would start its loads seconds before the scheduler schedules them, or long after."""
+    """The wall clocks alone would order a rank's loads seconds before the scheduler's steps, or long after them."""
     engine = engine_of(list(files.values()))
     for boot, clock in engine.clocks.items():
         assert_between(clock, CLOCKS[boot.rpartition(" ")[2]][0] - CLOCKS["n0"][0])
@@ -148,7 +148,7 @@ def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -
         ("scheduler", [], "scheduler: no recording was given"),
     ],
 )
-def test_what_is_missing_is_unknown(
+def test_a_missing_recording_makes_loads_unknown(
     left_out: str, ranks: list[int], says: str, files: dict[str, Path], replayed: Replayed
 ) -> None:
     del files[left_out]
@@ -212,9 +212,56 @@ def test_two_engines_are_distinguished(
 def test_without_common_events_the_wall_clocks_are_compared(
     files: dict[str, Path], split: Split, tmp_path: Path
 ) -> None:
-    """The records have no common event: only the wall clocks can be compared, and there are no bounds."""
+    """Without common events kvfix can only compare the wall clocks, and knows no bounds of their difference."""
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", [])
     clock = engine_of(list(files.values())).clocks["boot of n2"]
     assert (clock.low, clock.high) == (None, None)
     assert clock.ahead == int((CLOCKS["n2"][0] - CLOCKS["n2"][1]) * 1e9)
     assert replay.judged_engine(engine_of(list(files.values()))) == []
+
+
+def sequence(text: str) -> list[ev.Event]:
+    """Return events. Capital letter: a load. Small letter: a store. `2`: B is aborted. `-`: an event of one role."""
+    made: list[ev.Event] = []
+    for letter in text:
+        if letter == "-":
+            made.append(ev.Granted("x", 0))
+        elif letter.isdigit():
+            made.append(ev.Finished(chr(ord("@") + int(letter)), True))
+        else:
+            made.append(ev.LoadDue(letter, 0, 64) if letter.isupper() else ev.Stored(letter, 64, 128, 64))
+    return made
+
+
+#: (case, scheduler's events, rank's events, paired events, [(event that differs, RankDiffers.told)], unknown loads)
+CASES = [
+    ("the same", "AaBb", "AaBb", "AaBb", [], 0),
+    ("other events between", "-Aa--B-b", "A-aBb-", "AaBb", [], 0),
+    ("a load was lost", "ABC", "AC", "AC", [("B", True)], 0),
+    ("a load of its own", "AC", "ABC", "AC", [("B", False)], 0),
+    ("another load", "ABC", "AXC", "AC", [("B", True), ("X", False)], 0),
+    ("a store was kept back", "AaBbC", "ABbC", "ABbC", [], 0),
+    ("its record begins later", "ABCD", "CD", "CD", [], 2),
+    ("its record ends earlier", "ABCD", "AB", "AB", [], 2),
+    ("the scheduler's begins later", "CD", "ABCD", "CD", [], 0),
+    ("nothing is on record", "ABCD", "", "", [], 4),
+    ("the same load again", "AXBXC", "AXBXC", "AXBXC", [], 0),
+    ("one of two equal loads", "AXXB", "AXB", "AB", [("X", True)], 0),
+    ("both at the end: which?", "AXX", "AX", "AX", [], 1),
+    ("only what is there twice", "XX", "X", "", [], 2),
+    ("a rank has failed, all are aborted", "AB2C", "AC", "AC", [], 1),
+    ("another one is aborted", "AB4C", "AC", "AC", [("B", True)], 0),
+    ("aborted after a later load of all", "ABC2D", "ACD", "ACD", [("B", True)], 0),
+    ("of its own, and aborted", "A2C", "ABC", "AC", [("B", False)], 0),
+    ("another order: not one engine", "AB", "BA", "", [], 2),
+]
+
+
+@pytest.mark.parametrize(("what", "due", "started", "pairs", "differs", "unknown"), CASES, ids=[c[0] for c in CASES])
+def test_compare(what: str, due: str, started: str, pairs: str, differs: list[tuple[str, bool]], unknown: int) -> None:
+    scheduler, worker = sequence(due), sequence(started)
+    found = engine_recordings.compare(1, scheduler, worker)
+    assert "".join(due[here] for here, _ in found.pairs) == "".join(started[there] for _, there in found.pairs) == pairs
+    assert [(event.request, event.told) for _, event in found.differs] == differs
+    assert {event.rank for _, event in found.differs} <= {1}
+    assert found.unknown == unknown

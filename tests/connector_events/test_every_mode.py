@@ -1,6 +1,6 @@
-"""Modes, dumps and reports on the real scheduler, with the LMCache release of the reported bug; and `kvfix replay`.
+"""Modes, dumps and reports of kvfix, and `kvfix replay`, on the real scheduler with the LMCache of the reported bug.
 
-One process plays the scenario in every mode.
+One process plays the scenario of the bug in every mode.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.connector_events.conftest import Replayed
 
 
 def play_all(path: str) -> dict[str, Any]:
-    """Play the scenario in every mode. Recorder files and reports stay in the folder of this path."""
+    """Play the scenario in every mode. Recorder files and reports stay in the folder `path`."""
     folder, scenario = Path(path), find("mismatch-in-tokens-to-load")
     answer: dict[str, Any] = {}
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
@@ -37,7 +37,7 @@ def play_all(path: str) -> dict[str, Any]:
     get_class = vars(factory)["get_connector_class"]
 
     def play(mode: str | None, name: str, only: list[str] | None = None, **environment: str) -> Any:
-        """Return how the engine ended, its events, and the files in the folder."""
+        """Play the scenario. Return how the engine ended, its events, and kvfix's files."""
         kvfix.revert()
         place = folder / name / f"kvfix-{os.getuid()}"
         os.environ.update(KVFIX_DUMP_DIR=str(place.parent), **environment)
@@ -87,7 +87,7 @@ def play_all(path: str) -> dict[str, Any]:
 
 
 def bounded(play: Any, folder: Path) -> Any:
-    """Record too many events. Return the entries kept, size and last event of a recorder file, and the files kept."""
+    """Record too many events, and write too many files. Return the numbers and sizes that are left."""
     play("observe", "bounded")
     from kvfix.connector_events import recorder
     from kvfix.ledger import events
@@ -118,7 +118,7 @@ def played(folder: Path, once: Once) -> dict[str, Any]:
 
 
 def of_check(folder: Path, ending: str) -> list[Path]:
-    """Return the files of mode `check` in the order in which they were written."""
+    """Return the files of mode `check` with this ending, in the order in which kvfix wrote them."""
     return sorted((folder / "check").rglob(f"*{ending}"), key=lambda path: int(path.name.split("-")[3]))
 
 
@@ -127,17 +127,17 @@ def of_check(folder: Path, ending: str) -> list[Path]:
     [
         ("alone", MISMATCH, 0, 0),
         ("fix", MISMATCH, 0, 0),
-        ("observe", MISMATCH, 1, 0),  # for the exception
-        ("check", MISMATCH, 2, 2),  # for each violation
+        ("observe", MISMATCH, 1, 0),  # one file: the exception
+        ("check", MISMATCH, 2, 2),  # two violations, each with a file and a report
         ("suppressed", MISMATCH, 0, 0),
-        ("strict", f"kvfix {CHANGED}", 1, 1),  # raises at the first violation
-        ("fixed", "", 0, 0),  # strict, with the fix: nothing to raise
+        ("strict", f"kvfix {CHANGED}", 1, 1),  # kvfix raises at the first violation
+        ("fixed", "", 0, 0),  # mode `strict` with the fix: no violation
     ],
 )
 def test_the_end_and_the_files_of_each_mode(
     mode: str, died: str, recorders: int, reports: int, played: dict[str, Any]
 ) -> None:
-    """Only mode `strict` changes how the engine ends, and only the owner can read the files."""
+    """Only mode `strict` changes how the engine ends. Only the owner can read the files."""
     found = played[mode]
     assert found["died"].startswith(died)
     assert bool(found["died"]) is bool(died)
@@ -147,7 +147,7 @@ def test_the_end_and_the_files_of_each_mode(
 
 
 def test_a_revert_restores_hooks_factory_and_signal(played: dict[str, Any]) -> None:
-    """kvfix uses the signal only if no other handler has it."""
+    """kvfix handles the signal only if the process has no other handler for it."""
     assert played["reverted"] == [[False] * 4, [True] * 4, True]
     assert (played["signals"], played["ready left"]) == ([True, True], [])
 
@@ -179,7 +179,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
 
 
 def test_no_token_is_written(folder: Path, played: dict[str, Any]) -> None:
-    """No file has a list of eight numbers or more: any prompt is longer."""
+    """No file has a list of eight or more numbers. So no file has a prompt, because each prompt is longer."""
     for path in [*folder.rglob("*.jsonl"), *folder.rglob("*.txt")]:
         assert not re.search(r"(\d+, ?){8}", path.read_text()), path
 
@@ -226,7 +226,7 @@ def test_replay_rejects_other_files(text: str | None, message: str, tmp_path: Pa
     assert message in replayed.text([path], 2)
 
 
-#: Recorder file of the reported crash in a real engine (tests/engine/start.py: REPORT), in mode `check only=`.
+#: Recorder file of a real engine in mode `check only=`, with the reported crash (tests/engine/start.py: REPORT).
 CRASH = Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl"
 
 
@@ -238,7 +238,7 @@ CRASH = Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl"
 def test_the_lab_plays_a_record_again(
     crash: Path | None, request_id: str, option: str, folder: Path, played: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A replay without the fix has the findings of the record. A replay with the fix has none."""
+    """Without the fix, a replay has the findings of the recording. With the fix, it has none."""
     path = crash or of_check(folder, ".jsonl")[-1]
     command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
     done = run_forked([*command, "--lmcache-path", str(RELEASES / "0.3.10")], tmp_path)

@@ -1,4 +1,4 @@
-"""Every exception of a hook is recorded once, whatever its id, its thread, and the hooks that it passes through."""
+"""kvfix records each exception of a hook once, whatever its id and thread, and however many hooks it passes through."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from kvfix import applying, connector_events
 from kvfix.config import Config
 from kvfix.session import session
 
-#: Enough exceptions that some get the id of an earlier one, on any machine.
+#: With so many exceptions, some get the id of an earlier exception on any machine.
 MANY = 64
 
 
@@ -30,7 +30,7 @@ class Child:
 
 
 class Parent(Child):
-    """Like MultiConnector: it calls the hook of its own connector."""
+    """A connector that calls the hook of its child, as MultiConnector does."""
 
     def __init__(self) -> None:
         self.child = Child()
@@ -59,21 +59,21 @@ def recorded() -> list[str]:
     return [entry.event.error for entry in session.events]  # type: ignore[union-attr]
 
 
-def test_many_in_a_row() -> None:
-    """Each exception is gone before the next is created, which then often gets its id."""
+def test_many_exceptions_in_a_row() -> None:
+    """Python frees each exception before it creates the next exception, which then often gets the old id."""
     connector, ids = Parent(), set()
     for number in range(MANY):
         with suppress(ValueError):
             connector.start_load_kv(error := ValueError(number))
         ids.add(id(error))
         del error
-        gc.collect(1)  # the exception and its frames refer to each other; a full collection takes long
+        gc.collect(1)  # needed because exception and frames refer to each other; a full collection takes long
     assert recorded() == [f"ValueError: {number}" for number in range(MANY)]
     assert len(ids) < MANY
 
 
 def test_an_exception_that_is_raised_again_is_recorded_twice_and_not_kept_alive() -> None:
-    """A future raises its exception at each call, so each of these calls has failed."""
+    """A future raises its exception at each call. Each of these calls has failed, so each is recorded."""
     error: Any = Weak("held")
     kept = weakref.ref(error)
     for _ in range(2):
@@ -81,12 +81,12 @@ def test_an_exception_that_is_raised_again_is_recorded_twice_and_not_kept_alive(
             Parent().start_load_kv(error)
     assert recorded() == ["Weak: held"] * 2
     del error
-    gc.collect()  # the exception and its frames refer to each other
+    gc.collect()  # needed because the exception and its frames refer to each other
     assert kept() is None
 
 
 def test_two_threads_in_one_connector() -> None:
-    """Both calls and both exceptions are recorded."""
+    """kvfix records the calls and the exceptions of both threads."""
     connector, both = Child(), threading.Barrier(2, timeout=60)
     connector.start_load_kv(None)
 

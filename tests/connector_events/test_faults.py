@@ -1,4 +1,4 @@
-"""A fault in any part of the connector events changes no decision of the scheduler, and is logged in one line."""
+"""An error in any part of kvfix.connector_events changes no decision of the scheduler, and gives one log line."""
 
 import os
 import signal
@@ -35,11 +35,11 @@ class Odd:
 
 
 def play_all() -> dict[str, Any]:
-    # with drafts and pauses these two schedules have fewer events
+    # without drafts and pauses, the two schedules have more events
     schedules = [draw(seed, connector, plain=True, lacks=("drafter", "pause")) for connector, seed in FIRST]
 
     def decided() -> list[Any]:
-        """All events except leaks: a fix of kvfix may remove a leak."""
+        """Play both schedules. Return all events except leaks, which a fix of kvfix may remove."""
         return [healthy.events(late.play(schedule)) for schedule in schedules]
 
     alone = decided()
@@ -69,14 +69,14 @@ def patched(target: str, replacement: Any = fails) -> Callable[[], Any]:
 
 
 def ledger(feed: Callable[..., Any]) -> Any:
-    """Replace `feed` of the connector events' ledger, but not of the lab's ledger."""
+    """Replace `feed` of the ledger that kvfix uses in the engine, but not of the lab's own ledger."""
     from kvfix.ledger import Ledger
 
     return mock.patch("kvfix.connector_events.watched.Ledger", type("Planted", (Ledger,), {"feed": feed}))
 
 
 def reader(kind: str, method: str, replacement: Any = fails) -> Any:
-    """Replace a method of the connector events' reader, but not of the lab's reader."""
+    """Replace a method of the reader that kvfix uses in the engine, but not of the lab's own reader."""
     from kvfix.connector_events import readers
 
     make = readers.reader
@@ -92,7 +92,7 @@ def reader(kind: str, method: str, replacement: Any = fails) -> Any:
 
 @contextmanager
 def violated(*more: Any) -> Iterator[None]:
-    """Make every Asked event a violation. `more` plants faults in the code that handles the finding."""
+    """Make every Asked event a violation. more: contexts that plant faults in the code that handles the finding."""
     from kvfix.ledger import Finding, events
 
     def feed(self: Any, event: Any) -> list[Any]:
@@ -166,14 +166,12 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "wall clock goes back": lambda: backwards("time.time_ns"),
     "signal in a hook": signal_in_a_hook,
 }
-
-
-#: Faults that also plant a finding. kvfix logs the finding in a separate line, like any other.
+#: Faults that also plant a finding. kvfix logs the finding in a line of its own.
 WITH_FINDING = (
     "a violation", "odd object in an event", "report", "fixes of a finding", "metrics", "disk full",
     "read-only directory", "snapshot", "sizes",
 )  # fmt: skip
-#: A clock that goes back, a signal and an object that JSON cannot encode are no faults of kvfix.
+#: With these, kvfix has no error: it handles clocks that go back, signals, and objects that JSON cannot encode.
 HARMLESS = (
     "nothing", "a violation", "odd object in an event", "clock goes back", "wall clock goes back", "signal in a hook"
 )  # fmt: skip
@@ -190,6 +188,6 @@ def test_the_engine_goes_on(fault: str, outcomes: dict[str, Any]) -> None:
 
 def test_the_schedules_have_events(outcomes: dict[str, Any]) -> None:
     assert outcomes["events"] > 500
-    assert outcomes["faults"]["a violation"]["written"] == 1  # one report for all violations of this kind
+    assert outcomes["faults"]["a violation"]["written"] == 1  # kvfix writes one report for all violations of a rule
     assert outcomes["faults"]["odd object in an event"]["written"] > 0
     assert outcomes["faults"]["signal in a hook"]["dumps"] > 0

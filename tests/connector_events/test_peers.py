@@ -1,4 +1,4 @@
-"""The records of the lab's prefill and decode engine together: blocks that one engine keeps for the other."""
+"""Recordings of the lab's prefill and decode engines, read together: they show blocks that prefill keeps for decode."""
 
 import json
 import os
@@ -22,18 +22,14 @@ from tests.conftest import RELEASES, Once
 from tests.connector_events.conftest import Replayed
 from tests.connector_events.test_engine_recordings import assert_between, on_node
 from tests.lab.planted import wrap
-from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  planted by its name
+from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  `recorded` finds it by its name
 
-#: {engine: seconds by which the monotonic clock and the wall clock of its machine are ahead}
+#: {engine: seconds by which the monotonic clock and the wall clock of its machine are ahead}.
 CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
-def nothing(pair: Any) -> None:
-    """Plant no fault."""
-
-
 def lose_notice(pair: Any) -> None:
-    """Lose decode's notice that it has read the blocks of request b."""
+    """Lose the notice with which decode tells prefill that it has read the blocks of request b."""
 
     def make(original: Any, *arguments: Any, notif_msg: bytes) -> Any:
         return original(*arguments, notif_msg=b"" if notif_msg.startswith(b"b-") else notif_msg)
@@ -42,7 +38,7 @@ def lose_notice(pair: Any) -> None:
 
 
 def lose_aborts(pair: Any) -> None:
-    """Lose the notice of a request that ends before it is scheduled."""
+    """Lose the notice to prefill when decode's request ends before vLLM schedules it."""
     scheduler = pair.decode.connector.scheduler_side
 
     def request_finished(finished: Any, request: Any, blocks: Any) -> Any:
@@ -54,13 +50,13 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Return the recorder file of a pair with this fault, when `seconds` more have passed. A lease is 30 s."""
+    """Play a pair with this fault ("": none), then `seconds` more. Return the recorder file's text. A lease is 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix import clock
     from kvfix_tools.lab.engine.lab_engine import STEP
 
     with runner.quiet():
-        # Apply no fix: a fix would make each read fail whose lease is over.
+        # Apply no fix: with the fixes, a read fails if its lease has ended.
         kvfix.apply("check", only=[])
         from kvfix.connector_events import recorder
 
@@ -68,7 +64,8 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
         recorder.time = now  # type: ignore[attr-defined]
         lease = {"kv_lease_duration": 30}
         pair = late.Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64, extra=lease))
-        globals()[fault](pair)
+        if fault:
+            globals()[fault](pair)
         with suppress(late.EngineDied):
             pair.ask("a", prompt(100), 5)
             pair.ask("b", prompt(150, seed=1), 5)
@@ -97,8 +94,8 @@ def split(text: str, folder: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def files(request: pytest.FixtureRequest, once: Once, tmp_path: Path) -> dict[str, Path]:
-    """Return the recorder files of a healthy pair, unless the test has other events."""
-    return split(once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("nothing",))), tmp_path)
+    """Return the recorder files of a healthy pair, or of the pair that the test's parameter describes."""
+    return split(once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("",))), tmp_path)
 
 
 def peers_of(files: dict[str, Path]) -> Peers:
@@ -106,14 +103,14 @@ def peers_of(files: dict[str, Path]) -> Peers:
 
 
 def ends(files: dict[str, Path]) -> dict[str, bool]:
-    """{request: whether its lease expired}, by the worker of the prefill engine."""
+    """Return {request: whether its lease expired}, from the events of prefill's worker."""
     events = [entry.event for entry in recording.read(files["prefill"]).entries]
     ended = [each for each in events if isinstance(each, ev.LeaseEnded) and each.expired is not None]
     return {each.request[0]: each.expired for each in ended}
 
 
-def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Path]) -> None:
-    """By the wall clocks alone, decode would read before prefill has begun."""
+def test_the_order_comes_from_messages_between_the_engines(files: dict[str, Path]) -> None:
+    """The wall clocks alone would order decode's reads before the start of prefill."""
     peers = peers_of(files)
     keeps, reads = peers.links[0].keeps, peers.links[0].reads
     clock = peers.clock(reads, keeps)
@@ -131,13 +128,13 @@ def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Pa
         (("lose_aborts", 3.0), "KVR025", "d"),
         (("lose_aborts", 40.0), "KVR025", "d"),
         (("lose_aborts", 40.0, "mooncake"), "KVR025", "d"),
-        (("lose_aborts", 0.0), "", ""),  # the lease still runs, so a notice may be on its way
+        (("lose_aborts", 0.0), "", ""),  # the lease still runs, so the notice may still come
         (("leases_are_over_at_once", 3.0), "KVR017", "abc"),
     ],
     indirect=["files"],
     ids=str,
 )
-def test_only_both_files_together_show_it(
+def test_only_both_recordings_together_show_the_violation(
     files: dict[str, Path], code: str, request_id: str, replayed: Replayed
 ) -> None:
     found = replayed.violated(files.values())
@@ -154,14 +151,14 @@ def test_only_both_files_together_show_it(
 @pytest.mark.parametrize(
     ("files", "ended"),
     [
-        (("nothing", 0.0, "mooncake"), dict.fromkeys("abcd", False)),
-        (("nothing", 40.0, "nixl-push"), {**dict.fromkeys("abc", False), "d": True}),
+        (("", 0.0, "mooncake"), dict.fromkeys("abcd", False)),
+        (("", 40.0, "nixl-push"), {**dict.fromkeys("abc", False), "d": True}),
     ],
     indirect=["files"],
     ids=str,
 )
-def test_what_is_written_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
-    """Mooncake notifies prefill of ended requests. NIXL's prefill in push mode keeps blocks until the lease ends."""
+def test_kv_that_prefill_writes_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
+    """Mooncake tells prefill of requests that ended in decode. NIXL push keeps prefill's blocks for the whole lease."""
     assert replayed.violated(files.values()) == []
     assert ends(files) == ended
     peers = peers_of(files)
@@ -169,7 +166,7 @@ def test_what_is_written_to_decode(files: dict[str, Path], ended: dict[str, bool
     assert_between(peers.clock(peers.links[0].reads, peers.links[0].keeps), CLOCKS["decode"][0] - CLOCKS["prefill"][0])
 
 
-def test_what_is_not_on_record_is_unknown(files: dict[str, Path], replayed: Replayed) -> None:
+def test_a_missing_record_makes_the_lease_unknown(files: dict[str, Path], replayed: Replayed) -> None:
     text = replayed.text([files["decode"], files["decode"]])
     assert "4 requests read blocks of engine prefill-1, of which no recording was given" in text
     lines = files["prefill"].read_text().splitlines()
@@ -180,7 +177,7 @@ def test_what_is_not_on_record_is_unknown(files: dict[str, Path], replayed: Repl
 
 
 @pytest.mark.parametrize("files", [("lose_notice", 3.0)], indirect=True, ids=["lost"])
-def test_the_routers_log_says_where_it_names_the_request(
+def test_the_lines_of_the_routers_log_that_name_the_request(
     files: dict[str, Path], tmp_path: Path, replayed: Replayed
 ) -> None:
     router = tmp_path / "router.log"
@@ -196,7 +193,7 @@ def test_the_routers_log_says_where_it_names_the_request(
     replayed.text(files.values(), 2, router=tmp_path / "none")
 
 
-def test_ids_of_vllm_have_the_routers_in_them(tmp_path: Path) -> None:
+def test_ids_of_vllm_contain_the_ids_of_the_router(tmp_path: Path) -> None:
     router = tmp_path / "router.log"
     router.write_text("a\n6f1-22\n6f1-22-7\nb\n")
     log = RouterLog(router)

@@ -1,4 +1,4 @@
-"""Each engine has its own record: with threads, forks, several engines in a process. tests/engine spawns processes."""
+"""Each engine has its own record, also in threads, in forks, and with several engines in a process."""
 
 import json
 import os
@@ -24,12 +24,12 @@ def play_all() -> dict[str, Any]:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     alone = [Playing(seed).run() for seed in SEEDS]
-    # Create the engines one after the other (LMCache has one configuration per process); run them at the same time.
+    # Create one engine after the other, because LMCache has one configuration per process. Then run both in threads.
     engines = [Playing(seed) for seed in SEEDS]
     with ThreadPoolExecutor() as pool:
         in_threads = list(pool.map(Playing.run, engines))
     engines = [Playing(seed) for seed in SEEDS]
-    while any([each.moves() for each in engines]):  # noqa: C419  a step of each
+    while any([each.moves() for each in engines]):  # noqa: C419  each engine makes a step
         assert recorder.scheduler_state() == {}, "with two schedulers the state is ambiguous"
     return {
         "alone": [len(events) for events in alone],
@@ -41,7 +41,7 @@ def play_all() -> dict[str, Any]:
 
 
 class Playing:
-    """An engine and its schedule."""
+    """An engine with a schedule to play on it."""
 
     def __init__(self, seed: int) -> None:
         schedule = draw(seed, "v1", plain=True)
@@ -49,14 +49,14 @@ class Playing:
         self._steps = iter(schedule.steps)
 
     def moves(self) -> bool:
-        """Make the next step of the schedule, if there is one."""
+        """Make the next step of the schedule. Return False if there is none."""
         step = next(self._steps, None)
         if step is not None:
             late.move(self._engine, step)
         return step is not None
 
     def run(self) -> list[str]:
-        """Play the rest. Return the recorded events of this engine in the scheduler role."""
+        """Play the remaining steps. Return the events that kvfix recorded for this engine's scheduler role."""
         from kvfix.connector_events import recorder
 
         while self.moves():
@@ -69,7 +69,7 @@ class Playing:
 
 
 def forked(alone: list[str]) -> dict[str, Any]:
-    """The parent's engine continues in the parent, and the child runs another engine."""
+    """Fork while an engine plays. The engine continues in the parent, and the child plays another engine."""
     from kvfix.connector_events import recorder
 
     engine = Playing(SEEDS[0])
@@ -91,7 +91,7 @@ def forked(alone: list[str]) -> dict[str, Any]:
 
 
 def test_each_engine_has_its_own_record(outcomes: dict[str, Any]) -> None:
-    """A forked child starts with an empty record. The parent's engine continues. No engine has a finding."""
+    """A forked child starts with an empty record, and the parent's engine continues. No engine has a finding."""
     assert min(outcomes["alone"]) > 20
     assert outcomes["in turn"]
     assert outcomes["threads"]
@@ -117,7 +117,7 @@ result = prometheus_client.generate_latest(registry).decode()
 
 
 def test_counts_of_all_processes_are_merged(fresh: Fresh, tmp_path: Path) -> None:
-    """prometheus_client merges the counts of a worker with those of the process that serves the metrics."""
+    """prometheus_client adds the counts of the workers to those of the process that serves the metrics."""
     for _ in range(2):
         fresh(COUNT, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     found = fresh(ANSWER, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))

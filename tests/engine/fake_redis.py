@@ -1,4 +1,4 @@
-"""A small Redis for LMCache's connector: it stores values in memory, and refuses or breaks off on demand."""
+"""A small Redis server for LMCache. It keeps values in memory. A test can make it refuse or cut off its answers."""
 
 import socketserver
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 _HELLO = b"%3\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nversion\r\n$5\r\n7.4.0\r\n$5\r\nproto\r\n:3\r\n"
 _READS, _WRITES = ("EXISTS", "GET"), ("SET",)
-#: {fault: the commands refused, and the error text of Redis 7.4 (server.c)}
+#: {fault: (refused commands, error text of Redis 7.4 (server.c))}
 ANSWERS = {
     "oom": (_WRITES, b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"),
     "noauth": (("PING", *_READS, *_WRITES), b"-NOAUTH Authentication required.\r\n"),
@@ -25,7 +25,7 @@ ANSWERS = {
 
 
 class Redis(socketserver.ThreadingTCPServer):
-    """fault: a key of ANSWERS; "silent": no command is answered; "closes": values are cut off; "": no fault."""
+    """fault: a key of ANSWERS, or "silent" (answer no command), "closes" (cut off values), or "" (no fault)."""
 
     daemon_threads = True
     allow_reuse_address = True

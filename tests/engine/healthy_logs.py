@@ -1,18 +1,18 @@
-"""Logs of healthy real engines and of their servers: kvfix-diagnose must find nothing in them.
+"""Run healthy real engines and their servers. kvfix-diagnose must find nothing in their logs.
 
-    python -m tests.engine.healthy_logs FOLDER    48 lives, half a minute each; the logs stay in FOLDER
+    python -m tests.engine.healthy_logs FOLDER    48 engines, half a minute each; the logs stay in FOLDER
 
-The lives vary the connector, release of LMCache, log level, ranks, workload and mode of kvfix. A life counts only if
-the engine answered every request and loaded its stored KV. Exit 1 if a log has a finding.
+The engines differ in connector, release of LMCache, log level, workload and mode of kvfix. An engine counts as healthy
+if it wrote its answers and loaded its stored KV. Exit 1 if a log has a finding or an engine was not healthy.
 """
 
-import argparse
 import itertools
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from tests.conftest import RELEASES
 from tests.diagnose.lines import diagnose_files
@@ -26,13 +26,13 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "aborts": {"rounds": [[(ONE, 5)], [(ONE, 5)], [(ONE, 5)]], "before": {1: [["abort_waiting", ABORT]]}},
     "two ranks": {"rounds": [CROWD, CROWD], "engine": {**start.ENGINE, "tensor_parallel_size": 2}},
 }
-#: The multi-process mode with the newest LMCache, and LMCache in process. LMCache before 0.5.5 warns that it guesses
-#: the layout of this vLLM (KVD777), so its log is not healthy.
+#: (connector, release of LMCache). Logs of LMCache before 0.5.5 have a finding: it guesses the layout of this
+#: vLLM (KVD777).
 CONNECTORS = (("mp", "0.5.6"), ("v1", "0.5.6"), ("v1", "0.5.5"))
 
 
 def run(folder: Path, level: str, workload: str, mode: str, connector: str, lmcache: str) -> dict[str, Any]:
-    """Return the findings in the logs of this engine and its server, and True if the engine worked."""
+    """Run an engine. Return the findings in the logs of the engine and its server, and `healthy`: the engine worked."""
     mp = connector == "mp"
     logs = [folder / "log", folder / "server.log"][: 1 + mp]
     levels = {"LMCACHE_LOG_LEVEL": level, "VLLM_LOGGING_LEVEL": level}
@@ -54,18 +54,17 @@ def run(folder: Path, level: str, workload: str, mode: str, connector: str, lmca
     }
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.healthy_logs", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder, wrong = parser.parse_args(arguments).folder, 0
+def main(folder: Path) -> None:
+    """Run 48 engines, and keep their logs in FOLDER. Exit 1 if a log has a finding."""
+    wrong = False
     cases = itertools.product(("DEBUG", "INFO"), WORKLOADS, ("fix", "check"), CONNECTORS)
     for number, (level, workload, mode, (connector, lmcache)) in enumerate(cases):
         words = (level, workload, mode, connector, lmcache)
         ran = run(folder / "-".join((f"{number:02}", *words)).replace(" ", "_"), *words)
-        wrong += bool(ran["findings"]) or not ran["healthy"]
+        wrong |= bool(ran["findings"]) or not ran["healthy"]
         print(json.dumps(ran), flush=True)
-    return int(wrong > 0)
+    raise SystemExit(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    typer.run(main)

@@ -1,13 +1,10 @@
-"""Logs of real engines in which a fault was planted: `python -m tests.engine.planted_logs FOLDER [NAME ...]`.
+"""Make logs of real engines with a planted fault: `python -m tests.engine.planted_logs FOLDER [NAME ...]`.
 
-planted_logs.toml has the cases. Each starts vLLM's server, mostly with a set-up that cannot work, and keeps the logs in
-FOLDER/NAME without this machine's paths. The program prints what kvfix-diagnose finds, and what kvfix doctor says
-before the launch. Without NAME it runs the cases that FOLDER does not have yet.
+planted_logs.toml has the cases. Each case starts vLLM's server, mostly with settings that cannot work. The logs stay in
+FOLDER/NAME, without this machine's paths. The program prints the findings of kvfix-diagnose, and the problems that
+kvfix doctor reports before the launch. Without NAME it runs the cases that FOLDER does not have yet.
 """
 
-from __future__ import annotations
-
-import argparse
 import gzip
 import io
 import json
@@ -26,10 +23,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import tomllib
+import typer
 
 from kvfix_tools.doctor import checks, command_line, servers
 from kvfix_tools.doctor.packages import Packages
@@ -41,9 +39,9 @@ from tests.diagnose.lines import diagnose_files
 from tests.engine import fake_redis, start, vllm_server
 from tests.engine.vllm_server import Request, Server
 
-#: Maximum seconds for an answer, and for the end of an engine after the signal to end.
+#: ANSWER: maximum seconds for an answer. END: maximum seconds from the signal SIGTERM to the end of the engine.
 ANSWER, END = 60, 40
-#: Checks of kvfix doctor that say nothing about the planted fault: they are about this machine.
+#: Checks of kvfix doctor that examine this machine, and so say nothing about the planted fault.
 _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
 REQUESTS: list[Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
 #: {name in planted_logs.toml: kv_transfer_config}
@@ -65,22 +63,22 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One case. $NAME in the texts for the engine is replaced by a value of the run.
+    """One case. Run replaces `$NAME` in the settings of the case by a value of the run.
 
     truth: the cause in one sentence, written before the first run; "" for a healthy twin
     code: the first finding of kvfix-diagnose
     setup: True if kvfix doctor can see the fault before the launch
-    transfer: a key of TRANSFERS, or a text that is no JSON
-    extra: replaces `transfer`'s kv_connector_extra_config. settings: adds LMCache's settings to it
+    transfer: a key of TRANSFERS, or a text that is not JSON
+    extra: replaces the kv_connector_extra_config of `transfer`. settings: LMCache's settings to add
     keys: more keys of the kv_transfer_config
-    redis: a store with this fault listens at $REDIS
-    server: an `lmcache server` with these options listens at $SERVER
-    busy: another process listens at $BUSY
-    cache_is_a_file: a file has the name of the folder `cache`
+    redis: fault of a store that listens at $REDIS
+    server: options of an `lmcache server` that listens at $SERVER
+    busy: True if another program already listens at $BUSY
+    cache_is_a_file: True if there is a file with the name of the folder `cache`
     play: method of Run to call while the engine runs
     main: method of Run to call for the whole case
     second: fields that differ in the second engine
-    change: method of Run that changes the request to decode
+    change: method of Run that changes the parameters of the requests to decode
     """
 
     name: str
@@ -122,7 +120,7 @@ CASES = [Case(name, **row) for name, row in tomllib.loads(Path(__file__).with_su
 
 
 def ask(server: Server, *requests: Request, **more: Any) -> dict[str, Any]:
-    """Return the last answer; {} if there is none."""
+    """Send these requests. Return the last answer, or {} if there is no answer to the last request."""
     answer: dict[str, Any] = {}
     for request in requests:
         answer = {}
@@ -132,14 +130,14 @@ def ask(server: Server, *requests: Request, **more: Any) -> dict[str, Any]:
 
 
 def process_named(server: Server, name: str) -> int:
-    """Return the pid that the log has for this process name."""
+    """Return the last pid in the log for this name of a process."""
     return int(re.findall(rf"\({name} pid=(\d+)\)", server.log.read_text())[-1])
 
 
 class Run:
     """One run of a case.
 
-    values: {NAME: text that replaces `$NAME` in the settings of the case}. warned: problems that kvfix doctor sees.
+    values: {NAME: text that replaces `$NAME` in the settings of the case}. warned: problems that kvfix doctor reports.
     """
 
     def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
@@ -163,12 +161,12 @@ class Run:
 
     @contextmanager
     def running(self, name: str = "engine", **settings: Any) -> Iterator[Server | None]:
-        """Start the engine and yield it, or None if it does not start.
+        """Start the engine, yield it, and end it afterwards. Yield None if the engine does not start.
 
-        End it afterwards. settings: fields that differ from the case's own.
+        settings: fields with other values than in the case.
         """
         case = replace(self.case, **settings)
-        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # use a stand-in for LMCache in process
+        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # replace the GPU connector of LMCache in process
         words |= {name: self.filled(text) for name, text in case.environment.items()}
         if case.file is not None:
             file = self.folder / "lmcache.yaml"
@@ -186,13 +184,13 @@ class Run:
                 yield None
             else:
                 yield engine
-            if engine.process.poll() is None:  # an orderly shutdown: SIGTERM to the API server
+            if engine.process.poll() is None:  # SIGTERM to the API server shuts the engine down in order
                 os.kill(engine.process.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     engine.process.wait(END)
 
     def doctor(self, words: list[str], environment: Mapping[str, str]) -> None:
-        """Note the problems that kvfix doctor sees before the launch."""
+        """Note the problems that kvfix doctor reports before the launch."""
         places = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
         setup = Setup(command_line.read(words), environment, Packages([*places, *sys.path]), limit=1)
         for each in checks.catalogue():
@@ -203,7 +201,7 @@ class Run:
     def filled(self, text: str) -> str:
         return string.Template(text).substitute(self.values)
 
-    # Whole cases
+    # Methods for `main`: they play a whole case.
 
     def one_engine(self) -> None:
         with self.running() as engine:
@@ -219,7 +217,7 @@ class Run:
                     self.twice(engine)
 
     def server_alone(self) -> None:
-        """Run only an `lmcache server`, which does not start."""
+        """Run only an `lmcache server`, which fails to start."""
         options = tuple(map(self.filled, self.case.server or ()))
         self.logs["engine"] = log = self.folder / "server.log"
         self.doctor(["lmcache", "server", "--l1-size-gb", "0.5", "--eviction-policy", "LRU", *options], os.environ)
@@ -227,7 +225,7 @@ class Run:
             pass
 
     def nixl_pair(self) -> None:
-        """Send requests to prefill and then to decode, as a proxy does. `change` changes them in between."""
+        """Send each request to prefill and then to decode, as a proxy does. `change` changes parameters for decode."""
         asks = {"do_remote_decode": True, "do_remote_prefill": False}
         with (
             self.running("prefill", keys={"kv_role": "kv_producer"}) as prefill,
@@ -241,7 +239,7 @@ class Run:
                     getattr(self, self.case.change)(params, prefill)
                 ask(decode, (tokens, count), kv_transfer_params=params)
 
-    # While an engine runs
+    # Methods for `play`: they are called while an engine runs.
 
     def twice(self, engine: Server) -> None:
         """Send four prompts of four or more chunks each. Then reset vLLM's prefix cache and send them again."""
@@ -282,7 +280,7 @@ class Run:
         pid = next(pid for pid, each in servers.local() if each.options["port"] == self.values["SERVER"])
         paused(pid, 60, lambda: self.twice(engine))
 
-    # Between prefill and decode
+    # Methods for `change`: they are called between prefill and decode.
 
     def wrong_port(self, params: dict[str, Any], prefill: Server) -> None:
         params.update(remote_port=real_engine.free_port(), remote_engine_id="9d3c1f0a-0b6e-4a52-8f0e-1f6f0c4d7a11")
@@ -333,7 +331,7 @@ def keep(log: Path, to: Path, folder: Path) -> Path:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Put the logs of all cases into one archive. Most lines are in several logs, so the archive is small."""
+    """Put the logs of all cases into one archive. The archive is small because the logs have many equal lines."""
     with tarfile.open(archive, "w:xz") as packed:
         for log in sorted(folder.glob("*/*.log.gz")):
             entry = tarfile.TarInfo(f"{log.parent.name}/{log.name.removesuffix('.gz')}")
@@ -342,23 +340,21 @@ def pack(folder: Path, archive: Path) -> None:
             packed.addfile(entry, io.BytesIO(content))
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.planted_logs", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--pack", type=Path, metavar="ARCHIVE", help="run nothing, and put the logs into this archive")
-    given = parser.parse_args(arguments)
-    if given.pack:
-        pack(given.folder, given.pack)
-        return 0
-    for case in CASES:
-        if case.name in given.names or (not given.names and not (given.folder / case.name).exists()):
+def main(
+    folder: Path,
+    names: Annotated[list[str] | None, typer.Argument()] = None,
+    archive: Annotated[Path | None, typer.Option("--pack", help="run nothing, and put the logs here")] = None,
+) -> None:
+    """Run these cases, or those that FOLDER does not have yet. Print what kvfix-diagnose and kvfix doctor find."""
+    if archive:
+        pack(folder, archive)
+    for case in CASES if not archive else ():
+        if case.name in (names or ()) or (not names and not (folder / case.name).exists()):
             try:
-                print(json.dumps(run(case, given.folder.absolute())), flush=True)
+                print(json.dumps(run(case, folder.absolute())), flush=True)
             except Exception:  # noqa: BLE001  the other cases still run
                 print(case.name, traceback.format_exc(), flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    typer.run(main)

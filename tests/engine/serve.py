@@ -1,14 +1,14 @@
-"""A user's program: apply kvfix, start vLLM, generate. Run as `python serve.py JOB.json`; it writes the job's `out`.
+"""A program like a user's: it applies kvfix, starts vLLM and generates tokens. Run it as `python serve.py JOB.json`.
 
-The job has these fields:
+The program writes its results to the file `out` of the job. The job also has these fields:
 
-- `apply`: mode, or None; `transfer`; `engine`: arguments of LLM; `rounds`: requests of each round
-- `before`: {number of a round: calls before this round: [name of a function of this module, more arguments]}
-- optional: `config` of the model, `counters` of vLLM to return
+- `apply`: mode of kvfix, or None; `transfer`: kv_transfer_config; `engine`: arguments of LLM; `rounds`: requests
+- `before`: {number of a round: calls before this round, each [name of a function of this module, more arguments]}
+- optional: `config`: changes of the model; `counters`: names of vLLM's counters to return
 - `calm`, `hard`, `flags`: replace `rounds`, see `until_told()`
 
-A request is a prompt, and the number of tokens to generate. If the prompt is a number, it means the prompt and the
-answer of the request with this number in the previous round.
+A request is (prompt, number of tokens to generate). A number in place of a prompt stands for the prompt of the request
+with this number in the previous round, followed by its answer.
 """
 
 import json
@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,16 @@ def main(job: dict[str, Any]) -> None:
             globals()[name](llm.llm_engine, *arguments)
         rounds.append(real_engine.generate(llm, requests))
         preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
-    ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
+    if "KVFIX_TEST_FAULTS" not in os.environ:  # with these planted faults no process writes a recorder file
+        recorders(Path(os.environ["KVFIX_DUMP_DIR"]), limit=30)
     counters = {name: real_engine.counter(llm, name) for name in job.get("counters", ())}
     answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted), "counters": counters}
     Path(job["out"]).write_text(json.dumps(answer))
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Generate, round after round. A round has the requests `hard` while a file `hard` is in the folder `flags`, and
-    otherwise the requests `calm`. The round during which a file `stop` appears is the last one.
+    """Generate round after round. If the folder `flags` has a file `hard` at the start of a round, the round has the
+    requests `hard`, and otherwise `calm`. The program ends after the round in which a file `stop` appears.
     """
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
@@ -70,14 +72,19 @@ def continued(
     return [*requests[prompt][0], *rounds[-1][prompt]] if isinstance(prompt, int) else prompt
 
 
-def ask_for_recorders(folder: Path) -> None:
-    """Make the processes write their recorder files, as `kvfix dump` does. vLLM kills the processes at the end."""
-    ready = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
+def recorders(folder: Path, limit: float, among: Container[int] | None = None) -> list[Path]:
+    """Make processes write their recorder files, as `kvfix dump` does, and return the files.
+
+    limit: maximum seconds. among: ids of these processes; None: all processes with a file `*.ready` in the folder.
+    """
+    pids = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
+    ready, before = [pid for pid in pids if among is None or pid in among], set(folder.rglob("*-signal.jsonl"))
     for pid in ready:
         os.kill(pid, signal.SIGUSR2)
-    until = time.monotonic() + 30
-    while len(list(folder.rglob("*-signal.jsonl"))) < len(ready) and time.monotonic() < until:
+    until = time.monotonic() + limit
+    while len(files := set(folder.rglob("*-signal.jsonl")) - before) < len(ready) and time.monotonic() < until:
         time.sleep(0.05)
+    return sorted(files)
 
 
 def apply(engine: Any) -> None:
@@ -91,10 +98,10 @@ def spoil(engine: Any) -> None:
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """Start `running`, add `waiting` behind it, abort `waiting`, and run `running` to its end.
+    """Start request `running`, add request `waiting`, abort `waiting`, and let `running` end.
 
-    `steps` steps come after each start. An engine in another process does not wait for this program: there `steps` is
-    0, and the plugin holds the engine until the abort comes (`abort_comes_first` of kvfix_engine_hangs.py).
+    The engine makes `steps` steps after each of the two starts. An engine in another process makes steps by itself.
+    Then `steps` is 0, and the plugin stops the engine until the abort comes (`abort_comes_first`).
     """
 
     def add(name: str, **more: Any) -> None:
@@ -113,7 +120,7 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
 
 
 def one_by_one(engine: Any, requests: list[tuple[list[int], int]]) -> None:
-    """Add each request, with a higher priority, after the load of the last one began (plugin/kvfix_engine_hangs.py)."""
+    """Add each request after the load of the previous request began. A later request has a higher priority."""
     for number, (prompt, tokens) in enumerate(requests, 1):
         more = {"priority": len(requests) - number}
         engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, real_engine.greedy(tokens), **more)
@@ -129,24 +136,24 @@ def l2_options(folder: Path) -> tuple[str, ...]:
 
 
 def empty_l1(engine: Any, server: str) -> None:
-    """Empty the L1 of a real `lmcache server` at this URL. Later hits come from its L2, which has all chunks."""
+    """Empty the L1 of the `lmcache server` at this URL. Later hits come from the server's L2, which has all chunks."""
 
     def status() -> dict[str, Any]:
         return dict(httpx.get(f"{server}/status", timeout=10).json()["storage_manager"])
 
     idle, until = 0, time.monotonic() + 60
-    while idle < 3:  # for a moment, a key taken from the queue is in neither count
+    while idle < 3:  # both counts can be 0 for a moment while the server begins to store a key
         assert time.monotonic() < until, "the L2 still stores"
         stores = status()["store_controller"]
         idle = 0 if stores["pending_keys_count"] or stores["in_flight_task_count"] else idle + 1
-        time.sleep(0.05)  # the server sends no event: ask again
+        time.sleep(0.05)  # the server sends no event, so ask again
     while objects := status()["l1_manager"]["total_object_count"]:
         assert time.monotonic() < until, f"the L1 still has {objects} objects"
         httpx.post(f"{server}/cache/clear", json={}, timeout=10).raise_for_status()
 
 
 def mix_l2(engine: Any, folder: str) -> None:
-    """A negative control: each chunk of the L2 in this folder gets the bytes of another chunk of the same size."""
+    """Exchange the bytes of chunks of equal size in the L2 in this folder: a negative control that changes answers."""
     by_size: dict[int, list[Path]] = {}
     for file in sorted(Path(folder).glob("*.data")):
         by_size.setdefault(file.stat().st_size, []).append(file)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools import engine_recordings, recording, replay
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
@@ -20,42 +21,36 @@ from tests.conftest import PLUGIN, clean_environment
 from tests.fork_server import FORK_WORKERS, Forked
 
 HERE = Path(__file__).parent
-#: Maximum seconds for an engine's run. It takes one minute, and two or three while other engines run.
+#: Maximum seconds for a run of an engine. A run takes one minute, or up to three minutes while other engines run.
 LIMIT = 300
-
-
-#: Marks tests whose result the lab's engine or another case already shows. They take five minutes more.
+#: Marks tests whose result the lab's engine or another case also shows. These tests take five minutes.
 LONG = pytest.mark.skipif(
     "KVFIX_TEST_LONG" not in os.environ, reason="shown on the lab's engine too: KVFIX_TEST_LONG=1 runs it on a real one"
 )
-#: Six requests of 300 tokens that generate 60, in 32 blocks of 32 tokens: they preempt one another.
+#: Six requests with 300 prompt tokens and 60 generated tokens. 32 blocks of 32 tokens are too few, so vLLM preempts.
 CROWD = [(prompt(300, seed), 60) for seed in range(1, 7)]
-#: A small version of the first report. The second request is preempted during its prefill, with 288 tokens computed and
-#: 256 stored, and polled until the first request ends. With LMCache 0.3.10 EngineCore dies of this.
+#: A small version of the first bug report. vLLM preempts the second request during its prefill, with 288 tokens
+#: computed and 256 stored, and asks for its hit until the first request ends. With LMCache 0.3.10, EngineCore dies.
 REPORT = [(prompt(411, 11), 20), (prompt(657, 12), 102)]
 ENGINE = {
-    "max_model_len": 1024,
-    "num_gpu_blocks_override": 33,
-    "max_num_batched_tokens": 352,
+    "max_model_len": 1024, "num_gpu_blocks_override": 33, "max_num_batched_tokens": 352,
     "scheduler_reserve_full_isl": False,
-}
-
-
-#: Scheduler and worker in the program's own process: vLLM is imported once, not three times.
+}  # fmt: skip
+#: Run scheduler and worker in the program's own process: vLLM is imported once, not three times.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-#: EngineCore with the worker in it, as on one GPU. With a multi-process connector vLLM's worker for the CPU does not
-#: start in the program's own process.
+#: Run the worker in EngineCore's process, as on one GPU. With a multi-process connector, vLLM's worker for the CPU does
+#: not start in the program's own process.
 TWO_PROCESSES = {**ENGINE, "distributed_executor_backend": "uni"}
-#: LMCache in the engine's own processes.
+#: Return the kv_transfer_config for LMCache in the engine's own processes.
 v1 = real_engine.in_process
-#: Each set of requests runs twice: first computed, then loaded from the cache.
+#: Each set of requests runs twice: vLLM computes its KV in the first round, and loads the KV in the second round.
 ROUNDS = [REPORT, REPORT, CROWD, CROWD]
 
 
 @dataclass
 class Ran:
-    """`written`: the program's output file; None if the engine died. `notes`: lines that the test suite's plugin wrote
-    in the engine's processes. `log`: all output."""
+    """The results of a run. written: the program's answer; None if the engine died. notes: lines that the test suite's
+    plugin wrote in the engine's processes. log: all output."""
 
     written: dict[str, Any] | None
     notes: list[dict[str, Any]]
@@ -65,12 +60,12 @@ class Ran:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """Return what the program wrote. If the engine died, fail with the end of its log."""
+        """Return the program's answer. If the engine died, fail with the end of its log."""
         assert self.written is not None, self.log[-3000:]
         return self.written
 
     def dumps(self, reason: str) -> list[Path]:
-        """Return the recorder files that the processes wrote for this reason."""
+        """Return the recorder files that kvfix wrote for this reason."""
         return sorted((self.folder / "dumps").rglob(f"kvfix-*-{reason}.jsonl"))
 
     def processes(self) -> dict[str, dict[str, Any]]:
@@ -78,49 +73,46 @@ class Ran:
         return {note["role"]: note for note in self.notes if note["what"] == "connector"}
 
     def findings(self) -> set[str]:
-        """Return the codes of what kvfix-diagnose finds in the log."""
+        """Return the codes of the findings of kvfix-diagnose in the log."""
         return {found.rule.code for found in diagnosed(self.log.encode()).findings if not found.is_note}
 
     def count(self, what: str) -> int:
         return sum(note["what"] == what for note in self.notes)
 
+    def assert_healthy(self, ranks: int = 1) -> engine_recordings.Engine:
+        """Assert that there is no violation, finding or error of kvfix. Return the engine's record, with all ranks."""
+        assert "Report: " not in self.log
+        assert "a fault of kvfix itself" not in self.log
+        assert self.findings() == set()
+        assert replay.replay(self.dumps("signal"), json=True) == 0
+        (engine,) = engine_recordings.engines(map(recording.read, self.dumps("signal")))
+        assert engine.scheduler is not None
+        assert sorted(engine.workers) == list(range(ranks))
+        return engine
+
 
 def run(
-    folder: Path,
-    apply: bool,
-    transfer: dict[str, Any] | None,
-    *,
-    mode: str = "fix",
-    rounds: list[Any] = ROUNDS,
-    engine: dict[str, Any] = ENGINE,
-    environment: dict[str, str] | None = None,
-    lmcache: Path | None = None,
-    program: str = "serve.py",
-    forked: bool = True,
-    when: tuple[str, Callable[[int], None]] | None = None,
-    limit: int = LIMIT,
-    **more: Any,
-) -> Ran:
+    folder: Path, apply: bool, transfer: dict[str, Any] | None, *, mode: str = "fix", rounds: list[Any] = ROUNDS,
+    engine: dict[str, Any] = ENGINE, environment: dict[str, str] | None = None, lmcache: Path | None = None,
+    program: str = "serve.py", forked: bool = True, when: tuple[str, Callable[[int], None]] | None = None,
+    limit: int = LIMIT, **more: Any,
+) -> Ran:  # fmt: skip
     """Run an engine, and return its results.
 
     - engine: arguments of LLM
-    - lmcache: folder of a release
-    - program: a file of this folder
-    - forked: fork a process that has imported vLLM; otherwise start and end like a user's program
-    - when: (text, function to call with the pid when the log has the text)
+    - lmcache: folder of a release of LMCache; None: the installed release
+    - program: name of a file in this folder
+    - forked: fork a process that has imported vLLM. False: start a new process, as a user does
+    - when: (text, function). When the log has the text, the function is called with the pid of the program
     - limit: maximum seconds
     - more: fields of serve.py's job
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = clean_environment(
-        *([lmcache] if lmcache else []),
-        PLUGIN,
-        KVFIX_TEST_REPORT=str(folder / "report"),
-        KVFIX_DUMP_DIR=str(folder / "dumps"),
-        KVFIX_TEST_SPOIL=str(folder / "spoil"),
-        **{FORK_WORKERS: ""},
-        **(environment or {}),
-    )
+        *([lmcache] if lmcache else []), PLUGIN,
+        **{"KVFIX_TEST_REPORT": str(folder / "report"), "KVFIX_DUMP_DIR": str(folder / "dumps")},
+        **{"KVFIX_TEST_SPOIL": str(folder / "spoil"), FORK_WORKERS: "", **(environment or {})},
+    )  # fmt: skip
     job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "before": {}, "engine": engine}
 
     def while_it_runs(process: Any) -> None:
@@ -137,7 +129,7 @@ def run(
 
 
 def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
-    """Return the answer of `kvfix dump`."""
+    """Run `kvfix dump` for this process, and return its JSON answer."""
     command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
     done = subprocess.run(command, env=clean_environment(**environment), capture_output=True, text=True, check=False)
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr}
@@ -147,9 +139,9 @@ def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
 ) -> Iterator[dict[str, Any]]:
-    """Start a real `lmcache server` with `kvfix run`, as the server loads no vLLM plugin. Yield the kv_transfer_config
-    of LMCacheMPConnector for it. lmcache: folder of 0.4.6; None: the newest. options: more of the server's options.
-    log: file for the log. settings: variables of the server's environment."""
+    """Start a real `lmcache server` with `kvfix run`, because it loads no plugin. Yield LMCacheMPConnector's config.
+    lmcache: folder of 0.4.6; None: the newest release. log: file for the log.
+    options: more options of the server. settings: variables of the server's environment."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
     environment = clean_environment(*([lmcache] if lmcache else []), **settings)
     transfer_mode = ("--transfer-mode", "non_gpu") if lmcache else real_engine.ANY_MODE

@@ -1,4 +1,4 @@
-"""`kvfix attach` and `detach` on a real engine under load, which was started without kvfix."""
+"""Run `kvfix attach` and `kvfix detach` on a real engine under load that was started without kvfix."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.engine import start
 from tests.engine.start import CROWD, REPORT
 from tests.engine.vllm_server import ask_all
 
-#: Number of attach and detach pairs. A hundred pairs take ten minutes.
+#: Number of pairs of an attach and a detach. A hundred pairs take ten minutes.
 PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: This program returns the functions without their original code, and the memory in kilobytes.
+#: Code to run in a process after a detach. It returns functions that are still wrapped, and the memory in kilobytes.
 ORIGINALS = """
 import inspect
 import json
@@ -40,7 +40,7 @@ open(ANSWER, "w").write(json.dumps([left, len(session.wrapped), memory]))
 
 
 def applied(capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """Return the codes of applied fixes in all processes."""
+    """Return the codes of the fixes that are applied in any process, from the printed JSON."""
     found = json.loads(capsys.readouterr().out)
     return {row["code"] for each in found for row in each["rows"] or () if row["verdict"] == "applied"}
 
@@ -69,15 +69,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         ("0.5.6", True, {"KVF106"}, PAIRS // 3),
     ],
 )
-def test_it_comes_and_goes_under_load(
-    version: str,
-    server: bool,
-    codes: set[str],
-    pairs: int,
-    plain: list[Any],
-    tmp_path: Path,
+def test_attach_and_detach_under_load(
+    version: str, server: bool, codes: set[str], pairs: int, plain: list[Any], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     calm, hard = plain
     folder = tmp_path / "engine"
     memory: list[dict[int, int]] = []

@@ -1,7 +1,7 @@
-"""Bugs of the newest LMCache: without kvfix real vLLM engines die, leak or are slow. With kvfix they work.
+"""In real vLLM engines the newest LMCache dies, leaks or is slow without kvfix, and works with kvfix.
 
-Eleven engines run, in one process or two. vLLM's copy of the multi-process connector starts only with LMCache 0.4.4 to
-0.4.6. On the CPU it needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py). Client and server are real.
+Eleven engines run, each in one process or two. vLLM's copy of LMCache's multi-process connector starts only with
+LMCache 0.4.4 to 0.4.6. On the CPU the copy needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py).
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "with kvfix"])
 ONE = prompt(300, 1)
-#: `running` has 31 blocks of 32 tokens at its end, and leaves no room for `waiting` from the start. It is long, so that
-#: EngineCore still runs it when the program aborts `waiting`.
+#: Request `running` leaves too few blocks for request `waiting` from the start, and has 31 blocks at its end. `running`
+#: generates many tokens, so that EngineCore still runs it when the program aborts `waiting`.
 ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
 #: The start of a hook's description in a dump.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
-#: The prompt is stored. Then vLLM computes its first 96 tokens again, and looks up the whole prompt on top of them.
+#: LMCache stores the prompt. Then vLLM computes the first 96 tokens again, and later looks up the whole prompt.
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
 
 
@@ -35,7 +35,7 @@ def run(
 
 
 def died(ran: Ran, text: str) -> bool:
-    """Return True if the engine died of this error, and of no other error."""
+    """Return True if the engine died. Then its log must have this error."""
     if ran.written is not None:
         return False
     assert text in ran.log, ran.log[-3000:]
@@ -81,7 +81,7 @@ def server_of_046() -> Iterator[dict[str, Any]]:
 
 @APPLY
 def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_server: dict[str, Any]) -> None:
-    """Any client can do this to a multi-process connector: ask for statistics, and then abort the request."""
+    """A client asks a multi-process connector for statistics, and then aborts the request. Any client can do this."""
     asks = {"kv_transfer_params": {"cached_token_stats": True}}
     abort = {**ABORT, "steps": 0, "running": (prompt(100, 9), 30), "extra_args": asks}
     ran = start.run(
@@ -95,10 +95,10 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """At each poll of a request that waits for blocks, its hit counts as stored again. So later tokens are not stored.
+    """A request waits for blocks. Each lookup counts its hit as stored again, so later tokens are not stored.
 
     The first 512 tokens of a prompt of 900 are cached. The prompt waits while another request runs with 22 of the 32
-    blocks. Then the prompt is asked for again, and all 14 chunks of 64 tokens should be found.
+    blocks. Then the prompt is sent again. LMCache should find all 14 chunks of 64 tokens.
     """
     long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # both engines store in one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
@@ -110,16 +110,16 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
     granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
     assert granted == [512, 896 if apply else 512]
     assert ran.count("load") == 2
-    assert ran.findings() == {"KVD777"}  # a risk: LMCache 0.4.6 guesses the layout of vLLM 0.32
+    assert ran.findings() == {"KVD777"}  # LMCache 0.4.6 guesses the layout of vLLM 0.32, which is a risk
     assert ran.answer["rounds"][1][1] == ran.answer["rounds"][2][0]
 
 
 @APPLY
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
-    """The log has each lookup that times out. With kvfix the waits double: at most eight lookups wait in 300 seconds.
+    """The log has a line for each lookup that times out. With kvfix the pauses double: at most eight timeouts in 300 s.
 
-    Without the fix the engine stands still in the lookup, and a dump shows this. (The recorder runs, but no fix. The
-    process is not forked, because a dump reads the environment with which a process was started.)
+    Without the fix the scheduler waits in the lookup, and a dump shows this. (kvfix records, but applies no fix. The
+    process is not forked, because a dump reads the environment with which the process was started.)
     """
     dumps: list[dict[str, Any]] = []
 
@@ -147,10 +147,10 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 
 
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
-    """One engine as on one GPU, first without and then with kvfix.
+    """Run one engine as on one GPU, first without and then with kvfix.
 
-    While one request runs, a longer request is preempted during its prefill and resumed. Then its prompt is sent again:
-    the whole prompt is loaded, and the answer should be equal.
+    vLLM preempts a long request during its prefill, while another request runs, and resumes it. Then the prompt is sent
+    again. LMCache loads the whole prompt, and the answer must equal the first answer.
     """
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:

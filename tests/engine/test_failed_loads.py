@@ -1,13 +1,14 @@
-"""A load fails while the next step is in flight, on a real engine with asynchronous scheduling: KVF205, KVF007, KVF203.
+"""In a real engine with asynchronous scheduling, a load fails while the next step is in flight (KVF205, KVF007,
+KVF203).
 
-Without kvfix, answers of this and later requests are wrong, and the engine dies. Two engines each play CASES.
-Stand-ins: CUDA's events and streams, and LMCache's GPU connector.
+Without kvfix, the answers of this request and later requests are wrong, and the engine dies. Two engines play CASES:
+without and with kvfix. Stand-ins replace CUDA's events and streams, and LMCache's GPU connector.
 
 start.py also runs this file as a program. The engine is in the program's process, so a case can add a request between
-two steps. After a case the prefix cache is empty, so repeated prompts are loaded.
+two steps. After each case the prefix cache is emptied, so that LMCache loads repeated prompts.
 
-A load fails because the test removes its chunks from LMCache's store between lookup and load. The test also fills the
-request's blocks with random numbers: in a small engine, old blocks could still have the right KV.
+A load fails because the test removes its chunks from LMCache's memory between lookup and load. The test also fills the
+request's blocks with random numbers. Otherwise old blocks of a small engine could still have the right KV.
 """
 
 import json
@@ -25,29 +26,27 @@ from tests.engine.start import Ran
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-#: Tokens that every request generates.
+#: Number of tokens that each request generates.
 TOKENS = 12
-#: Tokens of a prompt that are in LMCache when the request comes: three chunks, six blocks.
+#: Tokens of a prompt that LMCache has before the request comes: three chunks, or six blocks.
 HIT = 192
 JOB: dict[str, Any] = {
     "program": Path(__file__).name,
     "engine": {
-        "max_model_len": 1024,
-        "num_gpu_blocks_override": 129,
-        "max_num_batched_tokens": 384,
-        "long_prefill_token_threshold": 256,  # leaves tokens in the step for the sharer
+        "max_model_len": 1024, "num_gpu_blocks_override": 129, "max_num_batched_tokens": 384,
+        "long_prefill_token_threshold": 256,  # so that the step has tokens left for the sharer
     },
     "environment": start.ONE_PROCESS,
-}
+}  # fmt: skip
 
 
 class Case(NamedTuple):
-    """A request whose load fails, and the consequences.
+    """A request with prompt `load`, whose load fails, and the expected results.
 
-    - again: {request: tokens from LMCache when its prompt is sent again}
-    - steps: tokens in the step whose load fails, and in the next step, which is in flight by then
-    - wrong: without kvfix, requests with a wrong answer, and requests with a wrong answer when sent again
-    - sharer: a prompt that comes one step later, when the blocks of the failed load are in the prefix cache
+    - again: {request: tokens that LMCache loads when the prompt is sent again}
+    - steps: {request: tokens} of the step whose load fails, and of the next step, which is already in flight
+    - wrong: without kvfix, the requests with a wrong answer, and those with a wrong answer when sent again
+    - sharer: a prompt that comes one step later, when the prefix cache has the blocks of the failed load
     """
 
     load: list[int]
@@ -60,26 +59,25 @@ class Case(NamedTuple):
 LONG = prompt(720, 9)
 CASES = {
     "healthy": Case(prompt(200, 3), {"load": 192}),
-    # Both steps compute on top of the load and store that. No token was in flight, so the request's answer is right.
+    # Both steps compute on top of the failed load and store it. No token was in flight, so the own answer is right.
     "long": Case(LONG, {"load": 704}, [{"other": 1, "load": 256}, {"other": 1, "load": 256}], (set(), {"load"})),
     "sharer": Case(
         LONG, {"load": 704, "sharer": 256}, [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],
         ({"sharer"}, {"load", "sharer"}), sharer=LONG[:HIT] + prompt(108, 11),
     ),
-    # The first token is already in flight. In this last case the engine without kvfix dies of the failed load.
+    # The first generated token is already in flight. The engine without kvfix dies in this case, which is the last.
     "short": Case(prompt(200, 3), {"load": 192}, [{"other": 1, "load": 8}, {"other": 1, "load": 1}]),
 }  # fmt: skip
 
 
 def switch_on_async_scheduling() -> None:
-    """Turn on asynchronous scheduling, the default on a GPU. The LLM still needs `async_scheduling=True`.
+    """Allow asynchronous scheduling, the default on a GPU. The LLM also needs `async_scheduling=True`.
 
-    vLLM's CPU platform turns it off (cpu.py 0.32.0:331). Scheduler, queue of steps and runner support it, but the
-    runner copies sampled tokens with CUDA events and streams. These are replaced by stand-ins that do nothing: on the
-    CPU a copy ends when it returns.
+    vLLM's CPU platform turns asynchronous scheduling off (cpu.py 0.32.0:331), because the runner copies sampled tokens
+    with CUDA events and streams. Stand-ins that do nothing replace them: on the CPU a copy ends when the call returns.
 
-    The order of calls is that of a GPU: step N + 1 is scheduled and given to the worker before the scheduler has the
-    tokens of step N. The two steps do not overlap, because the forward pass runs inside `execute_model`.
+    As on a GPU, vLLM schedules step N + 1 and gives it to the worker before the scheduler has the tokens of step N.
+    The two steps do not overlap in time, because the forward pass runs inside `execute_model`.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -121,7 +119,7 @@ class Engine:
         return self._retrieve(tokens, mask, **more)
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
-        """Record the blocks of a step with a failed load, and the tokens that this and later steps compute."""
+        """Note the failed blocks of a step, and the tokens of this step and of the steps in flight."""
         connector = model_output.kv_connector_output
         if connector and connector.invalid_block_ids:
             steps = [scheduler_output, *(step for _, step, _ in reversed(self.core.batch_queue))]
@@ -133,7 +131,7 @@ class Engine:
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, real_engine.greedy(TOKENS))
 
     def step(self, steps: int = 1000) -> dict[str, Any]:
-        """Make steps, and return {request: its answer} of the requests that have ended."""
+        """Make steps until no request is left. Return {request: answer} of the requests that have ended."""
         answers = {}
         for _ in range(steps):
             if not self.llm.llm_engine.has_unfinished_requests():
@@ -144,7 +142,7 @@ class Engine:
         return answers
 
     def alone(self, prompts: dict[str, list[int]], cold: bool = False) -> dict[str, Any]:
-        """Run each request alone, with an empty prefix cache. cold: also without LMCache's chunks."""
+        """Run each request alone, with an empty prefix cache. cold: also empty LMCache's memory."""
         answers = {}
         for name, each in prompts.items():
             self.forget(lmcache=cold)
@@ -154,14 +152,14 @@ class Engine:
         return answers
 
     def forget(self, lmcache: bool = False) -> None:
-        while self.core.batch_queue:  # remaining steps without requests
+        while self.core.batch_queue:  # steps without requests are still in the queue
             self.core.step_fn()
         assert self.llm.reset_prefix_cache()
         if lmcache:
             self.lmcache.storage_manager.local_cpu_backend.clear()
 
     def play(self, case: Case) -> dict[str, Any]:
-        """Send the prompt that loads while another request generates."""
+        """While another request generates, send the prompt whose load fails."""
         prompts = {"load": case.load, **({"sharer": case.sharer} if case.sharer else {})}
         other = prompt(150, 50)
         right = self.alone({**prompts, "other": other, "first": case.load[:HIT]}, cold=True)
@@ -196,7 +194,7 @@ def main(job: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
-    """Run the cases without kvfix, and with kvfix in mode `check`. This mode would also show false alarms."""
+    """Run the cases without kvfix, and with kvfix in mode `check`, which would also show false alarms."""
     transfer = {**start.v1(64), "kv_load_failure_policy": "recompute"}
     ways = [("released", False), ("fixed", True)]
     released, fixed = (
@@ -206,7 +204,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
 
 
 def played(ran: Ran, name: str) -> dict[str, Any]:
-    """Return the result of a case. Scheduling was asynchronous, and a load failed as planned, or none if healthy."""
+    """Return the result of a case. Assert that scheduling was asynchronous, and that the planned load failed."""
     assert ran.answer["scheduler"] == "AsyncScheduler"
     found: dict[str, Any] = ran.answer["cases"][name]
     assert found["failed"] == failed(name)
@@ -231,19 +229,19 @@ def wrong(found: dict[str, Any]) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_answers(name: str, engines: tuple[Ran, Ran]) -> None:
-    """With kvfix all answers are right, and every hit was loaded. Without kvfix the last case has no answer."""
+    """With kvfix all answers are right, and each hit was loaded. Without kvfix the engine dies in the last case."""
     released, fixed = engines
     found = played(fixed, name)
     assert wrong(found) == (set(), set())
     assert {each: answer["cached"] for each, answer in found["again"].items()} == CASES[name].again
-    if name == "short":  # the worker gets -1 in place of a dropped token
+    if name == "short":  # vLLM drops the token in flight, and the worker gets -1 in its place
         assert released.answer["died"] == {"of": "index out of range in self", "failed": failed(name)}
     else:
         assert wrong(played(released, name)) == CASES[name].wrong
 
 
 def test_healthy(engines: tuple[Ran, Ran]) -> None:
-    """A load succeeds, and each step is as without kvfix. Mode `check` reports nothing, and kvfix has no fault."""
+    """If the load succeeds, the results are as without kvfix. Mode `check` reports nothing, and kvfix has no error."""
     released, fixed = engines
     assert played(fixed, "healthy") == played(released, "healthy")
     once = played(fixed, "healthy")["answers"]["load"]["cached"]

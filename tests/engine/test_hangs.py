@@ -1,12 +1,12 @@
-"""Hangs planted in a real engine: without kvfix in the engine, `kvfix look` explains each in one line. With kvfix, the
-watchdog does. In a healthy engine under load `kvfix look` finds nothing."""
+"""Hangs planted in a real engine. `kvfix look` explains each hang in one line if the engine runs without kvfix. With
+kvfix, the watchdog explains the hang. `kvfix look` finds nothing in a healthy engine under load."""
 
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,22 +25,22 @@ from tests.engine import start
 from tests.engine.start import TWO_PROCESSES, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-#: Seconds for the hang to begin and to be explained.
+#: Maximum seconds until a hang has begun and is explained.
 LIMIT = 150
-#: Looks at a healthy engine.
+#: Number of looks at a healthy engine.
 LOOKS = 12
-#: Ten short prompts, and a token budget with which the scheduler looks up all of them in one step.
+#: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all of them in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
-#: KVF208 (`kvfix lab run loaded-requests-lock-out`): each prompt loads 8 of the 20 blocks. The second prompt, which has
-#: a higher priority, needs 8 more.
+#: Play the bug of KVF208 (`kvfix lab run loaded-requests-lock-out`). Each of BOTH loads 8 of the 20 blocks. The second
+#: request, which has a higher priority, needs 8 more blocks.
 STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
 BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
 TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}
 
 
 class Hang(NamedTuple):
-    """code: of the verdict. message: a part of the verdict's text. fix: prevents this hang, and is not applied."""
+    """code, message: code and a part of the text of the verdict. fix: a fix to leave out: it prevents the hang."""
 
     code: str
     message: str
@@ -54,7 +54,7 @@ HANGS = {
     "lookup_thread_ends": Hang(
         "KVD203",
         "the scheduler waits 3 s for each lookup; rank 0 does not answer: its thread for lookups has ended",
-        engine=ONE_STEP,  # all prompts wait in one step, 3 s each; a step of 352 tokens has only five
+        engine=ONE_STEP,  # all ten lookups wait 3 s each in one step. A step of 352 tokens has only five lookups
         in_process=True,
         fix="KVF015",
     ),
@@ -63,31 +63,24 @@ HANGS = {
     "hook_waits": Hang("KVD213", "has been in start_load_kv for at least "),
     "locked_out": Hang("KVD202", "1 request is loaded and waits behind r2-", rounds=[STORED, BOTH], engine=TWENTY),
 }
-
-
-#: Hangs that tests/engine_state/test_watchdog.py also has. The watchdog's others need another process or a long step.
+#: Hangs that tests/engine_state/test_watchdog.py shows too. The other hangs need another process or a long step.
 SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 
-@contextmanager
-def transfer_of(hang: Hang) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yield vLLM's kv_transfer_config, and the pids of the LMCache server."""
-    if hang.in_process:
-        yield start.v1(64), []
-        return
+@pytest.fixture(scope="module")
+def transfer() -> Iterator[dict[str, Any]]:
+    """Start an LMCache server, and yield its kv_transfer_config. Each test has another model, so none has old hits."""
     with start.server() as transfer:
-        here = psutil.Process().children(recursive=True)
-        servers = [each for each in here if "server" in (words := each.cmdline()) and "--chunk-size" in words]
-        try:
-            yield transfer, [each.pid for each in servers]
-        finally:
-            for each in servers:  # a stopped process must run to end
-                each.resume()
+        yield transfer
 
 
-def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: dict[str, str]) -> start.Ran:
+def hangs(
+    what: str, transfer: dict[str, Any], folder: Path, until: Callable[[int], bool], environment: dict[str, str]
+) -> start.Ran:
     """Run an engine with this hang. Kill the engine once `until` returns True."""
     hang = HANGS[what]
+    here = psutil.Process().children(recursive=True)
+    servers = [each for each in here if "server" in (words := each.cmdline()) and "--chunk-size" in words]
 
     def do(pid: int) -> None:
         end = time.monotonic() + LIMIT
@@ -98,16 +91,17 @@ def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: di
             while not until(pid):
                 assert time.monotonic() < end, f"it goes on: {(folder / 'log').read_text()[-1500:]}"
         finally:
-            with suppress(ProcessLookupError):  # the engine has ended instead of hanging
+            with suppress(ProcessLookupError):  # the engine has ended and did not hang
                 os.killpg(pid, signal.SIGKILL)
+            for each in servers:
+                each.resume()
 
-    with transfer_of(hang) as (transfer, servers):
-        planted = {"KVFIX_TEST_HANG": what, "KVFIX_TEST_SERVER": " ".join(map(str, servers)), **environment}
-        return start.run(
-            folder, False, transfer, rounds=hang.rounds, engine={**TWO_PROCESSES, **hang.engine}, environment=planted,
-            when=("Initializing a V1 LLM engine", do),
-            before={1: [["spoil"], *([["one_by_one", BOTH]] if what == "locked_out" else [])]},
-        )  # fmt: skip
+    planted = {"KVFIX_TEST_HANG": what, "KVFIX_TEST_SERVER": " ".join(str(each.pid) for each in servers), **environment}
+    return start.run(
+        folder, False, start.v1(64) if hang.in_process else transfer, rounds=hang.rounds, environment=planted,
+        engine={**TWO_PROCESSES, **hang.engine}, when=("Initializing a V1 LLM engine", do),
+        before={1: [["spoil"], *([["one_by_one", BOTH]] if what == "locked_out" else [])]},
+    )  # fmt: skip
 
 
 def continued(file: str) -> dict[str, Any]:
@@ -119,15 +113,15 @@ def continued(file: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", HANGS)
-def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
+def test_look_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Path, once: Once) -> None:
     found: list[Verdict] = []
     saved = tmp_path / "look.json"
 
     def looked(pid: int) -> bool:
-        # not engine_of(pid): the parent of this engine is the test
+        # not engine_of(pid), which would also find other engines of the test: its process is the parent
         looker = looking.Looker(processes.tree(pid), full=True)
         looks = command.enough(looker)
-        assert all(each.get("kvfix") is None for each in looks[-1].processes)  # the engine runs without kvfix
+        assert all(each.get("kvfix") is None for each in looks[-1].processes)  # kvfix is not in the engine
         found[:] = standstill.verdicts(looks)
         if found:
             servers = lmcache_server.of(looks[-1].processes)
@@ -135,7 +129,7 @@ def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
             command.save_state(str(saved), looks[-1], found)
         return bool(found)
 
-    hangs(what, tmp_path, looked, {"KVFIX": "off"})
+    hangs(what, transfer, tmp_path, looked, {"KVFIX": "off"})
     assert found[0].code == HANGS[what].code, found
     assert HANGS[what].message in found[0].message
     if what == "locked_out":
@@ -148,7 +142,7 @@ def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[start.LONG] if what in SHOWN_IN_THE_LAB else []) for what in HANGS]
 )
-def test_the_watchdog_explains_it(what: str, tmp_path: Path) -> None:
+def test_the_watchdog_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Path) -> None:
     skip = f" skip={HANGS[what].fix}" if HANGS[what].fix else ""
     log = tmp_path / "log"
 
@@ -156,7 +150,7 @@ def test_the_watchdog_explains_it(what: str, tmp_path: Path) -> None:
         time.sleep(0.2)
         return "State, stacks and events" in log.read_text()
 
-    ran = hangs(what, tmp_path, reported, {"KVFIX": f"observe{skip}", "KVFIX_WATCHDOG": "8"})
+    ran = hangs(what, transfer, tmp_path, reported, {"KVFIX": f"observe{skip}", "KVFIX_WATCHDOG": "8"})
     (line,) = [line for line in ran.log.splitlines() if "State, stacks and events" in line]
     assert f" {HANGS[what].code} " in line, line
     assert HANGS[what].message in line
@@ -166,7 +160,7 @@ def test_the_watchdog_explains_it(what: str, tmp_path: Path) -> None:
     assert sorted(each["process"] for each in lines["state"]) == ["EngineCore", "VllmWorker-0"]
 
 
-def test_a_healthy_engine(tmp_path: Path) -> None:
+def test_a_healthy_engine(transfer: dict[str, Any], tmp_path: Path) -> None:
     looks: list[Look] = []
     decided: list[Look] = []
     servers: list[dict[str, Any]] = []
@@ -176,7 +170,7 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
         until = time.monotonic() + 200
         while time.monotonic() < until and not (looks and _busy(looks[-1])):
             time.sleep(0.5)
-            looker = looking.Looker(looking.engine_of(pid), full=False)
+            looker = looking.Looker(looking.with_vllm(processes.tree(pid), pid), full=False)
             looks[:] = [looker.look()]
         for _ in range(LOOKS):
             looks.append(looker.look())
@@ -184,13 +178,12 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
                 servers[:] = lmcache_server.of(looks[-1].processes)
                 clients.update(lmcache_server.client_of(each["pid"]) for each in servers)
         decided.extend(command.enough(looker))
-        (tmp_path / "stop").touch()  # however long the looks take, the engine has requests until now
+        (tmp_path / "stop").touch()  # end the engine now, so that it has requests during all looks
 
-    with start.server() as transfer:
-        ran = start.run(
-            tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES, forked=False,
-            when=("Initializing a V1 LLM engine", do),
-        )  # fmt: skip
+    ran = start.run(
+        tmp_path, False, transfer, calm=start.CROWD, flags=str(tmp_path), engine=TWO_PROCESSES,
+        when=("Initializing a V1 LLM engine", do),
+    )  # fmt: skip
     assert all(each == ran.answer["rounds"][0] for each in ran.answer["rounds"])
     inside = [each for each in looks if liveness.engines(each.processes)]
     assert len(inside) > LOOKS // 2

@@ -1,8 +1,8 @@
-"""A real prefill and a real decode engine, in mode `check`: the answers are those of one plain engine, and decode has
-computed no prompt itself. Then one of the two is killed during its work: no answer is wrong, and kvfix-diagnose says
-what happened.
+"""A real prefill and a real decode engine, both in mode `check`. The answers equal those of one plain engine, and
+decode computes no prompt. Later the test kills prefill while it works. Then no answer is wrong, and kvfix-diagnose
+names the failure.
 
-KVFIX_TEST_LONG=1: 200 requests, and the decode engine is killed too.
+With KVFIX_TEST_LONG=1, the test sends 200 requests, and also kills decode.
 """
 
 import itertools
@@ -29,9 +29,9 @@ from tests.engine.vllm_server import Pair, Request, Server, ask, ask_all, post
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
-#: Seconds for which prefill keeps blocks. vLLM's 30 s are too short for decode on a busy machine.
+#: Seconds for which prefill keeps blocks. On a busy machine decode may read later than vLLM's default of 30 s.
 LEASE = 120
-#: Maximum number of starts of both engines, if the handshake comes too late.
+#: How often both engines are started at most. They are started again if the handshake comes too late.
 STARTS = 4
 SEEDS = itertools.count(1)
 #: The finding in decode's log for a request whose parameters name no host.
@@ -41,7 +41,7 @@ BLOCK_BYTES = BLOCK * 2 * 4 * MODEL["num_hidden_layers"] * MODEL["num_key_value_
 
 
 def requests(count: int) -> list[Request]:
-    """Return requests that all begin differently, so a prefix cache never has a hit."""
+    """Return requests whose prompts all begin differently, so a prefix cache never has a hit."""
     drawn = random.Random(count)
     return [(prompt(drawn.randrange(40, 400), next(SEEDS)), drawn.randrange(1, 24)) for _ in range(count)]
 
@@ -61,10 +61,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.fixture(scope="module")
 def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Yield both engines after the first answer. They start when no other engine uses the cores.
+    """Yield both engines after the first answer. `expected` has ended before, so no other engine uses the cores.
 
-    Decode waits 5 s for the handshake (nixl/base_worker.py 0.32.0:1044), and then its request fails. With other engines
-    on the machine this can happen. Then both engines are started again, so that no log has the failure.
+    If decode gets no handshake in 5 s, its request fails (nixl/base_worker.py 0.32.0:1044). Other programs on the
+    machine can cause this. Then both engines are started again, so that no log has the failure.
     """
     extra = {"kv_lease_duration": LEASE}
     for _ in range(STARTS):
@@ -92,13 +92,13 @@ def findings(engine: Server) -> set[str]:
 
 
 def computed(engine: Server) -> dict[str, float]:
-    """Return {source of the KV: tokens of prompts}."""
+    """Return {source of KV: number of prompt tokens whose KV came from this source}."""
     sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
     return {source: engine.metric("vllm:prompt_tokens_by_source_total", source=source) for source in sources}
 
 
 def test_equal_answers(pair: Pair, expected: Answers) -> None:
-    """NIXL transfers all prompts: exactly as many bytes as their blocks have."""
+    """NIXL transfers the KV of all prompts: exactly the bytes of their blocks."""
     asked = ROUNDS["load"]
     tokens, blocks = sum(len(each) for each, _ in asked), sum(-(-len(each) // BLOCK) for each, _ in asked)
     assert ask_all(pair.url, asked[1:]) == expected["load"][1:]
@@ -128,9 +128,9 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
     assert replay.replay(both, json=True) == 0
 
 
-def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """The router loses prefill's host: decode computes the prompt itself, and cannot notify prefill. Only both records
-    together show the lease that is not given back."""
+def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """The parameters lack prefill's host, so decode computes the prompt itself and cannot notify prefill. Only the two
+    recordings together show that the lease is not returned."""
     tokens, count = prompt(100, next(SEEDS)), 4
     asked = {"do_remote_decode": True}
     params = post(pair.prefill.url, (tokens, 1), kv_transfer_params=asked)["kv_transfer_params"]
@@ -150,7 +150,7 @@ def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixtur
 
 
 def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
-    """The negative control: decode reads the KV of another prompt of the same length, and its answer differs."""
+    """Decode reads the KV of another prompt of equal length, and its answer differs. This is the negative control."""
     (((tokens, count),), (right,)) = ROUNDS["crossed"], expected["crossed"]
     other = prompt(len(tokens), next(SEEDS))
     params = post(pair.prefill.url, (other, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
@@ -158,8 +158,8 @@ def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
 
 
 def killed(pair: Pair, dies: Server, asked: list[Request], right: list[list[int]]) -> None:
-    """Stop decode, so that prefills end before decode reads their KV. Then kill one of the two. The client gets the
-    right text or an error."""
+    """Pause decode, so that prefill ends requests before decode reads their KV. Then kill the server `dies`. Each
+    client must get the right answer or an error."""
     ended = "vllm:request_success_total"
     before = pair.prefill.metric(ended)
     with ThreadPoolExecutor(1) as clients:
@@ -179,7 +179,7 @@ def verdicts(engine: Server) -> list[standstill.Verdict]:
 
 
 def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
-    """UCX reports the failure to decode. Decode ends its reads and continues."""
+    """UCX reports prefill's death to decode. Decode ends its reads from prefill and continues."""
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
@@ -190,7 +190,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
 
 @pytest.mark.skipif("KVFIX_TEST_LONG" not in os.environ, reason="minutes more: KVFIX_TEST_LONG=1 runs it")
 def test_decode_is_killed(pair: Pair, expected: Answers) -> None:
-    """Prefill is started again for this test. It keeps the blocks until the lease ends."""
+    """Start prefill again, and kill decode. Prefill keeps the blocks until the lease ends."""
     pair.prefill.kill()
     with pair.prefill.running(**vllm_server.FEW_BLOCKS) as prefill:
         assert ask_all(pair.url, ROUNDS["prefill"]) == expected["prefill"]

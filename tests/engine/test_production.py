@@ -1,8 +1,8 @@
-"""Engines with options of production, in mode `check`, compared with plain vLLM: drafts, ranks, windows, L2.
+"""Compare engines with options of production, in mode `check`, with plain vLLM: drafts, ranks, windows, L2.
 
-They use speculative decoding (ngram), two ranks, or a model with sliding windows, and LMCache in process or a real
-`lmcache server`. The server's L1 is emptied between rounds, so that chunks come from its L2. Stand-ins replace
-LMCache's GPU connector in process, and a part of the start of vLLM's worker (plugin/kvfix_engine_test.py).
+The engines use speculative decoding (ngram), two ranks, or a model with sliding windows. LMCache runs in process or as
+a real `lmcache server`. The test empties the server's L1 between rounds, so that chunks come from the L2. Stand-ins
+replace LMCache's GPU connector in process, and a part of the start of vLLM's worker (plugin/kvfix_engine_test.py).
 """
 
 import importlib.metadata
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvfix.ledger import events as ev
-from kvfix_tools import engine_recordings, recording, replay
+from kvfix_tools import engine_recordings
 from kvfix_tools.doctor import command_line, servers
 from kvfix_tools.doctor.setup import Setup
 from kvfix_tools.roundtrip import real_engine
@@ -29,7 +29,7 @@ from tests.engine.start import CROWD, ENGINE, Ran, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-#: Four prompts of three chunks with answers of one chunk; the same prompts again; then prompts with these answers.
+#: ANSWERS: four prompts of three chunks, with answers of one chunk. TURNS: ANSWERS twice, then prompts with answers.
 ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
@@ -40,7 +40,7 @@ NGRAM: dict[str, Any] = {
             "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4
         },
     },
-    "config": {"initializer_range": 0.03},  # the model repeats itself, so drafts are accepted
+    "config": {"initializer_range": 0.03},  # with these weights the model repeats itself, so vLLM accepts drafts
     "counters": [DRAFTS, ACCEPTED],
     "environment": start.ONE_PROCESS,
 }  # fmt: skip
@@ -51,16 +51,15 @@ WINDOWS: dict[str, Any] = {
     "rounds": [CROWD, CROWD],
     "engine": {**ENGINE, "num_gpu_blocks_override": 97, "disable_hybrid_kv_cache_manager": False},
     "config": {
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": 128,
     },
     "environment": start.ONE_PROCESS,
-}
+}  # fmt: skip
 
 
 class Engines:
-    """Run engines with a connector, and each plain engine only once."""
+    """Run engines with a connector. Run the plain engine of each job only once."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -110,24 +109,17 @@ def tokens(part: engine_recordings.Part) -> dict[str, int]:
 
 
 def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
-    """The engine answers as plain vLLM, each rank has loaded the granted tokens, and there is no violation."""
+    """The engine answers as plain vLLM, and each rank has loaded the granted tokens."""
     rounds = plain.answer["rounds"]
     assert ran.answer["rounds"][: len(rounds)] == rounds
-    (engine,) = engine_recordings.engines(map(recording.read, ran.dumps("signal")))
-    assert engine.scheduler is not None
-    assert sorted(engine.workers) == list(range(ranks))
-    scheduled = tokens(engine.scheduler)
+    scheduled, *workers = map(tokens, ran.assert_healthy(ranks).parts)
     # Each request that is sent again loads at least three chunks.
     assert scheduled["due"] >= scheduled["granted"] >= 192 * sum(map(len, rounds[1:]))
-    for rank in map(tokens, engine.workers.values()):
+    for rank in workers:
         assert rank["due"] == scheduled["due"]
-        assert rank["loaded"] in (0, rank["due"])  # in process a load is done when its hook returns
+        assert rank["loaded"] in (0, rank["due"])  # in process there is no Loaded event, as the hook loads
     if not scheduled["loaded"]:
         assert sum(line["tokens"] for line in ran.notes if line["what"] == "load") >= ranks * scheduled["due"]
-    assert "Report: " not in ran.log
-    assert "a fault of kvfix itself" not in ran.log
-    assert ran.findings() == set()
-    assert replay.replay(ran.dumps("signal"), json=True) == 0
 
 
 PLACES = pytest.mark.parametrize("place", ["on_server", "in_process"])
@@ -137,7 +129,7 @@ PLACES = pytest.mark.parametrize("place", ["on_server", "in_process"])
 def test_speculative_decoding(place: str, engines: Engines) -> None:
     ran = getattr(engines, place)(f"ngram-{place}", NGRAM, save_decode_cache=True)
     assert_loaded(ran, engines.plain(NGRAM))
-    # Some drafts were accepted, and some were not. The fourth chunk, generated from drafts, was loaded too.
+    # vLLM accepted some drafts, and rejected others. LMCache also loaded the fourth chunk, whose tokens were generated.
     assert 0 < ran.answer["counters"][ACCEPTED] < ran.answer["counters"][DRAFTS]
     granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
     assert granted[-len(ANSWERS) :] == [256] * len(ANSWERS)
@@ -149,7 +141,7 @@ def test_two_ranks(place: str, engines: Engines) -> None:
 
 
 def test_sliding_windows(engines: Engines) -> None:
-    """In the third round each chunk of the L2 has the bytes of another chunk, and the answers differ."""
+    """Before the third round the chunks of the L2 exchange their bytes. Then the answers differ."""
     third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
     ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
     assert "group_tokens_per_block=[32, 32, 32]" in ran.log
@@ -158,7 +150,7 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """While the server runs, doctor reads its release and options. Then (this is the last test) doctor misses it."""
+    """Doctor reads release and options of the running server. This last test then stops it, and doctor reports this."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)

@@ -1,13 +1,14 @@
-"""vLLM's HTTP server on a small model, alone or as prefill and decode instances behind vLLM's own toy proxy.
+"""vLLM's HTTP server with a small model: one server, or a prefill and a decode instance behind vLLM's toy proxy.
 
 vLLM for the CPU registers its KV blocks directly with NIXL (nixl/base_worker.py 0.32.0:857), so an engine reads whole
-blocks from the other engine's memory. UCX uses TCP, as between machines. NIXL's thread polls without a pause, so each
-of the two engines takes a core.
+blocks from the other engine's memory. UCX uses TCP, as between machines. In each of the two engines a thread of NIXL
+polls without a pause and takes a core.
 
-The connectors of the test suite's plugin can be told to fail: the file `fault` of a server names the fault, and the
-connector reads it at each load (plugin/kvfix_engine_verify.py).
+A test can plant faults in the connectors of the test suite's plugin. The file `fault` in the server's folder names the
+fault, and the connector reads the file at each load (plugin/kvfix_engine_verify.py).
 """
 
+import itertools
 import json
 import os
 import signal
@@ -25,43 +26,39 @@ import httpx
 from kvfix_tools.dump import processes
 from kvfix_tools.roundtrip import real_engine
 from tests.conftest import PLUGIN, ROOT, clean_environment
+from tests.engine import serve
 from tests.fork_server import FORK_WORKERS, Forked
 
 PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 SIZES = {"max-model-len": 1024, "num-gpu-blocks-override": 257, "max-num-batched-tokens": 512}
-#: Sizes of prefill and decode instances.
+#: Sizes for prefill and decode instances.
 FEW_BLOCKS = {**SIZES, "num-gpu-blocks-override": 97}
 CHUNK = 64
-#: LMCache in process, with its own GPU connector on CPU tensors. The connector reads the fault.
+#: Use LMCache in process, with its own GPU connector on CPU tensors. The class Faulty plants faults.
 FAULTY = {"kv_connector": "Faulty", "kv_connector_module_path": "kvfix_engine_verify"}
 IN_PROCESS = {**real_engine.in_process(CHUNK), **FAULTY}
 OFFLOADING = {
     "kv_connector": "Offloading", "kv_connector_module_path": "kvfix_engine_verify_vllm", "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
 }  # fmt: skip
-#: Seconds for an engine to start, and for an answer.
+#: Maximum seconds for the start of an engine, and for an answer.
 LIMIT = 240
-#: Number of clients at a time.
+#: Number of clients that send requests at the same time.
 CLIENTS = 8
 Request = tuple[list[int], int]
 
 
 class Server:
-    """vLLM's server with kvfix in this mode; "": without kvfix. Its ports stay the same at each start.
+    """vLLM's server, with kvfix in this mode ("": without kvfix). It has the same ports at each start.
 
-    transfer: kv_transfer_config; a text stays as it is, for it may be broken JSON. options: more options of vLLM.
-    popen: starts the program. environment: more variables of the server.
+    transfer: kv_transfer_config. A text is passed unchanged, because it may be broken JSON. options: more options.
+    popen: class that starts the program. environment: more variables of the server.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        transfer: dict[str, Any] | str | None,
-        mode: str,
-        options: Sequence[str] = (),
-        popen: Any = Forked,
-        **environment: str,
-    ) -> None:
+        self, folder: Path, transfer: dict[str, Any] | str | None, mode: str, options: Sequence[str] = (),
+        popen: Any = Forked, **environment: str,
+    ) -> None:  # fmt: skip
         self.folder, self.log, self._popen = folder, folder / "log", popen
         port, side = real_engine.free_port(), real_engine.free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -78,10 +75,10 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side),
-            # With vLLM's 5 s, the proxy may write to a connection that the engine is closing.
+            # After vLLM's default of 5 s, the engine might close a connection to which the proxy is writing.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(10 * LIMIT),
-            # The worker is in EngineCore's process, as with one GPU. A separate worker would wait in sched_yield(), and
-            # beside NIXL's thread Linux 6.18 would leave it without a core for up to a minute.
+            # Run the worker in EngineCore's process, as with one GPU. A separate worker waits in sched_yield(). Linux
+            # 6.18 gives it no core for up to a minute while NIXL's thread polls.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             **{FORK_WORKERS: "", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
             **({"KVFIX": mode} if mode else {}),
@@ -89,11 +86,9 @@ class Server:
         self.environment = clean_environment(PLUGIN, ROOT, **{**settings, **real_engine.ENVIRONMENT, **environment})
 
     def words(self, **sizes: Any) -> list[str]:
-        """Return vLLM's options. sizes: replace values of SIZES, or add some."""
-        return [
-            *self._words,
-            *(word for name, value in {**SIZES, **sizes}.items() for word in (f"--{name}", str(value))),
-        ]
+        """Return vLLM's options. sizes: options that replace those of SIZES, or are added."""
+        words = [(f"--{name}", str(value)) for name, value in {**SIZES, **sizes}.items()]
+        return [*self._words, *itertools.chain(*words)]
 
     @contextmanager
     def started(self, **sizes: Any) -> Iterator[Self]:
@@ -102,14 +97,8 @@ class Server:
         self.plant("")
         model = self.folder.parent / "model"
         write_model(model)
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            *self.words(**sizes),
-        ]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += self.words(**sizes)
         with real_engine.started(command, self.log, self.environment, self._popen, cwd=self.folder) as self.process:
             yield self
 
@@ -121,7 +110,7 @@ class Server:
             yield self
 
     def until_it_answers(self, url: str = "") -> None:
-        """Wait for an answer. url: the proxy's, in place of the server's."""
+        """Wait until the server answers. url: ask at this URL, of the proxy, instead."""
 
         def answers() -> bool:
             try:
@@ -143,7 +132,7 @@ class Server:
         (self.folder / "fault").write_text(fault)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples with these labels."""
+        """Return the sum of the metric's samples with these labels."""
         words = [f'{label}="{value}"' for label, value in labels.items()]
         lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT).text.splitlines()
         found = [line for line in lines if line.startswith(name + "{") and all(word in line for word in words)]
@@ -159,19 +148,9 @@ class Server:
         self.process.wait(LIMIT)
 
     def recorders(self) -> list[Path]:
-        """Make the recorders write their files now, as `kvfix dump` does, and return the files."""
-        folder = self.folder / "dumps"
+        """Make the recorders write their files now, and return the files."""
         pids = {each.pid for each in processes.tree(self.process.pid)}
-        ready = [pid for path in folder.rglob("*.ready") if (pid := int(path.stem.rpartition("-")[2])) in pids]
-
-        def files() -> set[Path]:
-            return set(folder.rglob("*-signal.jsonl"))
-
-        before = files()
-        for pid in ready:
-            os.kill(pid, signal.SIGUSR2)
-        self.until(lambda: len(files() - before) >= len(ready), "its recorders do not come")
-        return sorted(files() - before)
+        return serve.recorders(self.folder / "dumps", LIMIT, pids)
 
 
 def write_model(folder: Path) -> None:
@@ -182,7 +161,7 @@ def write_model(folder: Path) -> None:
 
 
 class Pair(NamedTuple):
-    """Two engines behind a proxy. url: the proxy's."""
+    """Two engines behind a proxy. url: URL of the proxy."""
 
     prefill: Server
     decode: Server
@@ -191,7 +170,7 @@ class Pair(NamedTuple):
 
 @contextmanager
 def pair(folder: Path, mode: str, **transfer: Any) -> Iterator[Pair]:
-    """Yield both engines and the proxy. transfer: settings of both engines. The test suite's plugin does nothing."""
+    """Start both engines and the proxy. transfer: more keys of the kv_transfer_config. The plugin does nothing."""
     nixl = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", **transfer}
     prefill, decode = (
         Server(folder / name, {**nixl, "kv_role": role}, mode, KVFIX_TEST_REPORT="")
@@ -214,7 +193,7 @@ def pair(folder: Path, mode: str, **transfer: Any) -> Iterator[Pair]:
 
 
 def post(url: str, request: Request, limit: float = LIMIT, **more: Any) -> dict[str, Any]:
-    """Return vLLM's answer as JSON. Raise httpx.HTTPError if there is none, or if it is an error."""
+    """Send a request, and return vLLM's answer. Raise httpx.HTTPError if vLLM answers with an error or not at all."""
     prompt, tokens = request
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True, **more}, timeout=limit)
@@ -223,7 +202,7 @@ def post(url: str, request: Request, limit: float = LIMIT, **more: Any) -> dict[
 
 
 def ask(url: str, request: Request, **more: Any) -> list[int] | None:
-    """Return the generated tokens; None after an error, or if the connection ends."""
+    """Send a request, and return the generated tokens, or None after an error."""
     try:
         return list(post(url, request, **more)["choices"][0]["token_ids"])
     except httpx.HTTPError:

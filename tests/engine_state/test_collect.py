@@ -1,4 +1,4 @@
-"""`collect` reads the real scheduler and LMCache's connectors."""
+"""`engine_state.collect` reads the state of the real scheduler and of LMCache's connectors."""
 
 import ast
 from pathlib import Path
@@ -32,8 +32,8 @@ def test_requests_that_wait_behind_one_another(once: Once) -> None:
         assert {**again, "arrived": each["arrived"]} == each
 
 
-def test_which_request_came_first(once: Once) -> None:
-    """`arrived` orders the lab's requests, although all of them come within one millisecond."""
+def test_arrival_orders_the_requests(once: Once) -> None:
+    """The field `arrived` orders requests, although all requests of the lab come within one millisecond."""
     came, rows = once(wedged.arrivals, NEWEST)
     seconds = [each["arrived"] + came[each["id"]] for each in rows]
     assert seconds == pytest.approx(seconds[:1] * len(rows), abs=2e-6)
@@ -41,15 +41,15 @@ def test_which_request_came_first(once: Once) -> None:
 
 @pytest.mark.parametrize("reserve", [True, False], ids=["whole", "step"])
 @pytest.mark.parametrize("windows", [(), (32,), (64, 16)], ids=str)
-def test_what_a_request_needs_is_what_vllm_counts(once: Once, windows: tuple[int, ...], reserve: bool) -> None:
-    """The requests are new, have a hit, load, or were preempted. There are one or several KV groups."""
+def test_needed_blocks_equal_the_count_of_vllm(once: Once, windows: tuple[int, ...], reserve: bool) -> None:
+    """`needs` equals vLLM's count for requests that are new, have a hit, load, or were preempted."""
     compared = once(wedged.asked_and_needed, NEWEST, windows, reserve)
     assert [ours for ours, _ in compared] == [theirs for _, theirs in compared]
     assert len({theirs for _, theirs in compared}) > 3
 
 
 def test_a_load_in_flight(once: Once) -> None:
-    state = once(wedged.one_look, NEWEST, "begun_to_load")
+    state = once(wedged.twice, NEWEST, "begun_to_load")[0]
     found = row(state, "r")
     assert (found["status"], found["source"]) == ("WAITING_FOR_REMOTE_KVS", "connector")
     assert (found["promised"], found["granted"], found["loading"], found["blocks"]) == (192, 192, [0, 192], 12)
@@ -66,14 +66,14 @@ def test_the_recorder_has_the_ages(once: Once) -> None:
     assert found["since"] >= 0
 
 
-def test_what_cannot_be_read_is_named(once: Once) -> None:
+def test_unreadable_state_is_named(once: Once) -> None:
     state = once(wedged.planted_fault, NEWEST)
     assert state["scheduler"] is None
     assert state["unread"]["scheduler"].startswith("AttributeError (engine_state/scheduler.py:")
     assert len(state["connectors"]) == 2
 
 
-# ---------------------------------------------------------------------- in processes without kvfix
+# ------------------------------- kvfix sends these modules into processes without kvfix
 
 FILES = sorted(Path(kvfix.engine_state.__file__).parent.glob("*.py"))
 

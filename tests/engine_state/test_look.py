@@ -1,4 +1,4 @@
-"""`kvfix look PID` on running processes: the lab's engine in a loop, and a process that is stuck in C."""
+"""`kvfix look PID` on running processes: engines of the lab, and a process that is stuck in C code."""
 
 import json
 import os
@@ -22,35 +22,26 @@ from tests.dump.test_dump import hanging
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
 
 
-def of_lab() -> dict[str, str]:
-    """Return the environment of a program that plays the lab's engine."""
+@contextmanager
+def running(*command: str, prints: tuple[str, ...] = ("\n",)) -> Iterator[subprocess.Popen[str]]:
+    """Run a program. Yield the process when it has printed these lines, and kill it and its children at the end."""
     environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
-    return {**environment, "PYTHONPATH": f"{environment['PYTHONPATH']}{os.pathsep}{ROOT}"}
-
-
-@contextmanager
-def lab_process(name: str) -> Iterator[int]:
-    """Run an engine of wedged.py, and yield its pid."""
-    command = [sys.executable, "-m", "tests.engine_state.wedged", name]
-    process = subprocess.Popen(
-        command, env=of_lab(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert any(line == "runs\n" for line in process.stdout)
-        yield process.pid
-        assert process.poll() is None  # the engine still runs after all looks
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def waiting(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program that prints a line and then waits for its input."""
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        yield process
-        process.kill()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            missing = list(prints)
+            while missing:
+                assert process.poll() is None
+                if (line := process.stdout.readline()) in missing:
+                    missing.remove(line)
+            yield process
+            assert process.poll() is None  # the program still runs after all looks
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 RUN = Fresh(120).run
@@ -61,12 +52,12 @@ def look(pid: int, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def watched(pid: int, draws: int) -> tuple[int, str]:
-    """Interrupt `--watch` after `draws` draws. Return its exit code, and all that it has drawn."""
+    """Interrupt `kvfix look --watch` after `draws` draws. Return the exit code, and all drawn text."""
     ours, its = pty.openpty()
     environment = clean_environment(TERM="xterm", COLUMNS="240")
 
     def listen() -> None:
-        """Restore the signal: a shell's background jobs and their children ignore it."""
+        """Restore SIGINT, which the background jobs of a shell and their children ignore."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(
@@ -77,7 +68,7 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
         while text.count(b"a second") < draws:
             text += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
-        with suppress(OSError):  # the process has ended
+        with suppress(OSError):  # raised when the process has ended
             while True:
                 text += os.read(ours, 65536)
     os.close(ours)
@@ -86,7 +77,9 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
 
 def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     file = tmp_path / "state"
-    with lab_process("locked_out_engine") as pid:
+    program = [sys.executable, "-m", "tests.engine_state.wedged", "locked_out_engine"]
+    with running(*program, prints=("runs\n",)) as process:
+        pid = process.pid
         ways = (["--json", "--save", str(file)], [], ["--request", "low"], ["--request", "other"])
         done, text, one, none = (look(pid, *options) for options in ways)
         code, drawn = watched(pid, 2)
@@ -106,19 +99,8 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     assert [len(row["block_ids"][0]) for row in rows] == [8, 8]
 
 
-def test_an_engine_at_work() -> None:
-    with lab_process("empty_engine") as pid:
-        done = look(pid, "--json")
-        looker = looking.Looker(looking.engine_of(pid), full=False)
-        states = [looker.look().processes[0] for _ in range(20)]
-    assert done.returncode == 0, done.stdout
-    assert json.loads(done.stdout)["verdicts"] == []
-    assert not [state["unread"] for state in states if state["unread"]]
-    assert states[-1]["scheduler"]["steps"] > states[0]["scheduler"]["steps"]
-
-
-def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
-    """kvfix cannot run code in this process, but its stack shows the hook."""
+def test_a_process_stuck_in_native_code(tmp_path: Path) -> None:
+    """kvfix cannot run code in this process, but the stack of the process shows the hook."""
     with hanging(tmp_path, "deaf") as process:
         done = look(process.pid)
     assert done.returncode == 1, done.stderr
@@ -128,7 +110,7 @@ def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
 def test_without_rights() -> None:
-    with waiting("print(flush=True); input()") as process:
+    with running(sys.executable, "-c", "print(flush=True); input()") as process:
         code = "import os, sys; from kvfix_tools.look import command; os.setuid(65534)\n"
         code += "sys.exit(command.look(int(sys.argv[1]), watch=False, request='', json=False, save=''))"
         done = RUN([sys.executable, "-c", code, str(process.pid)])
@@ -138,9 +120,9 @@ def test_without_rights() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_in_a_container_without_ptrace() -> None:
-    """A container's root without SYS_PTRACE may not trace a process that has more rights."""
+    """Root in a container without SYS_PTRACE may not trace a process with more rights."""
     less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-    with waiting("import torch; print(flush=True); input()") as process:
+    with running(sys.executable, "-c", "import torch; print(flush=True); input()") as process:
         done = RUN([*less, *COMMAND, str(process.pid)])
     assert done.returncode == 77, done.stdout + done.stderr
     reason = "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
@@ -158,33 +140,32 @@ def test_there_is_no_such_process() -> None:
     "code", ["print(flush=True); input()", "import os; print(flush=True); os.execlp('cat', 'cat')"]
 )
 def test_a_process_without_vllm_is_not_stopped(code: str) -> None:
-    with waiting(code) as process:
+    with running(sys.executable, "-c", code) as process:
         done = look(process.pid)
-        assert process.poll() is None
     assert done.returncode == 2
     assert f"process {process.pid} (" in done.stderr
     assert "has not loaded vLLM or LMCache" in done.stderr
     assert not list(Path("/tmp").glob(f"kvfix-look-{process.pid}-*"))
 
 
-def test_of_a_container_only_the_engine_is_read() -> None:
-    """PID 1 also has other children: a plain Python, and PyTorch without vLLM."""
+def test_an_engine_at_work_in_a_container(tmp_path: Path) -> None:
+    """kvfix reads only the engine. The parent has two more children: plain Python, and PyTorch without vLLM."""
     others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
-    engine = f"{sys.executable} -m tests.engine_state.wedged busy_engine 2>&-"
+    engine = f"{sys.executable} -m tests.engine_state.wedged empty_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])
-    with subprocess.Popen(
-        ["sh", "-c", f"exec 3<&0; {script}"],
-        env=of_lab(), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            lines: list[str] = []
-            while lines.count("other\n") < len(others) or "runs\n" not in lines:
-                assert process.poll() is None
-                lines.append(process.stdout.readline())
-            found = looking.engine_of(process.pid)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    with running("sh", "-c", f"exec 3<&0; {script}", prints=("other\n", "other\n", "runs\n")) as process:
+        found = looking.engine_of(process.pid)
+        done, unsaved = (look(process.pid, *more) for more in (["--json"], ["--save", str(tmp_path / "no/state")]))
+        looker = looking.Looker(found, full=False)
+        states = [looker.look().processes[0] for _ in range(20)]
     assert [each.command[2] for each in found] == ["tests.engine_state.wedged"]
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["verdicts"] == []
+    assert not [state["unread"] for state in states if state["unread"]]
+    assert states[-1]["scheduler"]["steps"] > states[0]["scheduler"]["steps"]
+    stops, error = unsaved.stderr.splitlines()
+    assert stops.startswith(f"kvfix look: stops each of these processes for a moment: {found[0].pid} (")
+    assert (unsaved.returncode, error) == (2, f"kvfix look: {tmp_path}/no/state: No such file or directory")
 
 
 def test_kvfix_does_not_read_itself() -> None:
@@ -193,16 +174,8 @@ def test_kvfix_does_not_read_itself() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_a_state_that_cannot_be_saved(tmp_path: Path) -> None:
-    with lab_process("busy_engine") as pid:
-        done = look(pid, "--save", str(tmp_path / "nowhere/state"))
-    stops, error = done.stderr.splitlines()
-    assert stops.startswith(f"kvfix look: stops each of these processes for a moment: {pid} (")
-    assert (done.returncode, error) == (2, f"kvfix look: {tmp_path}/nowhere/state: No such file or directory")
-
-
 def test_a_core_file(tmp_path: Path) -> None:
-    """kvfix reads a core file's stacks as PyStack 1.7 prints them, and says what to do without PyStack."""
+    """kvfix reads the stacks of a core file as PyStack 1.7 prints them, and says how to install PyStack."""
     main, other = map(looking.of_stack, command.stacks(Path(__file__).with_name("core.txt").read_text()).values())
     assert (main["hook"], main["stack"][0]) == (
         "start_load_kv", "start_load_kv (vllm/lmcache_mp_connector.py:900)"

@@ -1,11 +1,13 @@
-"""The verdict on states of the lab's real scheduler and connectors."""
+"""Verdicts on states: of the lab's real scheduler and connectors, and made by hand where the lab has none."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvfix.ledger import liveness
+from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, State, Waiting, can_move
 from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import show
 from kvfix_tools.look.command import seconds_to_look
@@ -24,7 +26,7 @@ def locked_out(once: Once) -> States:
 
 
 def looks(states: list[dict[str, Any]], seconds: float) -> list[Look]:
-    """Return looks at these states. `seconds` pass from the first look to the last."""
+    """Return a look at each of these states. seconds: time from the first look to the last."""
     gap = seconds / (len(states) - 1)
     return [Look(at * gap, [state]) for at, state in enumerate(states)]
 
@@ -54,8 +56,8 @@ def only(states: list[dict[str, Any]], seconds: float) -> Any:
         (("lookup_without_answer", "v1"), 6, "KVD211", "r has waited 6 s for its lookup, which no worker answers"),
     ],
 )  # fmt: skip
-def test_what_stands_still(engine: tuple[str, ...], seconds: int, code: str, message: str, once: Once) -> None:
-    """After a second there is no verdict on a transfer that the server may still answer. One look never suffices."""
+def test_verdict_on_a_standstill(engine: tuple[str, ...], seconds: int, code: str, message: str, once: Once) -> None:
+    """One look is never enough for a verdict. After a second, a transfer that may still end has none."""
     states = once(wedged.twice, NEWEST, *engine)
     found = only(states, seconds)
     assert (found.code, found.request, found.message) == (code, "r", message)
@@ -78,8 +80,8 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> N
 
 @pytest.mark.parametrize("what", ["", "computed", "total", "preemptions"])
 def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
-    """No verdict: the request's counter `what` changed between the looks, so its load may be a new, only planned one.
-    "": the connector's transfers are unknown."""
+    """There is no verdict if the request's counter `what` changed between the looks: then its load may be a new load.
+    There is none either if the connector's transfers are unknown ("" as `what`)."""
     states = copy.deepcopy(once(wedged.twice, NEWEST, "engine_without_load"))
     (row,) = states[1]["scheduler"]["requests"]
     assert waits_for(liveness.engines(states)[1], row) == "no worker has its load"
@@ -92,7 +94,7 @@ def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
 
 @pytest.mark.parametrize("connector", ["v1", "v1-async", "mp"])
 def test_a_healthy_engine_has_no_verdict(connector: str, once: Once) -> None:
-    """There is no verdict on any two looks that are some steps apart. A step takes a second: engines are faster."""
+    """There is no verdict on any two looks at a healthy engine, even if each step takes a second."""
     states = once(wedged.healthy, NEWEST, connector, 240)
     rows = [row for state in states for row in state["scheduler"]["requests"]]
     assert any(row["preemptions"] for row in rows)
@@ -104,7 +106,7 @@ def test_a_healthy_engine_has_no_verdict(connector: str, once: Once) -> None:
 
 
 def in_lookup(states: States, rank: dict[str, Any]) -> States:
-    """Make the scheduler of these states wait in LMCache's lookup client, two steps in seven seconds."""
+    """Change these states: the scheduler waits in LMCache's lookup client. rank: state of the worker's connector."""
     for at, state in enumerate(states):
         state.update(hook="get_num_new_matched_tokens", stack=STACK, in_step=True)
         state["scheduler"]["steps"] = at
@@ -126,20 +128,20 @@ def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, locked_ou
     assert found.code == "KVD203"
     assert found.message.startswith(f"the scheduler waits 3 s for each lookup; {why}")
     assert show.fixes(found, states[-1:]) == ["KVF015"]
-    assert not [each for each in verdicts(looks(states, 2)) if each.code == "KVD203"]  # too short for a verdict
+    assert not [each for each in verdicts(looks(states, 2)) if each.code == "KVD203"]  # too short for this verdict
     states[1]["scheduler"]["steps"] = 40
     assert not [each for each in verdicts(looks(states, 7)) if each.code == "KVD203"]
 
 
 def test_a_rank_whose_thread_for_lookups_has_ended(locked_out: States) -> None:
-    """The verdict does not depend on the call in which a look finds the scheduler."""
+    """The verdict is the same wherever a look finds the scheduler, also outside of the lookup."""
     rank = {"threads": {"lookup_server": False}}
     states = [{**each, "hook": "", "in_step": False} for each in in_lookup(locked_out, rank)]
     found = verdicts(looks(states, 1))[0]
     assert found.code == "KVD203"
     assert found.message.endswith(" each lookup; rank 0 does not answer: its thread for lookups has ended")
     idle = [{**each, "scheduler": {**each["scheduler"], "requests": []}} for each in states]
-    assert verdicts(looks(idle, 1)) == []  # the engine ends, and so do its threads
+    assert verdicts(looks(idle, 1)) == []  # without requests the engine may be ending, and its threads too
     states[-1]["connectors"][1]["threads"] = {"lookup_server": True}
     assert [each.code for each in verdicts(looks(states, 1))] == ["KVD202"]
 
@@ -152,7 +154,7 @@ def test_a_hook_may_hold_up_what_the_queues_lack(locked_out: States) -> None:
 
 
 def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
-    """During the hook no step asks for the lookup's answer. So the hook stands still, not the server."""
+    """During the hook no step asks for the lookup's answer. So the verdict must name the hook, and not the server."""
     before, after = once(wedged.twice, NEWEST, "lookup_without_answer", "mp")
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C", "stack": []}
     inside = [after, {**worker, "hook": "start_load_kv"}]
@@ -161,7 +163,7 @@ def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
         seen.append(Look(at, inside))
         assert [each.code for each in verdicts(seen)] == ["KVD213"] * (at > 3)
         assert (seconds_to_look(seen) > 1) is (at <= 3)
-    brief = [*seen[:1], Look(6, inside)]  # by chance, the last look found the worker in a hook
+    brief = [*seen[:1], Look(6, inside)]  # only the last look found the worker in a hook, by chance
     assert [each.code for each in verdicts(brief)] == ["KVD204"]
 
 
@@ -182,3 +184,53 @@ def test_a_pause_is_no_hang(locked_out: States) -> None:
     for state in locked_out:
         state["scheduler"]["paused"] = "PAUSED_ALL"
     assert verdicts(looks(locked_out, 60)) == []
+
+
+FIRST = Waiting("r19", needs=7, holds=10)
+STUCK = State(
+    waiting=(FIRST, Waiting("r20", holds=4), Waiting("r21", LOAD, holds=5), Waiting("r22", holds=1), Waiting("r23")),
+    free=3, running=0, in_flight=0, lookups=0,
+)  # fmt: skip
+
+
+def test_the_message_names_the_first_request_and_counts() -> None:
+    assert can_move(STUCK) == (
+        "violated",
+        "2 requests are loaded and wait, with 2 more, behind r19, which needs 7 blocks; 3 are free, waiting "
+        "requests hold 20: no request can move",
+        "r19",
+    )
+    alone = replace(STUCK, waiting=(Waiting("r", needs=1),), free=0)
+    assert can_move(alone)[:2] == ("violated", "r needs 1 block; 0 are free: no request can move")
+    one = replace(STUCK, waiting=(replace(FIRST, holds=0), Waiting("r20", holds=4)))
+    assert can_move(one).message.startswith("1 request is loaded and waits behind r19, which needs 7 blocks; ")
+
+
+SESSION = Waiting("s", OUTSIDE, holds=4)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "changes"),
+    [
+        *(("valid", owed) for owed in ({"running": 1}, {"in_flight": 2}, {"lookups": 1}, {"free": 7}, {"waiting": ()})),
+        *(("unknown", {missing: None}) for missing in ("running", "in_flight", "lookups", "free")),
+        # a request runs, so the unknown values do not matter
+        ("valid", {"running": 1, "in_flight": None, "free": None}),
+        ("unknown", {"waiting": (replace(FIRST, needs=None),)}),
+        # request s is a session that waits for its client
+        ("valid", {"waiting": (Waiting("r", OUTSIDE),)}),
+        ("valid", {"waiting": (*STUCK.waiting, SESSION)}),
+        ("violated", {"waiting": (*STUCK.waiting, replace(SESSION, holds=3))}),
+        # a request that waits for a load does not stop the next request from getting blocks
+        ("valid", {"waiting": (Waiting("r", LOAD), Waiting("s", needs=2))}),
+    ],
+)
+def test_which_states_can_move(verdict: str, changes: dict[str, Any]) -> None:
+    assert can_move(replace(STUCK, **changes)).verdict == verdict
+
+
+@pytest.mark.parametrize("waits_for", [LOAD, LOOKUP])
+def test_all_wait_for_a_transfer_that_is_not_in_flight(waits_for: str) -> None:
+    verdict, message, request = can_move(replace(STUCK, waiting=(Waiting("r", waits_for),)))
+    assert (verdict, request) == ("violated", "r")
+    assert message == f"1 request waits for a {waits_for}, and none is in flight: no request can move"

@@ -1,4 +1,4 @@
-"""The watchdog reports an engine that stands still once, and never one that works, waits for work or computes."""
+"""The watchdog reports a standstill of an engine once. It never reports an engine that works, idles or computes."""
 
 import os
 import tempfile
@@ -29,7 +29,7 @@ exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "e
 
 def prepare() -> None:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp()
-    os.environ[watchdog.SECONDS] = "0"  # start no watchdog thread
+    os.environ[watchdog.SECONDS] = "0"  # 0 means: start no watchdog thread
     kvfix.apply("observe")
 
 
@@ -41,7 +41,7 @@ class Clock:
 
 
 def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambda call: call()) -> float:
-    """Call `act` again and again. Return the seconds after which the watchdog reports; 0: never."""
+    """Call `act` at most `steps` times. Return the seconds after which the watchdog reports; 0: it does not report."""
     clock = Clock()
     dog = watchdog.Watchdog(60.0, clock)
     for _ in range(steps):
@@ -53,14 +53,14 @@ def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambd
 
 
 def logged_reports() -> list[str]:
-    """Return a list that gets each report of a standstill that kvfix logs from now on."""
+    """Return a list to which each later report of a standstill is added."""
     reports: list[str] = []
     vars(watchdog.engine_log)["warning"] = lambda line: reports.extend([line] * ("State, stacks and events" in line))
     return reports
 
 
 def wedge(name: str) -> dict[str, Any]:
-    """Return what the watchdog's thread reports about an engine that makes empty steps."""
+    """Run the watchdog's thread on an engine that makes empty steps. Return the parts of its report."""
     prepare()
     engine = getattr(wedged, name)()
     seconds = due(engine.step, 40)
@@ -69,7 +69,7 @@ def wedge(name: str) -> dict[str, Any]:
     thread = watchdog.threading.Thread(target=dog.run)
     thread.start()
     until = time.monotonic() + 300
-    while not reports and time.monotonic() < until:  # the main thread makes steps, as EngineCore's does
+    while not reports and time.monotonic() < until:  # this main thread makes steps, as EngineCore's does
         engine.step()
     dog.stopped.set()
     thread.join()
@@ -84,10 +84,10 @@ def wedge(name: str) -> dict[str, Any]:
 
 
 @answers([0.0, 0.0, 0.0, True, 0.0])
-def test_what_is_no_hang() -> list[float]:
+def test_engines_that_do_not_hang() -> list[float]:
     """Return seconds until a report: idle, under load, waiting inside a step, the same outside a step, and paused.
 
-    The wait outside a step must be reported. Otherwise the other cases prove nothing.
+    The watchdog must report the wait outside a step. Otherwise the other cases prove nothing.
     """
     prepare()
     engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
@@ -122,7 +122,7 @@ def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
 
 @answers([1, 1, 1, 2])
 def test_each_standstill_is_reported_once() -> list[int]:
-    """Return the reports after a standstill, a longer time, progress of a request, and a second standstill."""
+    """Return the number of reports: after a standstill, later, after progress, and after a second standstill."""
     prepare()
     engine = wedged.silent_server()
     dog, reports, found = watchdog.Watchdog(60.0, clock := Clock()), logged_reports(), []
@@ -210,7 +210,7 @@ def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> N
     assert found["events"] > 0
     assert "r" in found["requests"]
     assert "watchdog.py" in found["stacks"]
-    assert "in wedge" in found["stacks"]  # the main thread's stack, wherever it was
+    assert "in wedge" in found["stacks"]  # the stack of the main thread
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 60.0), ("5", 5.0), ("0", 0.0), ("-1", 0.0), ("soon", 60.0)])

@@ -1,7 +1,7 @@
-"""Engines of the lab that stand still, and what `collect` reads from them. They run in a fork with vLLM and an LMCache.
+"""Engines of the lab that stand still or work, and the states that `engine_state.collect` reads from them.
 
-`python -m tests.engine_state.wedged NAME` runs an engine in a loop like EngineCore's. It prints a line when the engine
-stands still, and continues the loop.
+Tests call these functions in a fork that has imported vLLM. `python -m tests.engine_state.wedged NAME` runs an engine
+in a loop like EngineCore's, and prints a line when the loop runs.
 """
 
 import json
@@ -31,12 +31,8 @@ def look(engine: Any, full: bool = False) -> dict[str, Any]:
     return found
 
 
-def one_look(name: str) -> dict[str, Any]:
-    return look(globals()[name]())
-
-
 def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
-    """Return two looks at this engine of the module, the second one twelve steps later."""
+    """Return two looks at the engine that this function of the module makes. Twelve steps are between the looks."""
     engine, full = globals()[name](*arguments), name == "locked_out_engine"
     first = look(engine, full)
     engine.step(12)
@@ -45,7 +41,7 @@ def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
 
 def _engine(options: Options) -> Any:
     engine = late.LabEngine(options)
-    if "enable_async_loading" in options.lmcache:  # lookups use the lab's time
+    if "enable_async_loading" in options.lmcache:  # let kvfix's reader use the lab's time for lookups
         now: Any = SimpleNamespace(time=lambda: engine.connector.now, monotonic=time.monotonic)
         vars(lmcache_readers)["time"] = now
     return engine
@@ -56,12 +52,12 @@ def empty_engine() -> Any:
 
 
 def locked_out_engine() -> Any:
-    """KVF208's scenario: "low" is loaded and waits behind "r", which needs more blocks than are free."""
+    """Return an engine with the bug of KVF208: "low" is loaded, but waits behind "r", which needs too many blocks."""
     return find("loaded-requests-lock-out").played()
 
 
 def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return {request: its arrival in seconds since 1970}, and the rows."""
+    """Return {request: its arrival in seconds since 1970}, and the requests of a look."""
     engine = locked_out_engine()
     rows = look(engine)["scheduler"]["requests"]
     return {name: request.arrival_time for name, request in engine.requests.items()}, rows
@@ -78,14 +74,14 @@ def busy_engine() -> Any:
 
 
 def engine_without_load() -> Any:
-    """The worker has lost a load: no transfer is in flight, and none is reported."""
+    """Return an engine whose worker has lost a load: no transfer is in flight, and the worker reports none."""
     engine = silent_server()
     engine.connector.workers[0].adapter.retrieve_futures.clear()
     return engine
 
 
 def silent_server() -> Any:
-    """The server does not answer a load."""
+    """Return an engine whose server does not answer a load."""
     engine = begun_to_load()
     engine.connector.server.lose_loads(0, set())
     return engine
@@ -104,7 +100,7 @@ def begin_to_load(engine: Any, name: str) -> Any:
 
 
 def lookup_without_answer(connector: str) -> Any:
-    """Neither worker nor server answers a lookup."""
+    """Return an engine with a lookup that neither worker nor server answers."""
     if connector == "mp":
         engine = _engine(MP)
         engine.admit("r", prompt(200), max_tokens=4)
@@ -119,7 +115,7 @@ def lookup_without_answer(connector: str) -> Any:
 
 
 def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
-    """Return a look after each step of a schedule without faults. Blocks are few, and evicted prompts come again."""
+    """Play a schedule without faults, with few blocks and repeated prompts. Return a look after each step."""
     lmcache: dict[str, Any] = {"enable_async_loading": True} if connector == "v1-async" else {}
     kind = "mp" if connector == "mp" else "v1"
     engine = _engine(Options(connector=kind, delay=3, num_blocks=48, chunk_size=64, lmcache=lmcache))
@@ -136,7 +132,7 @@ def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
 
 
 def planted_fault() -> dict[str, Any]:
-    """Read a scheduler that looks like another release's. The state names what cannot be read, and nothing raises."""
+    """Return the state of a scheduler that lacks an attribute, as in another release. Reading it must not raise."""
     engine = _engine(MP)
     engine.admit("r", prompt(200), max_tokens=4)
     engine.step()
@@ -145,7 +141,7 @@ def planted_fault() -> dict[str, Any]:
 
 
 def with_recorder() -> dict[str, Any]:
-    """Return the state of a process in which kvfix records."""
+    """Return the state of a process in mode `observe`, in which kvfix records."""
     from kvfix.session import session
 
     kvfix.apply("observe")
@@ -155,7 +151,7 @@ def with_recorder() -> dict[str, Any]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """Yield (`needs`, vLLM's own count of blocks) whenever vLLM tries to admit a request and none runs."""
+    """Return (`needs`, vLLM's own count of blocks) for each time that vLLM tries to admit a request while none runs."""
     from kvfix.engine_state import needs
 
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
@@ -180,7 +176,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
         if waits:
             whole, *step = counts if reserve else [0, *counts]
             assert done is None or step
-            if step:  # otherwise the request is too large, and vLLM stops counting
+            if step:  # else the whole request is too large, and vLLM does not count the step
                 found.append((ours, max(whole, step[0] + named["reserved_blocks"])))
         return done
 
@@ -192,7 +188,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
 
 
 class EngineCore:
-    """Replaces vLLM's EngineCore, which needs a model. A step takes a hundredth of a second or more."""
+    """Stands in for vLLM's EngineCore, which needs a model. A step takes at least a hundredth of a second."""
 
     model_executor = None
 

@@ -1,12 +1,13 @@
-"""Raise errors in the code of the fixes: the lab raises at a random line of a fix, and checks the outcome.
+"""Raise errors at random lines of the fixes while the lab plays, and check that the outcome is not worse.
 
 Run thousands of draws by hand with `python -m tests.lab.faults DRAWS [--seed N] [--lmcache-path FOLDER]`.
-Call `install` before the first fix is loaded: it replaces the functions of `kvfix.wrapping` that fixes use.
+Call `install` before Python loads the first fix: it replaces the functions of `kvfix.wrapping` that fixes use.
 """
 
 import ast
 import functools
 import inspect
+import itertools
 import json
 import linecache
 import random
@@ -25,16 +26,16 @@ from kvfix_tools.lab.scenario import Scenario, find
 from tests import late
 
 Function = Callable[..., Any]
-#: File and line.
+#: (file, number of a line)
 Line = tuple[str, int]
 
 
 class Fault(Exception):
-    """An error in kvfix's own code."""
+    """The error that this module raises in the code of a fix."""
 
 
 class Plan:
-    """Where to raise in the code of one fix, and which lines ran. time: which run of `line`; always: and later runs."""
+    """The line of a fix at which to raise, and the lines that ran. time: at which run of `line`. always: and later."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -45,7 +46,7 @@ class Plan:
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
-            return None  # do not raise in a function that the engine itself calls, only in functions below it
+            return None  # the engine itself calls this function: raise only in functions that it calls
         return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
 
     def at(self, frame: Any, event: str, _: Any) -> Any:
@@ -59,7 +60,7 @@ class Plan:
         return self.at
 
     def _is_passed(self, frame: Any, where: Line) -> bool:
-        """Return True if the line cannot fail: `try`, a name, `finally`, or the end of a `with`."""
+        """Return True if the line cannot raise: `try`, a bare name, a line in `finally`, or the end of a `with`."""
         text = linecache.getline(*where).strip()
         if text == "try:" or where[1] in _cannot_fail(where[0]):
             return True
@@ -75,7 +76,7 @@ PLAN = Plan()
 
 @contextmanager
 def planned(*plan: Any) -> Iterator[None]:
-    """In this context PLAN is this plan."""
+    """Set PLAN to this plan in a context."""
     PLAN.__init__(*plan)  # type: ignore[misc]
     try:
         yield
@@ -83,7 +84,7 @@ def planned(*plan: Any) -> Iterator[None]:
         PLAN.__init__()  # type: ignore[misc]
 
 
-#: Nodes of a statement that cannot raise.
+#: A statement with only these nodes cannot raise.
 _SAFE = (
     ast.Return, ast.Expr, ast.Assign, ast.Name, ast.Constant, ast.Yield, ast.Tuple, ast.expr_context, ast.Pass,
     ast.Continue, ast.Break, ast.FunctionDef, ast.arguments, ast.arg,
@@ -92,7 +93,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Return lines with only a name, and lines in `finally`, which restore the engine's objects."""
+    """Return the lines of the file that cannot raise, and those in `finally`, which restore the engine's objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):
@@ -116,7 +117,7 @@ def traced(inner: bool) -> Iterator[None]:
 
 
 def raising(code: str, function: Function, inner: bool = False) -> Function:
-    """Wrap a function of this fix, so that it raises where the plan says so. inner: the engine itself calls it."""
+    """Wrap a function of this fix, so that it raises at the planned line. inner: the engine itself calls it."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +147,7 @@ def _steps(steps: Generator[Any, Any, Any], inner: bool) -> Generator[Any, Any, 
 
 
 def install() -> None:
-    """Replace the functions of `kvfix.wrapping`. Fixes that are loaded after this call can be made to raise."""
+    """Replace the functions of `kvfix.wrapping`, so that fixes loaded later can be made to raise."""
     assert "kvfix.fixes.api" not in sys.modules, "a fix is loaded"
     for name in ("before", "after", "around"):
         setattr(wrapping, name, _with_faults(getattr(wrapping, name)))
@@ -163,7 +164,7 @@ def install() -> None:
 
 
 def _inner(value: Any) -> Any:
-    """Wrap a function of a fix that the engine itself calls. Return any other value unchanged."""
+    """Wrap a function of a fix that the engine itself will call. Return any other value unchanged."""
     is_traced = getattr(sys.gettrace(), "__self__", None) is PLAN
     is_code = inspect.isfunction(value) and value.__module__.startswith("kvfix.fixes.")
     return raising(PLAN.code, value, inner=True) if is_traced and is_code else value
@@ -180,21 +181,21 @@ def _with_faults(wrap: Function) -> Function:
     return with_faults
 
 
-#: Rules that a fix can violate if it fails closed: a load is too short, or chunks are not stored or not found.
+#: Rules that may be violated if a fix fails closed: a load is too short, or chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
-#: If these fixes fail, nothing is written: decode drops the load only at its timeout, after the end of the schedule.
+#: If one of these fixes fails, prefill writes nothing. Decode drops the load at its timeout, after the schedule's end.
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
 class Case(NamedTuple):
-    """A schedule to play. play: returns an object with `findings`. opt_in: codes of opt-in fixes to apply too."""
+    """A schedule. play: plays it, and returns an object with `findings`. opt_in: codes of opt-in fixes to apply."""
 
     name: str
     play: Function
     opt_in: tuple[str, ...] = ()
 
     def findings(self, fixes: bool = True, skipped: str = "") -> Any:
-        """Play the case with the fixes, or without. skipped: code of a fix that is left out."""
+        """Play the case, with or without the fixes. skipped: code of a fix that is not applied."""
         with runner.applied(fixes, only=[code for code in runner.played(*self.opt_in) if code != skipped]):
             return self.play().findings
 
@@ -204,7 +205,7 @@ def of_scenario(scenario: Scenario) -> Case:
 
 
 def cases(fix: Any, seeds: int = 0) -> list[Case]:
-    """Return the scenarios of the fix that this release plays, and `seeds` random schedules for each connector."""
+    """Return the scenarios of the fix that can be played here, and `seeds` random schedules for each connector."""
     known = [scenario for scenario in map(find, fix.scenarios) if scenario is not None]
     found = [scenario for scenario in known if runner.expected(scenario) != "not-applicable"]
     connectors = dict.fromkeys(scenario.options.connector for scenario in found)
@@ -220,7 +221,7 @@ class Counted(NamedTuple):
 
 
 def counted(fix: Any, case: Case) -> Counted:
-    """Return the findings without the fix, and how often each line of the fix runs."""
+    """Play the case. Return the codes of the findings without the fix, and how often each line of the fix runs."""
     released = frozenset(found.code for found in (*case.findings(False), *case.findings(skipped=fix.code)))
     with planned(fix.code):
         case.findings()
@@ -228,7 +229,7 @@ def counted(fix: Any, case: Case) -> Counted:
 
 
 def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
-    """Play the case and raise at this line of the fix. Return the outcome if it is worse than without it, or ""."""
+    """Play the case, and raise at this line of the fix. Return the findings that do not occur without the fix."""
     with planned(fix.code, line, time, always):
         found = counted.case.findings()
         raised = PLAN.raised
@@ -246,7 +247,7 @@ def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> 
 def faults(
     draws: int, seed: int = 0, seeds: int = 0, only: tuple[str, ...] = (), say: Function = lambda _: None
 ) -> Any:
-    """Make draws for each fix with scenarios. Return ({fix: number of draws}, outcomes that are worse)."""
+    """Draw lines of each fix with scenarios, and raise there. Return draws by fix, and worse outcomes."""
     install()
     from kvfix import catalogue
 
@@ -254,7 +255,8 @@ def faults(
     for fix in catalogue.fixes():
         if only and fix.code not in only:
             continue
-        plays = [each for each in (counted(fix, case) for case in cases(fix, seeds)) if each.lines]
+        of_all = (counted(fix, case) for case in cases(fix, seeds))
+        plays = list(itertools.islice((each for each in of_all if each.lines), draws))  # one draw needs one play
         for number in range(draws if plays else 0):
             play = plays[number % len(plays)]
             line = chance.choice(sorted(play.lines))
@@ -270,7 +272,7 @@ def faults(
 def main(draws: int, seed: int = 0, seeds: int = 4, only: str = "", lmcache_path: str | None = None) -> None:
     """Raise at `draws` random lines of each fix, and print each outcome that is worse than without the fix.
 
-    seeds: random schedules for each connector of a fix. only: codes of fixes, with commas.
+    seeds: number of random schedules for each connector of a fix. only: codes of fixes, separated by commas.
     """
     runner.prepare(lmcache_path)
     with runner.quiet():

@@ -1,4 +1,4 @@
-"""The mechanism that plants faults in one or two engines of the lab, and the schedules of each setup."""
+"""Plant faults in one engine or in a pair of engines of the lab, and play the schedules of each setup."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from kvfix_tools.lab.scenario import scenarios
 from kvfix_tools.lab.steps import prompt
 from tests import late
 
-#: Changes an engine or a pair of engines, or plays a schedule on it.
+#: A function that changes an engine or a pair of engines, or plays a schedule on it.
 Plant = Callable[[Any], None]
 
 
 class Setup(NamedTuple):
-    """options: of the lab. schedule: plays the setup with and without faults. fixes: apply kvfix's fixes in `mode`."""
+    """Options of the lab, and a schedule to play with and without faults. fixes: apply kvfix's fixes, in `mode`."""
 
     options: Options
     schedule: Plant
@@ -30,9 +30,9 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """shows: the lab must find one of these, each the code of a rule and a part of its message.
+    """shows: the lab must find one of these. Each is the code of a rule, and a part of the message.
 
-    options: changed options of the setup. schedule: used instead of the setup's schedule.
+    options: changed options of the setup. schedule: replaces the schedule of the setup.
     """
 
     shows: tuple[str, ...]
@@ -50,8 +50,8 @@ def fault(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a fault for the setups `on`. options: {setup, with "_" for "-", or "every": changed options}.
 
-    at: path of a method from the engine; `*` stands for each item of a list. The fault then replaces the method, and
-    gets the engine, the original method and the arguments.
+    at: path from the engine to a method; `*` stands for each item of a list. The fault replaces this method. The fault
+    gets the engine, the original method and the arguments of the call.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -66,7 +66,7 @@ def fault(
 
 
 def row(name: str, at: str, call: Callable[..., Any], *shows: str, **more: Any) -> None:
-    """Register a fault that is one expression. more: arguments of `fault`."""
+    """Register a fault whose code is one expression. more: arguments of `fault`."""
     call.__name__ = name
     fault(*shows, at=at, **more)(call)
 
@@ -83,22 +83,22 @@ def _replace_method(path: str, call: Callable[..., Any], engine: Any) -> None:
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Replace the method of this object by `call`, which gets the method as its first argument."""
+    """Replace the method of this object by `call`, whose first argument is the original method."""
     setattr(owner, name, partial(call, getattr(owner, name)))
 
 
 def noted(engine: Any) -> dict[Any, Any]:
-    """Return the notes that a planted fault keeps about this engine."""
+    """Return a dictionary in which a planted fault can keep notes about this engine."""
     notes: dict[Any, Any] = vars(engine).setdefault("noted_by_fault", {})
     return notes
 
 
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
-    """Play a setup, with this fault or without one. Return codes and messages of the findings, counters and hits.
+    """Play a setup with a fault. Return the codes and messages of the findings, the counters, and the hits.
 
-    In mode `check` kvfix's own reports are findings too.
+    In mode `check` the reports of kvfix count as findings.
 
-    name: "" for no fault. planted: False plays the schedule of the fault without the fault.
+    name: name of the fault; "": none. planted: if False, play the schedule of the fault without the fault.
     """
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
@@ -127,7 +127,7 @@ def is_found(fault: Fault, done: dict[str, Any]) -> bool:
 
 
 def steps(*parts: Any) -> Plant:
-    """Return a schedule with these parts: steps, functions of the engine, or sequences of parts."""
+    """Return a schedule with these parts: steps, functions that get the engine, or sequences of parts."""
     whole = list(do.flat(parts))
 
     def play(engine: Any) -> None:
@@ -156,7 +156,7 @@ def counted(name: str, least: int, most: float = inf) -> Plant:
     return check
 
 
-#: Compute, store, preempt, resume with a load, and hit vLLM's and LMCache's caches. Without a bug there is no finding.
+#: Requests compute, store, are preempted, load when resumed, and hit both caches. Without a bug there is no finding.
 V1 = steps(
     do.store("first", prompt(300), max_tokens=3),
     [do.admit("again", prompt(300), max_tokens=20), do.admit("other", prompt(200, seed=1), max_tokens=20)],
@@ -168,7 +168,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: LMCache has two prompts. SimpleCPUOffloadConnector has one of these, and a third prompt that LMCache has lost.
+#: LMCache has two prompts. SimpleCPUOffloadConnector has one of the two, and a third prompt, which LMCache evicted.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -177,7 +177,7 @@ V1_AND_SIMPLE = steps(
 
 
 def schedule_offloading(engine: Any) -> None:
-    """Play stores, loads, and blocks that are freed while they are copied."""
+    """Play stores and loads, and free blocks while the connector copies them."""
     engine.serve("first", prompt(300), max_tokens=3)
     if engine.options.tier:
         engine.evict(100)
@@ -198,7 +198,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Send three requests, two with a common prefix. at_once: names of requests that both engines get at once."""
+    """Return a schedule of three requests, two with one prefix. Both engines get those in `at_once` at once."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))
@@ -210,11 +210,11 @@ def _others_write(pair: Any) -> None:
     pair.on("prefill", "free_blocks")
 
 
-#: Play requests. Then, in 12 steps, other requests take prefill's free blocks and write to them.
+#: Play three requests. Then other requests take prefill's free blocks and write to them, in 12 steps.
 OF_RANKS = steps(
     [do.ask("a", prompt(100), 5), do.ask("b", prompt(150), 5), do.step(3), do.ask("c", prompt(60, seed=1), 5)],
     do.step(3),
-    # an engine without requests makes no step
+    # each needs a request, because an engine without requests makes no step
     [[do.ask(f"other-{number}", prompt(40, seed=2 + number)), _others_write] for number in range(12)],
     do.run(),
 )
@@ -225,8 +225,6 @@ OF_MULTI = steps(
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode's own memory has this prompt
     [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # both have this prompt
 )
-
-
 #: A store is in flight when vLLM frees blocks before the window.
 _FREED = {each.slug: each for each in scenarios()}["mp-window-freed-while-stored"]
 _MP = Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64)
@@ -238,7 +236,7 @@ SETUPS = {
     "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), V1),
     "mp": Setup(_MP, MP),
     "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), MP),
-    # a chunk and a step have the tokens of one block
+    # a chunk has the tokens of one block, and so has a step
     "mp-states": Setup(
         _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), MP
     ),
@@ -254,7 +252,7 @@ SETUPS = {
     "nixl-pull-ranks": Setup(_replace(_PAIR, connector="nixl-pull"), OF_RANKS, True),
     "nixl-push-ranks": Setup(_replace(_PAIR, connector="nixl-push"), OF_RANKS, True),
     "nixl-multi": Setup(_replace(_MULTI, connector="nixl-multi"), OF_MULTI),
-    # with fixes: without KVF317, its worker waits for tokens that LMCache has loaded
+    # apply the fixes: without KVF317, NIXL's worker waits for tokens that LMCache has loaded
     "nixl-push-multi": Setup(_replace(_MULTI, connector="nixl-push-multi"), OF_MULTI, True),
     "mooncake-multi": Setup(_replace(_MULTI, connector="mooncake-multi"), OF_MULTI),
     "nixl-offload": Setup(_replace(_PAIR, connector="nixl-offload", chunk_size=16), OF_MULTI),

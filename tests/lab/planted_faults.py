@@ -12,14 +12,14 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import SETUPS, counted, fault, noted, row, steps, until, wrap
 
 V1, MP, OFFLOADING, SIMPLE, BOTH = ("v1",), ("mp",), ("offloading",), ("simple-offload",), ("v1-simple",)
-#: LMCache's connector in a MultiConnector with OffloadingConnector.
+#: Play LMCache's connector in a MultiConnector, before OffloadingConnector.
 LAST: dict[str, Any] = {"v1": {"offloading": "last"}, "mp": {"offloading": "last"}}
-#: Speculative decoding, and a connector that stores generated tokens.
+#: Play speculative decoding, and a connector that stores generated tokens.
 DRAFTS: dict[str, dict[str, Any]] = {
     "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
     "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
 }
-#: Paths of methods and objects in which faults are planted.
+#: Paths from the engine to methods and objects in which faults are planted.
 COPIES, BUILD = "connector.offloading.ranks.0.copies", "scheduler.connector.build_connector_meta"
 IN_SCHEDULER = "connector.in_scheduler.scheduler_manager"
 TIER = "connector.offloading.manager.secondary_tiers.0"
@@ -80,7 +80,7 @@ def what_a_request_asks_for_is_not_read(engine: Any, on_new_request: Any, reques
 
 @fault("LAB001", "KVR006", "KVR011", at="scheduler.connector.update_state_after_alloc", **LAST)
 def promise_is_granted_to_another(engine: Any, grant: Any, request: Any, blocks: Any, external: int) -> None:
-    """Let the MultiConnector load with a connector that has promised nothing."""
+    """Let the MultiConnector take the grant to the other connector, which has promised nothing."""
     if external:
         engine.scheduler.connector._requests_to_connector[request.request_id] ^= 1
     grant(request, blocks, external)
@@ -101,9 +101,9 @@ def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
 
 
 def promise(name: str, change: Callable[..., Any], *shows: str, **more: Any) -> None:
-    """Register a fault: `get_num_new_matched_tokens` changes its promise. The lab wraps the hook again.
+    """Register a fault that changes the promise of `get_num_new_matched_tokens`. Then the lab wraps the hook again.
 
-    change: called with the request, its computed tokens, the promise, and (request, preemptions) of all earlier calls.
+    change: gets the request, its computed tokens, the promise, and the number of preemptions at each call so far.
     """
 
     def plant(engine: Any) -> None:
@@ -142,7 +142,7 @@ promise(
 
 
 def in_metadata(name: str, change: Callable[[Any, Any], None], *shows: str, **more: Any) -> None:
-    """Register a fault that changes each request's metadata on the way from the scheduler to the worker."""
+    """Register a fault that changes the metadata of each request between scheduler and worker."""
 
     def built(engine: Any, build: Any, output: Any) -> Any:
         metadata = build(output)
@@ -176,7 +176,7 @@ def loads_are_dropped(engine: Any, build: Any, output: Any) -> Any:
 
 
 def _stored(start_later: int, end_later: int) -> Any:
-    """Return a fault that reports stores with a later start and end."""
+    """Return a fault that reports each store with a later start and end."""
 
     def stored(_: Any, report: Any, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         report(name, tokens, start + start_later, end + end_later)
@@ -189,7 +189,7 @@ row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64),
 
 
 class _Kept(dict):  # type: ignore[type-arg]
-    """A table from which nothing can be removed."""
+    """A dictionary that keeps each key for ever."""
 
     def __delitem__(self, key: Any) -> None: ...
 
@@ -220,7 +220,7 @@ def a_lookup_is_kept(engine: Any, settle: Any) -> None:
 
 @fault("LAB001", "KVR011", on=SIMPLE)
 def a_store_holds_no_blocks(engine: Any) -> None:
-    """Let other requests get the blocks while the connector copies them."""
+    """Let vLLM give blocks to other requests while the connector copies the blocks."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     manager = engine.connector.in_scheduler.scheduler_manager
     manager._gpu_block_pool = SimpleNamespace(
@@ -261,12 +261,12 @@ row(
 
 
 def load_other_kv(connector: Any) -> None:
-    """Let each chunk that LMCache loads have wrong KV."""
+    """Put wrong KV into each chunk that LMCache loads."""
     wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
 
 
 row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector), "LAB001 the step", on=BOTH)
-# vLLM asks LMCache first. LMCache has the request, so vLLM does not use the other connector's hit.
+# vLLM asks LMCache first. LMCache has the prompt, so vLLM drops the hit of SimpleCPUOffloadConnector.
 MANAGER = "connector.offloading._manager"
 row("a_hit_is_never_released", f"{MANAGER}._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH)
 row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False, None), "KVR009", on=BOTH)
@@ -274,7 +274,7 @@ row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False
 
 @fault("LAB001 store", at=BUILD, **DRAFTS)
 def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: Any) -> Any:
-    """Let the connector take the scheduled drafts for tokens of the request."""
+    """Append the scheduled drafts to the request's tokens while the connector builds its metadata."""
     known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
     for name, drafts in output.scheduled_spec_decode_tokens.items():
         engine.requests[name]._all_token_ids += drafts
@@ -297,7 +297,7 @@ def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer:
 
 @fault("LAB001 the step reads", on=MP, at="scheduler.kv_cache_manager.coordinator.find_longest_cache_hit", **DRAFTS)
 def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> Any:
-    """For EAGLE, vLLM drops the last block of a hit. Let vLLM count the tokens of this block as computed."""
+    """vLLM drops the last block of a hit for EAGLE. Let vLLM count the tokens of this block as computed."""
     blocks, hit, more = find(*args)
     return blocks, hit + 16 if hit else 0, more
 
@@ -332,7 +332,7 @@ def dropped_token_of_a_turn_counts_as_computed(_: Any, update: Any, session: Any
 
 
 def _gives_way(engine: Any) -> bool:
-    """Return True if vLLM has preempted request "low". vLLM must not preempt request "high"."""
+    """Return True if vLLM has preempted request "low". Assert that vLLM has not preempted request "high"."""
     assert engine.requests["high"].num_preemptions == 0
     return bool(engine.requests["low"].num_preemptions)
 
@@ -356,11 +356,9 @@ for name, schedule, options in (
     ("a_request_that_a_reset_preempts_keeps_its_computed_tokens", RESET, {}),
 ):
     row(name, "scheduler._preempt_request", _keeps_computed, "LAB001", "KVR011", schedule=schedule, every=options)
-
-
 PAUSE = steps(BEGUN, do.pause(), do.admit("second", prompt(100, seed=1)), do.step(3), do.unpause(), do.run())
 row("a_pause_never_ends", "unpause", lambda *_: None, "LAB003 is WAITING for ever", schedule=PAUSE)
-#: Reset all KV while a request runs.
+#: Load new weights, and so drop all KV, while a request runs.
 NEW_WEIGHTS = steps(
     [do.admit("first", prompt(200), max_tokens=30), do.step(12), do.new_weights(), do.run()],
     [do.serve("again", prompt(200), max_tokens=3), do.settle()],
@@ -371,21 +369,17 @@ row(
     "vllm_keeps_kv_of_old_weights", "scheduler.kv_cache_manager.reset_prefix_cache", lambda *_: True,
     "LAB001 the step reads", **WEIGHTS,
 )  # fmt: skip
-
-
 row(
     "the_last_layer_is_not_loaded", "slots.put",
     lambda _, put, slot, content: put(slot, content) if content == GARBAGE else None, "LAB001 the step reads", on=V1,
     v1={"lmcache": {"use_layerwise": True}},
 )  # fmt: skip
-
-
 row(
     "chunks_that_were_fetched_are_mixed_up", "connector.cache_engines.0.chunk",
     lambda engine, _, name, key: next(reversed(engine.connector.cache_engines[0].fetched[name].values())),
     "LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}},
 )  # fmt: skip
-#: Play a request whose KV is for a decoder, and a request that must not be stored.
+#: Play a request whose KV a decoder gets, and a request that LMCache must not store.
 FOR_DECODER = steps(
     do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
     for seed, name in enumerate(("prefill", "skip_save"), 1)
@@ -394,17 +388,13 @@ in_metadata(
     "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
     "LAB010 it asks for lmcache.skip_save", schedule=FOR_DECODER,
 )  # fmt: skip
-
-
-#: The server stops during a store and counts as dead. Then it continues, and ends the store.
+#: The server pauses during a store, and LMCache takes it for dead. Then the server continues, and ends the store.
 SILENT_SERVER = steps(
     do.admit("r", prompt(200), max_tokens=3),
     until(lambda engine: engine.connector.server.storing["r"]),
     [do.server_stops(), do.step(2), do.server_goes_on(), do.run(), do.settle()],
     counted("server_stops", 1, 1),
 )
-
-
 row(
     "a_store_after_silence_takes_other_blocks", "connector.server._store",
     lambda engine, store, key, groups: store(

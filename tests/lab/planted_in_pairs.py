@@ -1,4 +1,4 @@
-"""Faults planted in two engines of the lab."""
+"""Faults planted in a pair of engines of the lab: prefill and decode."""
 
 import dataclasses
 from typing import Any
@@ -9,13 +9,13 @@ from tests.lab.planted_faults import load_other_kv
 PULL, PUSH, MOONCAKE = ("nixl-pull",), ("nixl-push",), ("mooncake",)
 PULL_RANKS, PUSH_RANKS = ("nixl-pull-ranks",), ("nixl-push-ranks",)
 MULTI = ("nixl-multi", "nixl-push-multi", "mooncake-multi")
-#: Ranks of the two engines. The second rank takes longer.
+#: Numbers of ranks of prefill (`ranks`) and decode (`peer_ranks`). With `rank_delay`, the second rank takes longer.
 MORE: dict[str, Any] = {"ranks": 1, "peer_ranks": 2, "kv_heads": 2, "rank_delay": 3}
 FEWER: dict[str, Any] = {"ranks": 2, "peer_ranks": 1, "kv_heads": 2, "rank_delay": 3}
 COPIED: dict[str, Any] = {"ranks": 1, "peer_ranks": 4, "kv_heads": 2}
 GROUPS: dict[str, Any] = {"windows": (32,), "num_blocks": 80}
 GROUP = "other KV in KV group 1"
-#: Paths in an engine with one connector: the adapter of the first rank, and the adapter of each rank.
+#: Paths from an engine with one connector to the adapter of the first rank, and to the adapters of all ranks.
 ADAPTER, ADAPTERS = "connector.workers.0.adapter", "connector.workers.*.adapter"
 
 
@@ -24,7 +24,7 @@ def _worker(engine: Any) -> Any:
 
 
 def read_the_next_block(agent: Any, here_later: int = 0, there_later: int = 1) -> None:
-    """Let each transfer of the agent use blocks that come after the right ones, in its own or the peer's memory."""
+    """Let each transfer of this NIXL agent use later blocks than asked for, in its own or in its peer's memory."""
 
     def make(original: Any, kind: str, mine: Any, here: Any, theirs: Any, there: Any, **more: Any) -> Any:
         later = [[each + by for each in blocks] for blocks, by in ((here, here_later), (there, there_later))]
@@ -63,17 +63,13 @@ def other_kv_comes_from_the_cpu(pair: Any) -> None:
     rank.connector.worker._load_handler._swap_blocks_batch = rank.copies._swap
 
 
-# decode does not learn of a failed write before its registration ends, 480 s later
+# with push, decode learns of a failed write only when its registration ends, after 480 s
 for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mooncake-multi"))):
     row("a_transfer_fails", "", lambda pair: pair.network.failing.update(transfer=1), rule, on=on)
-
-
 row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
 row(
     "blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None, "LAB020", on=(*PULL, *MOONCAKE)
 )
-
-
 row(
     "the_thread_for_handshakes_dies", "",
     lambda pair: pair.network.listeners.update({"prefill:5600": lambda: {}["handshake"]}), "LAB021", on=PULL,
@@ -108,7 +104,7 @@ def what_is_sent_is_reported_again(pair: Any, results: Any, ended: set[str]) -> 
 
 @fault("KVR017", on=PULL)
 def leases_are_over_at_once(pair: Any) -> None:
-    """Let each lease expire when the worker's step has begun."""
+    """Let each lease expire as soon as the worker's step begins."""
     worker = _worker(pair.prefill).adapter
 
     def start_load_kv(start: Any, metadata: Any) -> None:
@@ -152,7 +148,7 @@ def decode_forgets_what_it_waits_for(pair: Any, send: Any, request: str, registr
 
 
 def _reads_at(factor: int) -> Any:
-    """Let decode's second rank read from this offset in prefill's blocks. The unit is the size of its share."""
+    """Let decode's second rank read from this offset in prefill's blocks. The unit is the share of one rank."""
     return lambda _, build, plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
 
 
@@ -175,8 +171,6 @@ row(
     "heads_of_two_ranks_are_mixed_up", f"decode.{ADAPTER}._build_local_splits_from_plan",
     lambda _, build, *arguments: reversed(list(build(*arguments))), "LAB001 other KV", on=PULL_RANKS, every=FEWER,
 )  # fmt: skip
-
-
 row(
     "the_second_writer_is_not_waited_for", f"prefill.{ADAPTERS}.nixl_wrapper.make_prepped_xfer",
     lambda _, make, *places, notif_msg: make(*places, notif_msg=notif_msg.rpartition(b":")[0] + b":1"),

@@ -8,15 +8,15 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import fault, noted, row, steps, wrap
 from tests.lab.planted_faults import MP, V1
 
-#: Two ranks. With mp, the second rank takes longer.
+#: Play two ranks. With mp, the second rank takes longer.
 RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank_delay": 3}}
 
-#: Two ranks, each with every second token.
+#: Play decode context parallelism: each of two ranks has every second token.
 SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
 
 
 def _count_twice(engine: Any, schedule: Any) -> Any:
-    """Let the scheduler count one block too many as computed, for a request with a step in flight."""
+    """Let the scheduler count one more block as computed for a request whose step is in flight."""
     done = noted(engine)
     for request in engine.scheduler.running if engine._answers else ():
         if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
@@ -58,7 +58,7 @@ row(
 
 @fault("LAB001 is stored under their key", on=MP, **RANKS)
 def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
-    """Let other requests write to the blocks before the second rank's store, which is reported early."""
+    """Report the second rank's store before it is done, so that other requests write to its blocks meanwhile."""
     server, done = engine.connector.server, []
 
     def others_come(iterate: Any) -> None:
@@ -83,9 +83,7 @@ row(
     "a_rank_loads_what_another_has_stored", "caches.1.get", lambda engine, _, key: engine.caches[0].get(key),
     "LAB001 of rank 1", on=V1, **RANKS,
 )  # fmt: skip
-
-
-#: Load tokens that "first" has stored, and let the load fail in the second rank.
+#: Request "again" loads tokens that "first" has stored. The load fails in the second rank.
 FAILING_RANK = steps(
     do.store("first", prompt(300)), do.admit("again", prompt(300), max_tokens=5), do.fail_load("again", 1, 1), do.run()
 )
@@ -93,17 +91,15 @@ row(
     "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(), "LAB001",
     "LAB008", on=V1, schedule=FAILING_RANK, **RANKS,
 )  # fmt: skip
-
-
-#: `mp` with KV groups of sliding windows, in separate objects.
+#: The setup `mp` with KV groups of sliding windows. The server keeps the groups in separate objects.
 WINDOWS = ("mp-windows",)
-#: `mp` with a KV group of states.
+#: The setup `mp` with a KV group of states.
 STATES = ("mp-states",)
-#: All KV groups of a chunk in one object of the server.
+#: Keep all KV groups of a chunk in one object of the server.
 ONE_OBJECT: dict[str, Any] = {"separate_object_groups": False, "windows": (32,)}
-#: A window whose blocks have twice the tokens.
+#: Play a window whose blocks have twice as many tokens as those of full attention.
 LARGER_BLOCKS: dict[str, Any] = {"windows": (64,), "window_blocks": 2}
-#: States, and a drafter.
+#: Play speculative decoding with a KV group of states.
 STATES_AND_DRAFTS: dict[str, Any] = {"drafter": "mtp", "drafts": 3, "acceptance": 50}
 COMPUTED, STORED = "computed ones, its slot holds other KV", "is stored under their key"
 
@@ -116,7 +112,7 @@ def _before(groups: list[Any]) -> list[Any]:
     return [groups[0], [*groups[1][1:], 0]]
 
 
-#: {fault: (the server's transfer, its blocks, text, setup, options)}
+#: {fault: (method of the server's transfer, function that changes its blocks, text of the finding, setup, options)}
 BLOCKS: dict[str, tuple[str, Any, str, tuple[str, ...], dict[str, Any]]] = {
     "load_of_a_window_goes_to_blocks_of_another": ("load", _others, f"{COMPUTED} in KV group 1", WINDOWS, {}),
     "store_of_a_window_reads_other_blocks": ("read", _others, STORED, WINDOWS, {}),
@@ -138,8 +134,6 @@ def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
 for name, (method, changed, text, on, options) in BLOCKS.items():
     call = _changed(changed, 0 if method == "load" else 1)
     row(name, f"connector.server.chunks.{method}", call, f"LAB001 {text}", on=on, **options)
-
-
 FAILED_LOAD = steps(
     do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), max_tokens=5), do.fail_load("r"), do.run()
 )
@@ -147,8 +141,6 @@ row(
     "a_failed_load_of_groups_is_not_reported", "workers.0.also_reported", lambda *_: {}, "LAB003", "LAB008", "KVR010",
     on=WINDOWS, schedule=FAILED_LOAD,
 )  # fmt: skip
-
-
 row(
     "larger_blocks_are_taken_for_small_ones", "",
     lambda engine: vars(engine.scheduler.connector).update(_group_tokens_per_block=[16, 16]), f"LAB001 {STORED}",
@@ -163,7 +155,7 @@ row(
 
 
 def _in_metadata_of_stores(block: int | None) -> Any:
-    """Change the last block of KV group 1 in each store to `block`. None: let no step wait for a store."""
+    """Replace the last block of KV group 1 in each store by `block`. If it is None, let no step wait for a store."""
 
     def processed(_: Any, process: Any, output: Any, metadata: Any) -> Any:
         answer = process(output, metadata)
@@ -177,7 +169,7 @@ def _in_metadata_of_stores(block: int | None) -> Any:
     return processed
 
 
-# these faults change the metadata that the connector has made with its fixes
+# these faults change the connector's metadata after the fixes have corrected it
 for name, block, text in (
     ("store_of_a_window_names_null_blocks", 0, "null blocks"),
     ("store_of_a_window_names_free_blocks", 59, "blocks freed before the step"),

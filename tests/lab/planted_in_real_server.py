@@ -1,4 +1,4 @@
-"""Faults planted in the lab with a real `lmcache server`: in messages, and with a dead, full or silent server."""
+"""Faults planted in the lab with a real `lmcache server`: in its messages, or with a dead, full or silent server."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,7 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import counted, fault, row, steps, until
 
 REAL = ("mp-real",)
-
-
-#: A prompt is computed, loaded into other blocks, and hit while vLLM also has it.
+#: vLLM computes a prompt, loads it into other blocks, and has a hit for it while vLLM's own cache has it too.
 LOADED = steps(
     [do.store("first", prompt(100), max_tokens=3), do.admit("other", prompt(100, seed=1), max_tokens=3)],
     [do.serve("again", prompt(100), max_tokens=3), do.serve("both", prompt(100), max_tokens=3), do.settle()],
@@ -24,7 +22,7 @@ def _reversed(_: Any, submit: Any, request: str, key: Any, caches: Any, blocks: 
     return submit(request, key, caches, [group[::-1] for group in blocks], *rest, **more)
 
 
-# vLLM has the chunks that a lookup has locked, and nothing asks the server to release these locks
+# a lookup locks chunks that vLLM's own cache has too. With this fault nothing asks the server to release the locks
 row(
     "end_of_a_hit_is_not_sent", "connector.scheduler_adapter.free_lookup_locks", lambda *_, **__: None,
     "KVR009 read locks of the server", **LOADS,
@@ -42,17 +40,17 @@ def on_disk(engine: Any) -> None:
 
 
 def again(tokens: int) -> list[do.Step]:
-    """Return steps that send the first prompt again, when vLLM has none of its blocks."""
+    """Return steps that empty vLLM's own cache, and send the first prompt again."""
     return [do.reset_prefix_cache(), do.serve("again", prompt(tokens), max_tokens=3), do.settle()]
 
 
-#: Stop before a load and a store are sent. The prompt of "first" is on the server's disk.
+#: Stop before the worker sends a load and a store. The server's disk has the prompt of "first".
 begin_load_and_store = steps(
     [do.serve("first", prompt(128)), on_disk, do.reset_prefix_cache()],
     [do.admit("loads", prompt(140)), do.admit("stores", prompt(160, seed=1))],
     until(lambda engine: engine.connector.server.loading and engine.connector.server.storing["stores"]),
 )
-#: Kill the server before a load and a store are sent, and start it again. Then requests hit the chunks on its disk.
+#: Kill the server before the worker sends a load and a store, and start it again. Then a request hits its disk.
 KILLED = steps(
     [begin_load_and_store, do.server_dies(), do.step(2), do.server_comes_back(), do.run()],
     [again(128), counted("server_restarts", 1, 1)],
@@ -64,12 +62,12 @@ row(
 
 
 def evicts(engine: Any) -> None:
-    """Wait until the server has evicted objects, down to four fifths of L1."""
+    """Wait until the server has evicted objects, so that L1 is at most four fifths full."""
     process = engine.connector.server.process
     process.until(lambda: process.locks()["objects"] <= L1_OBJECTS * 4 // 5)
 
 
-#: Store other prompts until the full server evicts the first chunks by itself. These chunks are not on its disk.
+#: Store other prompts until the full server evicts the chunks of the first prompt. Its disk does not have them.
 FILLED = steps(
     do.serve("first", prompt(100)),
     [do.serve(f"other {seed}", prompt(320, seed=seed)) for seed in range(1, 7)],
@@ -90,15 +88,11 @@ UNANSWERED = steps(
     [do.store("first", prompt(100)), do.lookups_fail(1), do.serve("again", prompt(100), max_tokens=3)],
     [do.expect_all_ended(), counted("lookups_unanswered", 1, 1)],
 )
-
-
 row(
     "a_lookup_that_times_out_is_waited_for", CHECK,
     lambda engine, check, name: None if name in engine.connector.server.unanswered_lookups else check(name),
     "LAB003 is WAITING for ever", on=REAL, schedule=UNANSWERED,
 )  # fmt: skip
-
-
 #: The server reads evicted chunks from its disk.
 FROM_DISK = steps(
     do.serve("first", prompt(100)), do.settle(), on_disk, do.evict(100), again(100), counted("read_from_disk", 6, 6)

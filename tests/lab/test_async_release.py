@@ -1,7 +1,7 @@
-"""LMCache's own cache engine on the CPU: references and pins of chunks after a load, and layerwise loads and saves.
+"""LMCache's own cache engine on the CPU: references and pins of chunks after a load, and layerwise loads and stores.
 
-The engine, storage manager, memory objects and adapter are real (KVF013, KVF017, KVF018, KVF026). The GPU connector
-copies nothing.
+The tests use LMCache's own engine, storage manager, memory objects and adapter, for KVF013, KVF017, KVF018 and KVF026.
+The GPU connector is a stand-in that copies nothing.
 """
 
 import inspect
@@ -47,7 +47,7 @@ class Engine(NamedTuple):
         return loaded
 
     def load(self, name: str, skip: int = 0) -> int:
-        """Return the number of loaded tokens. skip: tokens that vLLM has."""
+        """Load, and return the number of loaded tokens. skip: number of tokens that vLLM already has."""
         loaded = self._move("retrieve", name, skip)
         return int((last(loaded) if self.mode == "layers" else loaded).sum())
 
@@ -62,7 +62,7 @@ class Engine(NamedTuple):
 
 
 def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine:
-    """Make LMCache's engine. loading: called in each load."""
+    """Make LMCache's engine. loading: function that is called in each load."""
     import torch
     from lmcache.v1.cache_engine import LMCacheEngine
     from lmcache.v1.config import LMCacheEngineConfig
@@ -77,22 +77,12 @@ def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine
         while True:
             yield
 
-    class GPUConnector:
-        batched_from_gpu = forever
+    def load(*_: Any, **__: Any) -> Iterator[None]:
+        loading()
+        return forever()
 
-        def batched_to_gpu(self, *_: Any, **__: Any) -> Iterator[None]:
-            loading()
-            return forever()
-
-        def get_shape(self, tokens: int) -> Any:
-            return torch.Size([2, 1, tokens, 8])
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_, **__: None
-
-    class LookupServer:
-        def send_response_to_scheduler(self, lookup_id: str, tokens: int) -> None: ...
-
+    connector = mock.Mock(batched_from_gpu=forever, batched_to_gpu=load)
+    connector.get_shape = lambda tokens: torch.Size([2, 1, tokens, 8])
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=16, local_cpu=True, max_local_cpu_size=0.05, save_unfull_chunk=False, lmcache_instance_id="lab",
         enable_async_loading=mode == "async", use_layerwise=mode == "layers",
@@ -106,8 +96,8 @@ def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine
     metadata = Metadata(**{name: value for name, value in known.items() if name in accepted})
     keys = ChunkedTokenDatabase(config, metadata)
     vars(sys.modules[LMCacheEngine.__module__])["assert_layerwise_gpu_connector"] = lambda connector: None
-    engine = LMCacheEngine(config, metadata, keys, GPUConnector(), lambda tensor, src: tensor, lambda each, src: each)
-    engine.post_init(async_lookup_server=LookupServer())
+    engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, src: tensor, lambda each, src: each)
+    engine.post_init(async_lookup_server=mock.Mock())
     return Engine(engine, config, keys, mode)
 
 
@@ -116,9 +106,9 @@ def last(layers: Iterable[Any]) -> Any:
 
 
 def after_one_load(mode: str, skip: int | None) -> list[Any]:
-    """Return the moved tokens, and [references, pins, validity] of the cached chunks, without equal neighbours.
+    """Return the number of loaded tokens, and the [references, pins, validity] of the cached chunks afterwards.
 
-    skip: tokens that vLLM has. None: the lookup is aborted before the load.
+    Equal neighbours are one entry. skip: number of tokens that vLLM has. None: abort the lookup before the load.
     """
     made = make_engine(mode)
     engine = made.cache_engine
@@ -132,11 +122,11 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
             assert time.monotonic() < until
             time.sleep(0.01)
     else:
-        for waiting in "ro":  # request o waits, and has pinned the same chunks
+        for waiting in "ro":  # request o only waits, and pins the chunks too
             made.look_up(waiting)
     moved = 0
     if skip is None:
-        engine.cleanup_memory_objs("r")  # the lookup client asks for this after an abort
+        engine.cleanup_memory_objs("r")  # the lookup client calls this after an abort
     else:
         moved = made.load("r", skip)
     engine.lookup_unpin("r")
@@ -148,7 +138,7 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
 @pytest.mark.parametrize(("mode", "release"), [("", "0.5.5"), ("layers", "0.5.6")])
 @answers([0], [1], also="release")
 def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
-    """The lookup server's thread pins the chunks for request o while request r loads them. Return the chunks' pins."""
+    """The lookup server's thread pins chunks for request o while request r loads them. Return the pins afterwards."""
 
     def lookup_of_o() -> None:
         thread = threading.Thread(target=made.look_up, args=("o",))
@@ -165,7 +155,7 @@ def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
 
 @answers([1], fixes=True)
 def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
-    """One of two layerwise loads ends early. LMCache must release the pins of both, and only these. Return the pins."""
+    """One of two layerwise loads ends early. LMCache must release the pins of both loads only. Return the pins left."""
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -179,23 +169,23 @@ def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
     return sorted(set(made.pins()))
 
 
-#: (mode, release, tokens that vLLM has, or None for an aborted lookup, states of the cached chunks without fixes)
+#: (mode, release, tokens that vLLM has (None: an aborted lookup), states of the cached chunks without fixes)
 AFTER_ONE_LOAD = [
-    ("async", "0.3.15", 0, [[1, 1, True]]),  # pinned for ever
+    ("async", "0.3.15", 0, [[1, 1, True]]),  # wrong: pinned for ever
     ("async", "0.5.1", 0, [[1, 0, True]]),  # right
-    ("async", "0.5.6", 0, [[0, 0, False]]),  # freed, and still listed
-    ("", "0.5.1", 0, [[1, 1, True]]),  # right: the pin of request o is left
-    ("", "0.5.5", 0, [[1, 0, True]]),  # the pin of request o is released
+    ("async", "0.5.6", 0, [[0, 0, False]]),  # wrong: freed, but still in the cache
+    ("", "0.5.1", 0, [[1, 1, True]]),  # right: only request o still pins the chunks
+    ("", "0.5.5", 0, [[1, 0, True]]),  # wrong: the pin of request o is gone
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # LMCache also fetched chunks that vLLM has. No request loads these: 0.4.1 releases them twice, 0.5.6 releases all
+    # LMCache also fetched chunks that vLLM has, and that no request loads. 0.4.1 releases these twice, 0.5.6 all
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]
 
 
 def right(mode: str) -> list[Any]:
-    """Return the right references, pins and validity of a chunk. Except in mode "async", request o has pinned it."""
+    """Return the right references, pins and validity of a chunk. Request o pins the chunk, except in mode "async"."""
     return [1, int(mode != "async"), True]
 
 
@@ -237,7 +227,7 @@ class Worker:
         return meta
 
     def step(self, requests: dict[str, str], load: bool, hit: int = 64) -> None:
-        """Make a step that loads or saves these requests. requests: {name: tag}. Tokens beyond the hit are saved."""
+        """Make a step that loads or stores. requests: {name: tag}. The step stores the tokens beyond the hit."""
         import torch
 
         metadata = self.module.LMCacheConnectorMetadata()
@@ -256,7 +246,7 @@ class Worker:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([0, 0, 0, 64, [], True], [64, 64, 0, 0, ["b", "a"], True], also="release", fixes=["KVF017"])
 def test_each_tenant_has_keys_of_its_own() -> list[Any]:
-    """Two tenants store the same prompt. Return the hits of four requests, and the tags with which tenants load."""
+    """Tenants a and b store one prompt. Return the hits of a, b, a stranger and an untagged request, and load tags."""
     worker = Worker()
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]
@@ -275,8 +265,8 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
 
 @answers([0] * 4, [1] * 4)
-def test_a_load_leaves_the_pins_of_others() -> list[int]:
-    """The adapter does not say which request it loads, so KVF018 must know it. Another request waits for the chunks."""
+def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
+    """The adapter names no request when it loads, so KVF018 must find it. Another request waits for the chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     worker.found("r")
@@ -285,11 +275,11 @@ def test_a_load_leaves_the_pins_of_others() -> list[int]:
     return worker.engine.pins()
 
 
-#: (fixes, how many of the hit chunks are left, tokens of the hit, [failed blocks of the load, cached chunks after it])
+#: (fixes, number of hit chunks still cached, tokens of the hit, [failed blocks of the load, cached chunks afterwards])
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One chunk is left of two. The step computes later chunks on top of missing tokens, so it must store none of these.
+    # One of two hit chunks is cached. The step computes the later chunks on top of missing KV, so it must store none.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 
@@ -300,7 +290,7 @@ SHORT = [
 )
 @answers(also="fixes release answer")
 def test_a_load_that_comes_short(left: int, hit: int) -> tuple[Any, int]:
-    """The last chunks of a load are missing. Return its failed blocks, or "dies", and the number of cached chunks."""
+    """The last chunks of a load are missing. Return the failed blocks, or "dies", and the number of cached chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     cached = worker.engine.cache_engine.storage_manager.local_cpu_backend.hot_cache

@@ -1,4 +1,4 @@
-"""`kvfix lab continue` rebuilds a saved state. The rebuilt engine is stuck if the saved engine was stuck."""
+"""`kvfix lab continue` rebuilds an engine from a saved state. The new engine is stuck if the saved one was stuck."""
 
 import json
 import tempfile
@@ -14,7 +14,7 @@ NEWEST = RELEASES / "0.5.6"
 
 
 def saved(engine: str, steps: int = 0) -> dict[str, Any]:
-    """Save the state of this engine after `steps` more steps, as `kvfix look --save` does. Return the lab's results."""
+    """Make `steps` steps, save the engine's state as `kvfix look --save` does, and return the lab's results for it."""
     from kvfix_tools.lab import continue_state, runner
     from kvfix_tools.lab.fuzz import fuzz
 
@@ -36,7 +36,7 @@ def saved(engine: str, steps: int = 0) -> dict[str, Any]:
 
 
 def of_watchdog(engine: str) -> dict[str, Any]:
-    """Return the lab's result for the watchdog's file."""
+    """Let the watchdog report this engine. Return the lab's results for the file that the watchdog wrote."""
     from kvfix_tools.lab import continue_state
 
     line = test_watchdog.wedge(engine)["line"]

@@ -1,4 +1,4 @@
-"""Schedules that the fuzzer found, and their outcomes: failed loads, a kv_producer, ranks, pairs of engines."""
+"""Outcomes of schedules that the fuzzer found: with failed loads, a kv_producer, ranks, and pairs of engines."""
 
 from typing import Any
 
@@ -12,17 +12,16 @@ from kvfix_tools.lab.runner import applied, played
 from kvfix_tools.lab.scenario import find
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import RELEASES, Once, answers
+from tests.conftest import answers
 from tests.lab.planted import steps, until
 
-NEWEST = RELEASES / "0.5.6"
-#: Options that the fuzzer did not draw yet when it found the schedule.
+#: Options that the fuzzer could not draw yet when it found the first schedule below.
 LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights", "ranks", "roles", "offloading")
 
 
 @answers([[0, 32], [32, 96]], fixes=True)
 def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
-    """A load fails with asynchronous scheduling, and the request starts again in the same blocks after an empty step.
+    """A load fails with asynchronous scheduling. After an empty step the request starts again in its old blocks.
 
     `make healthy` found that the first chunk was never stored (KVR007). KVF007 remembers the failed load for as many
     steps as are in flight, even if one of these steps computes nothing.
@@ -32,41 +31,39 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
     return [[event.start, event.end] for event in events[failed:] if isinstance(event, Stored)][:2]
 
 
-def beyond_the_blocks() -> list[str]:
-    """After vLLM has rolled a request back, the step still starts at the end of its last drafts: beyond its blocks."""
+@answers([True, True], [False, False])
+def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
+    """vLLM rolls a request back. Its step still starts at the end of its last drafts, which is beyond its blocks.
+
+    Return whether the lab reports this step, and whether it reports anything.
+    """
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
-    return [str(found) for found in late.play(Schedule(options, steps)).violations]
+    violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
+    return [any("its blocks end at" in found for found in violations), bool(violations)]
 
 
-def test_a_step_beyond_the_blocks_of_its_request(once: Once) -> None:
-    released, fixed = once.both(beyond_the_blocks, NEWEST)
-    assert any("its blocks end at" in found for found in released)
-    assert fixed == []
+@answers([True, True], release="0.4.6", fixes=True)
+def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
+    """The load of `r`, which shares blocks with `other`, fails. KVF103 and KVF110 wrap the function that reports it.
 
-
-def computed_beside_a_failed_load() -> list[int]:
-    """Return the computed tokens of `other` at each step. The load of `r`, which shares blocks with `other`, fails."""
+    The fixes must report only blocks that the load writes. Return whether the number of computed tokens of `other`
+    never falls, and whether `other` has 20 steps or more.
+    """
     begin = (("admit", "other", 0, 90, 20), *[("step",)] * 4, ("stored_elsewhere", 0, 128), ("admit", "r", 0, 140, 1))
     schedule = Schedule(Options(connector="mp-in-tree"), (*begin, ("fail_load", 1, 1)))
     log = [event for _, event in late.play(schedule).log]
     assert any(isinstance(event, LoadFailed) and event.request == "r" for event in log)
-    return [event.computed for event in log if isinstance(event, Scheduled) and event.request == "other"]
-
-
-def test_a_failed_load_of_another_request_computes_nothing_anew(once: Once) -> None:
-    """KVF103 and KVF110 wrap one function. It must not report blocks as failed that the load was not to write."""
-    computed = once(computed_beside_a_failed_load, RELEASES / "0.4.6", fixes=True)
-    assert computed == sorted(computed)
-    assert len(computed) >= 20
+    computed = [event.computed for event in log if isinstance(event, Scheduled) and event.request == "other"]
+    return [computed == sorted(computed), len(computed) >= 20]
 
 
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([8, 4, 8], [8, 4, 8], also="release")
 def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
-    """A request is preempted in its decode phase. vLLM has its whole prompt, but LMCache has evicted half of it.
+    """vLLM preempts a request in its decode phase. vLLM has its whole prompt, but LMCache has evicted half of it.
 
-    LMCache's worker stores tokens that the metadata exclude from the store (0.5.6 vllm_v1_adapter.py:1152).
+    LMCache's worker also stores tokens that the metadata exclude (0.5.6 vllm_v1_adapter.py:1152), so there is no hole.
     Return the number of cached chunks before the eviction, after it, and at the end of the request.
     """
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
@@ -81,24 +78,25 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
     return [before, evicted, len(engine.cache)]
 
 
-def aborted_while_it_waits(fixes: bool) -> list[str]:
-    """Decode's request is aborted, and the notice to prefill is lost. Return the findings and kvfix's reports."""
+@pytest.mark.parametrize(("is_fixed", "answer"), [(True, [False, False]), (False, [True, True])])
+@answers(also="answer")
+def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> list[bool]:
+    """Decode's request is aborted, and the notice to prefill is lost. Decode keeps the blocks for prefill's writes.
+
+    With KVF322 decode keeps them until the registration ends, and without fixes for ever. Return whether there is a
+    finding of KVR009, and whether there is any finding or report.
+    """
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector="nixl-push", num_blocks=40, max_num_batched_tokens=64, extra=timeout)
     steps = [("fail", "notice", 1), ("ask_at_once", "r", 0, 64, 5, 1), ("step",), ("abort", 0), ("step",)]
-    with applied(fixes, "check"):
-        return sorted({finding.code for finding in late.play(Schedule(options, tuple(steps))).violations})
-
-
-def test_what_is_kept_until_its_end_is_not_left(once: Once) -> None:
-    """Decode keeps blocks for prefill's writes until the registration ends (KVF322). Without fixes, it keeps them."""
-    assert once(aborted_while_it_waits, NEWEST, True) == []
-    assert "KVR009" in once(aborted_while_it_waits, NEWEST, False)
+    with applied(is_fixed, "check"):
+        codes = {finding.code for finding in late.play(Schedule(options, tuple(steps))).violations}
+    return ["KVR009" in codes, bool(codes)]
 
 
 @answers([True, True])
-def test_a_lookup_that_times_out_holds_up_both() -> list[bool]:
-    """While one engine waits for a lookup, the clock of both engines advances. So leases end in this time."""
+def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
+    """While one engine waits for a lookup, the clock of both engines advances, so a lease can end meanwhile."""
     from kvfix_tools.lab.engine.lab_engine import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 
@@ -125,7 +123,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the chunks in each rank's cache before and after a step that loads 128 of 300 tokens, and at the end."""
+    """Return how many chunks each rank's cache has: before and after a load of 128 of 300 tokens, and at the end."""
     engine, chunks = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options)), []
     for part in (
         do.store("first", prompt(128)),
@@ -146,7 +144,7 @@ def play_all() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_step_that_loads_computes_is_saved_later(way: str, outcomes: dict[str, Any]) -> None:
+def test_tokens_of_a_step_with_a_load_are_stored_later(way: str, outcomes: dict[str, Any]) -> None:
     one, two = (outcomes["saved"][way][ranks] for ranks in ("1", "2"))
     assert one["found"] == two["found"] == []
     assert one["chunks"][1] > one["chunks"][0], "one rank saves it at once"
@@ -155,5 +153,5 @@ def test_what_a_step_that_loads_computes_is_saved_later(way: str, outcomes: dict
 
 
 def test_without_kvf030_the_caches_are_wrong(outcomes: dict[str, Any]) -> None:
-    """Without KVF030, the other fixes do not keep the caches of two ranks right."""
+    """If KVF030 is left out, the caches of two ranks are wrong, although all other fixes are applied."""
     assert "LAB001" in outcomes["without"]

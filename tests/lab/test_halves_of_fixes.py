@@ -1,37 +1,45 @@
-"""If a fix lacks one of its targets, the lab finds it.
+"""kvfix applies a fix whole or not at all. If a fix is applied without one of its targets, the lab finds the bug.
 
-If a fix wraps functions in two processes, each half alone makes no outcome that the release does not have, because the
-other process may have no kvfix. It is allowed that a load times out where the release waits for ever.
+A site patch or a later release may replace a function of a fix. Then kvfix must wrap no function of the fix, and the
+fix's scenarios must have the same outcomes as without fixes.
+
+One of two processes may have no kvfix. So if a fix wraps functions in two processes, each half alone must not add a
+finding to those of the release. A load may time out where the release waits for ever.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from kvfix import catalogue
+import kvfix
+from kvfix import applicability, catalogue, installed_source
+from kvfix.fixes import stubs
 from kvfix.fixes.record import Fix, Target
+from kvfix.session import session
 from kvfix_tools.lab import runner
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import find
+from kvfix_tools.lab.scenario import find, scenario
 from kvfix_tools.lab.steps import prompt
 from tests import late
 from tests.conftest import RELEASES, Once, answers
 from tests.lab.faults import CLOSED, Case, cases, of_scenario
 from tests.lab.planted import counted, steps, until
 
-#: Functions of connectors that run in a worker. Classes of workers have "Worker" in their name.
+#: Functions of connectors that run in a worker. Other functions run in a worker if their class is named after one.
 IN_WORKER = {
     "wait_for_save", "start_load_kv", "save_kv_layer", "get_block_ids_with_load_errors", "get_finished",
     "get_transfer_results", "handle_preemptions",
 }  # fmt: skip
-#: Fixes that also report failed stores, which no scenario plays.
+#: {fix that also reports failed stores, which no scenario plays: connectors}
 STORES = {"KVF330": ["offloading"], "KVF370": ["simple-offload"]}
-#: {fix for two engines: its functions that act in the prefill engine}
+#: {fix for prefill and decode: its functions that act in the prefill engine}
 IN_PREFILL = {"KVF319": {"request_finished"}, "KVF322": {"_do_start_push_kv"}}
 
 
@@ -41,7 +49,7 @@ def _is_in_worker(target: Target) -> bool:
 
 
 def halves(fix: Fix) -> list[tuple[Target, ...]]:
-    """Return the targets of each half, or [] if all functions run in one process."""
+    """Return the targets of each half of a fix, or [] if all its functions run in one process."""
     if fix.code in IN_PREFILL:
         first = tuple(each for each in fix.targets if each.function.rpartition(".")[2] in IN_PREFILL[fix.code])
     else:
@@ -53,33 +61,22 @@ def halves(fix: Fix) -> list[tuple[Target, ...]]:
 FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 
 
-stored_again = steps(
-    [do.fail_store("before"), do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()],
-    do.serve("r", prompt(128)),
-)
-
-
 def failed_store(connector: str) -> Case:
-    """Return a case in which a store fails, and another request has the same prompt."""
-
-    def play() -> Any:
-        engine = late.LabEngine(Options(connector=connector, max_num_batched_tokens=512))
-        with suppress(late.EngineDied):
-            stored_again(engine)
-        return engine
-
-    return Case("failed-store", play)
+    """Return a case in which a store fails, and then a request with the same prompt comes."""
+    options = Options(connector=connector, max_num_batched_tokens=512)
+    before = [do.fail_store("before"), do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()]
+    return of_scenario(scenario(before, do.serve("r", prompt(128)), shows="", options=options, name="failed-store"))
 
 
 def play_all() -> dict[str, list[str]]:
-    """Return {fix: findings with only one half of the fix that do not occur without the fix}."""
+    """Return {fix: findings with one half of the fix that do not occur without the fix}."""
     found: dict[str, list[str]] = {}
     for fix in map(catalogue.find, FIXES):
         found[fix.code] = []
         for case in cases(fix) + [failed_store(connector) for connector in STORES.get(fix.code, ())]:
             released = {*CLOSED, *(each.code for each in case.findings(False))}
             for targets in halves(fix):
-                # a fix with only helpers would not apply: count each function as one that shows the bug
+                # kvfix would not apply a half that has only helpers, so count each function as one with the bug
                 with mock.patch.dict(vars(fix), targets=tuple(replace(each, helper=False) for each in targets)):
                     new = [str(each) for each in case.findings() if each.code not in released]
                 found[fix.code] += [f"{case.name} with {targets[0].function}: {each}" for each in new]
@@ -95,7 +92,7 @@ OPTIONS = Options(block_size=16, chunk_size=16, num_blocks=40, max_num_batched_t
 
 
 def found(options: Options, *parts: Any) -> list[str]:
-    """Play these parts of a schedule with the fixes. Return the findings, and a text for each failed load."""
+    """Play these parts of a schedule with the fixes. Return the findings, and the text FAILED for each failed load."""
     with runner.applied(True):
         engine = late.LabEngine(options)
         steps(*parts, do.run(), do.settle())(engine)
@@ -103,15 +100,15 @@ def found(options: Options, *parts: Any) -> list[str]:
 
 
 def other_fails(_: Any) -> None:
-    """Let the load of a request with the same id fail in another engine of this process."""
+    """In another engine of this process, let the load of a request with the id `sharing` fail."""
     other = [do.stored_elsewhere(prompt(64)), do.fail_load("sharing"), do.serve("sharing", prompt(112))]
     steps(other, counted("loads_failed", 1))(late.LabEngine(OPTIONS))
 
 
 def shared(*parts: Any) -> list[str]:
-    """Play a failed load. vLLM has 64 tokens of `sharing`, LMCache has none, and the same step computes the rest.
+    """Play a step with a failed load that also computes `sharing` after token 64. vLLM has the 64 tokens, LMCache none.
 
-    The worker does not store the rest, and vLLM rolls `sharing` back to token 64. parts: the steps after that.
+    The worker does not store the computed tokens, and vLLM rolls `sharing` back to token 64. parts: the next steps.
     """
     findings = found(
         OPTIONS,
@@ -124,7 +121,7 @@ def shared(*parts: Any) -> list[str]:
 
 
 def fails_again() -> list[str]:
-    """Play a load of `r` that fails. A second load of `r` would fail too."""
+    """Play a failed load of `r`. A second load of `r` would fail too."""
     return found(
         Options(max_num_batched_tokens=512, async_scheduling=True),
         [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=4)],
@@ -133,7 +130,7 @@ def fails_again() -> list[str]:
 
 
 def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
-    """Play with this fix, but without this function of it ("": the whole fix). Return the findings."""
+    """Play with this fix, but without one of its functions ("": with all). Return the findings."""
     fix: Any = catalogue.find(code)
     left = [each for each in fix.targets if not function or not each.function.endswith(function)]
     with mock.patch.dict(vars(fix), targets=tuple(left)):
@@ -143,18 +140,18 @@ def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
 FAILED = "a load has failed"
 HOLE = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
 SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
-#: (fix, the target that it lacks or "", the played case, beginnings of findings). The last case leaves notes behind.
+#: (fix, the target to leave out or "", the case to play, starts of the findings). The last case leaves notes behind.
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF007", "", shared, ()),
     ("KVF007", "_update_requests_with_invalid_blocks", shared, (HOLE,)),
     ("KVF007", "get_block_ids_with_load_errors", of_scenario(find("failed-load-stored-under-way")).findings, (SAVED,)),
     ("KVF205", "", fails_again, (FAILED,)),
-    # the second load fails too. Then vLLM computes the tokens: it must not load for ever
+    # the second load fails too. Then vLLM must compute the tokens, and not load for ever
     ("KVF205", "get_num_new_matched_tokens", fails_again, ("LAB008 wrong-text r: token", FAILED, FAILED)),
     ("KVF221", "_update_request_as_session", of_scenario(find("preempted-session-lost")).findings, ("LAB008",)),
     ("KVF007", "build_connector_meta", shared, (HOLE,)),
 ]
-#: Without these targets there are more findings than those listed.
+#: Targets without which there are more findings than those listed.
 WITH_OTHERS = ("get_block_ids_with_load_errors", "get_num_new_matched_tokens")
 
 
@@ -163,7 +160,7 @@ def incomplete() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("number", range(len(INCOMPLETE)), ids=lambda number: "-".join(INCOMPLETE[number][:2]))
-def test_it_is_found_that_a_target_is_missing(number: int, once: Once) -> None:
+def test_a_missing_target_is_found(number: int, once: Once) -> None:
     findings, (_, target, _, beginnings) = once(incomplete, RELEASES / "0.5.6")[number], INCOMPLETE[number]
     assert findings.count(FAILED) == beginnings.count(FAILED)
     assert [each for each in beginnings if not any(text.startswith(each) for text in findings)] == []
@@ -171,6 +168,96 @@ def test_it_is_found_that_a_target_is_missing(number: int, once: Once) -> None:
 
 
 @answers([])
-def test_another_engine_in_the_process_takes_nothing_away() -> list[str]:
-    """Notes on a request belong to one scheduler: the other scheduler has a request with the same id."""
+def test_another_engine_in_the_process_changes_no_notes() -> list[str]:
+    """A fix keeps notes for each scheduler, because another scheduler may have a request with the same id."""
     return shared(other_fails)
+
+
+@contextmanager
+def replaced(fix: Fix, target: Target) -> Iterator[None]:
+    """Replace the target by an equal function with another file name. Its behaviour probe gives no answer."""
+    found = installed_source.live_function(import_module(target.module), target.function)
+    owner, name, original = found
+    is_static = isinstance(original, staticmethod)
+    inner = original.__func__ if is_static else original
+    code = inner.__code__.replace(co_filename="/site/patched.py")
+    other = FunctionType(code, inner.__globals__, name, inner.__defaults__, inner.__closure__)
+    other.__kwdefaults__, other.__module__ = inner.__kwdefaults__, "site_patch"
+    same = [replace(each, probe=stubs.cannot_tell) if each.name == target.name else each for each in fix.targets]
+    with (
+        mock.patch.object(owner, name, staticmethod(other) if is_static else other),
+        mock.patch.dict(vars(fix), targets=tuple(same)),
+    ):
+        yield
+
+
+def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
+    """Yield fixes that wrap several functions of one copy. Those with scenarios come last: the lab replaces a class."""
+    for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
+        for copy, targets in fix.groups if fix.fixable else ():
+            wrong = [each for each in targets if applicability.judge(each).state == "applicable"]
+            if len(wrong) > 1 and any(not each.helper for each in wrong):
+                yield fix, copy, tuple(wrong)
+
+
+#: {copy of the code: the lab's connector that has this copy}
+CONNECTORS = {"LMCache": "mp", "vLLM": "mp-in-tree"}
+
+
+def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
+    """Return (slug, outcome) of each scenario of the fix that plays this copy of the code."""
+    return [
+        (scenario.slug, runner.play(scenario, fixes, only=[fix.code]).outcome)
+        for scenario in map(find, fix.scenarios)
+        if scenario is not None
+        and runner.expected(scenario) != "not-applicable"
+        and scenario.options.connector == CONNECTORS.get(copy, scenario.options.connector)
+    ]
+
+
+def play_replaced() -> dict[str, Any]:
+    """Return {fix and replaced function: [functions still wrapped, scenarios whose outcome the fix still changes]}.
+
+    For each copy of the code, also return the functions that the fix wraps when no function is replaced.
+    """
+    found: dict[str, Any] = {}
+    every = list(of_several_functions())
+    for fix, copy, wrong in every:
+        # If the code has another copy, kvfix still wraps that copy, and the functions that all copies share.
+        is_only_copy = sum(each[0] is fix for each in every) == 1
+        for target in wrong:
+            import_module(target.module)
+        with runner.quiet():
+            kvfix.apply(only=[fix.code])
+            found[f"{fix.code} {copy} whole"] = wrapped(fix, wrong)
+            kvfix.revert()
+        as_released = played(fix, copy, fixes=False)
+        for target in wrong:
+            with replaced(fix, target):
+                with runner.quiet():
+                    kvfix.apply(only=[fix.code])
+                    own = [each for each in wrong if is_only_copy or target.copy in ("", each.copy)]
+                    others = wrapped(fix, own)
+                    states = {row.verdict for row in kvfix.status() if row.code == fix.code}
+                    named = [row.reason for row in kvfix.status() if target.function in row.reason]
+                    kvfix.revert()
+                others = [*others, *([] if named and "refused" in states else [f"status says {states}"])]
+                now = played(fix, copy, fixes=True)
+                found[f"{fix.code} {target.name}"] = [others, [each for each in now if each not in as_released]]
+    return found
+
+
+def wrapped(fix: Fix, targets: Iterable[Target]) -> list[str]:
+    keys = [target for target in targets if fix.code in session.wrapped.get((target.module, target.function), ())]
+    return sorted({target.name for target in keys})
+
+
+def test_without_a_function_no_half_of_a_fix_is_applied(once: Once) -> None:
+    """A fix wraps several functions, and no function if one of them is replaced."""
+    found = once(play_replaced, RELEASES / "0.5.6")
+    whole = {name: each for name, each in found.items() if name.endswith(" whole")}
+    assert len(whole) > 20
+    assert all(whole.values())
+    trials = {name: each for name, each in found.items() if name not in whole}
+    assert len(trials) > 60
+    assert {name: each for name, each in trials.items() if each != [[], []]} == {}

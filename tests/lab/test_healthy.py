@@ -1,6 +1,6 @@
-"""No fix changes a healthy schedule: lookups, promises, loads and stores are the same, event by event.
+"""No fix changes a healthy schedule: with and without fixes, all lookups, promises, loads and stores are equal.
 
-A schedule is healthy if it violates no rule without fixes. Then a fix acts only if an operation fails or is undone.
+A schedule is healthy if it violates no rule without fixes. A fix acts in it only if an operation fails or is undone.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from tests import late
 from tests.conftest import RELEASES, Once
 from tests.healthy import changing, events, violated
 
-#: Counters of operations that fail or are undone.
+#: Counters of operations that failed or were undone.
 DISTURBED = ("preemptions", "aborts", "aborted", "loads_failed", "leases_ended")
-#: These fixes act before their bug can show: if the worker is idle, a load fails, a request ends, or a copy is made.
+#: These fixes act before the bug can show: when a worker is idle, a load fails, a request ends, or a copy begins.
 AHEAD = {"KVF109", "KVF110", "KVF113", "KVF216"}
 
 
@@ -68,6 +68,6 @@ def test_same_decisions(connector: str, release: str, once: Once) -> None:
     "connector", ["v1", "mp", "offloading", "simple-offload", "nixl-pull", "nixl-push", "mooncake"]
 )
 def test_no_fix_acts(connector: str, once: Once) -> None:
-    found = once(compared, RELEASES / "0.5.6", connector, 20)
+    found = once(compared, RELEASES / "0.5.6", connector, 40 if connector in ("v1", "mp") else 20)
     assert set(found["acted"]) <= AHEAD
     assert found["calm"] > 0

@@ -1,4 +1,4 @@
-"""In a mixed roll-out only one of two engines has the default fixes. It violates no rule that the release keeps."""
+"""Mixed roll-out: only one of two engines has the default fixes. No rule is violated that the release keeps."""
 
 from math import inf
 from typing import Any
@@ -12,7 +12,7 @@ from tests import late
 from tests.conftest import RELEASES, Once, answers
 
 SEEDS = {"nixl-pull": 12, "nixl-push": 17, "mooncake": 48}
-#: (connector, the engine that has the fixes, number of seeds)
+#: (connector, the engine with the fixes, number of seeds)
 PLAYED = [
     *((name, side, seeds) for name, seeds in SEEDS.items() for side in ("prefill", "decode")),
     *((name, "one", 24) for name in ("v1", "mp")),
@@ -38,7 +38,7 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 )
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
-    """If one of two engines with one cache has KVF017, neither finds the other's stores. Return the loaded tokens."""
+    """Two engines share a cache. If one has KVF017, neither loads the other's stores. Return the loaded tokens."""
     from kvfix_tools.lab.pair import one_side
     from kvfix_tools.lab.pair.pair import Neighbours
 
@@ -49,7 +49,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
             first, second = Neighbours(Options(chunk_size=64, max_num_batched_tokens=512)).engines[::order]
             for engine, name in ((first, "a"), (second, "b")):
                 with engine.running():
-                    engine.serve(name, prompt(200), cache_salt="tenant")  # with a salt it has other keys
+                    engine.serve(name, prompt(200), cache_salt="tenant")  # KVF017 puts the salt into the keys
             loaded.append(second.counts["loaded_tokens"])
     return loaded
 
@@ -60,7 +60,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 )
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
-    """No wrapper runs outside of an engine. Return the engines where the wrappers ran with a fix, and without one."""
+    """Return the engines in which wrapped functions ran with the fix, and those without. Each call is in an engine."""
     from kvfix_tools.lab.pair import one_side
 
     ran: tuple[set[str], set[str]] = set(), set()
@@ -93,15 +93,15 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 @pytest.mark.parametrize(
     ("connector", "seed", "code", "answer"),
     [
-        # KVF353 is opt-in because both engines need it. Otherwise the two engines count tokens differently.
+        # KVF353 is opt-in because both engines need it. Otherwise the engines count tokens differently.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # Requests end earlier, so different loads share a message. Decode shows KVF369's bug, as a release can do.
+        # With KVF364 requests end earlier, so other loads share a message. Then decode shows the bug of KVF369.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
-    """Return [the seed has violations, the release does not show one of them, the release shows none of them]."""
+    """Return whether the seed has violations, whether the release lacks some of them, and whether it lacks all."""
     from kvfix_tools.lab.pair import one_side
 
     run = late.Run(connector, True, fixes_in="prefill")

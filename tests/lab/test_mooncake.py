@@ -1,4 +1,4 @@
-"""Two engines with MooncakeConnector: timeouts, two prefills for one transfer, and two prefill ranks."""
+"""Prefill and decode with MooncakeConnector: timeouts, two prefills for one transfer, and two prefill ranks."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ OPTIONS = Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64
 @pytest.mark.parametrize(("aborted_first", "answer"), [(True, [0, []]), (False, [1, []])])
 @answers(also="answer", fixes=["KVF364"])
 def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> list[Any]:
-    """Abort one of two prefills for a transfer, before or after the other prefill ends. Return leases and findings."""
+    """Abort one of two prefills for a transfer, before or after the other ends. Return its leases, and the findings."""
     pair = late.Pair(OPTIONS)
     pair.prefill.connector._transfer = lambda name: "shared"
     steps(
@@ -35,7 +35,7 @@ def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> li
 @pytest.mark.parametrize(("longer", "answer"), [(0, ["LAB001", "LAB008"]), (480, [])])
 @answers(also="answer")
 def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: float) -> list[str]:
-    """Check the workaround for KVF906: decode waits longer. Decode's setting changes only its receive timeout."""
+    """Check the workaround for KVF906: a longer timeout in decode, which changes only how long decode waits."""
     from kvfix_tools.lab.connectors import mooncake_network
 
     released = mooncake_network.Dealer.setsockopt
@@ -50,12 +50,12 @@ def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: floa
 
 
 RANKS = replace(OPTIONS, prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail", delay=8)
-#: Address of the rank that fails.
+#: Address of the prefill rank that fails.
 ADDRESS = "tcp://prefill:1"
 
 
 def played() -> list[str]:
-    """Add a second prefill rank, as of another pipeline stage, that answers with errors. Return the findings."""
+    """Add a second prefill rank, which answers each message with an error. Return the codes of the findings."""
     pair = late.Pair(RANKS)
     pair.ask("a", prompt(32, seed=2))
     pair.run()
@@ -64,7 +64,7 @@ def played() -> list[str]:
     answer = module.MooncakeXferResponse(status=module.MooncakeXferResponseStatus.ERROR, err_msg="this rank has no KV")
     error = module.msgspec.msgpack.Encoder().encode(answer)
     host = pair.prefill.connector._host
-    pair.network.bound[ADDRESS] = SimpleNamespace(  # this rank answers each message with an error
+    pair.network.bound[ADDRESS] = SimpleNamespace(  # the second rank
         host=host, take=lambda dealer, message: host.network.send(dealer.host, lambda: dealer.take(error))
     )
     for ranks in adapter._remote_agents.values():
@@ -77,7 +77,7 @@ def played() -> list[str]:
 
 
 def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
-    """The last prefill rank's report ends a load (KVF369). Otherwise a rank writes to blocks of another request."""
+    """A load must end with the last prefill rank's report (KVF369). Otherwise a rank overwrites another request."""
     released, fixed = once.both(played, RELEASES / "0.5.6")
     assert "LAB001" in released
     assert fixed == []
@@ -88,7 +88,7 @@ def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
 )
 @answers(also="fixes answer")
 def test_a_request_that_has_loaded_goes_on() -> str:
-    """Prefill dies after it wrote one of two loads of a message. Return the status of the request with this load."""
+    """One message asks for two loads. Prefill writes one of them and dies. Return the status of this load's request."""
     pair = late.Pair(replace(RANKS, decode_blocks=60, delay=1))
     steps(
         [do.budget(16), do.ask_at_once("r", prompt(16), 60), do.ask_at_once("s", prompt(200, seed=1)), do.step(8)],

@@ -1,4 +1,4 @@
-"""vLLM's offloading connectors: bugs that the lab does not play (KVF334, 335, 370), false findings, and records."""
+"""vLLM's offloading connectors: bugs that no scenario plays (KVF334, 335, 370), false findings, and records."""
 
 import os
 from contextlib import suppress
@@ -17,7 +17,7 @@ from tests import late
 from tests.conftest import RELEASES, Once, answers
 from tests.lab.planted import SETUPS, counted, schedule_offloading, steps
 
-#: TOKENS: tokens of the prompt. LIMITS: `max_offload_tokens` of a request: not set, 0, a part of the prompt, all of it.
+#: TOKENS: length of the prompt. LIMITS: `max_offload_tokens` of each request: not set, 0, a part or all of the prompt.
 TOKENS = 40
 LIMITS = (None, 0, 8, 40)
 SIMPLE = SETUPS["simple-offload"].options
@@ -25,7 +25,7 @@ SIMPLE = SETUPS["simple-offload"].options
 
 @answers([2, 2, "AssertionError", 2], [2, 0, 0, 2])
 def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
-    """With a KV group of states, return for each limit how many blocks at the prompt's end are stored, or the error."""
+    """The model has a KV group of states. Return for each limit how many blocks at the end are stored, or the error."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -63,7 +63,7 @@ def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
 
 @answers([])
 def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
-    """The worker reports loads in order, so it reports the failed second load after the first load. This is right."""
+    """The worker reports loads in order, so it correctly reports the failed second load after the first load."""
     with applied(True, "check"):
         engine = late.LabEngine(replace(SIMPLE, delay=6))
         steps(
@@ -78,7 +78,7 @@ def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
 
 @answers([])
 def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
-    """At the end of its store, a request has lost its blocks and has fewer computed tokens than stored tokens."""
+    """A reset takes a request's blocks while they are stored. At the end, more tokens are stored than computed."""
     options = replace(
         SIMPLE, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5, max_num_seqs=2,
         drafter="mtp", drafts=4, acceptance=30, cpu_blocks=75, extra={"lazy_offload": False},
@@ -91,7 +91,7 @@ def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
 
 
 def recorded() -> list[Any]:
-    """Return kvfix's records of a request that loads: its Asked events, loads and stores."""
+    """Return the events that kvfix records for a request that loads: its questions, loads and stores."""
     kvfix.apply("observe", only=[])
     schedule_offloading(late.LabEngine(SIMPLE))
     return [(type(each.event).__name__, *each.event[1:]) for each in session.events if each.event.request == "again"]
@@ -99,7 +99,7 @@ def recorded() -> list[Any]:
 
 @answers([[], []], [[0, 1], [0]], fixes=["KVF370"])
 def test_a_full_disk_ends_no_thread() -> list[Any]:
-    """Two stores are in the queue, and the disk is full at the first one. Return the notes of both."""
+    """Two stores are in the queue, and the disk is full at the first store. Return the ended and the failed stores."""
     import torch
     from vllm.v1.simple_kv_offload import disk_backend
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
@@ -109,7 +109,7 @@ def test_a_full_disk_ends_no_thread() -> list[Any]:
 
     vars(disk_backend)["torch"] = cuda_stand_in.Torch()
     worker = SimpleCPUOffloadWorker(None, None, 0)
-    with suppress(AssertionError):  # this worker has no configuration
+    with suppress(AssertionError):  # the assertion needs a configuration
         worker.register_kv_caches({"layer": torch.zeros(1)})
     from_scheduler: Any = SimpleCPUOffloadMetadata()
     from_scheduler._kvfix_knows_failed_copies = True
@@ -143,9 +143,9 @@ def test_the_reader_knows_loads_and_stores(once: Once) -> None:
     assert all(start < end for start, end in stored)
 
 
-#: OffloadingConnector's p2p tier reads the parameters of a request (KVF335). The lab does not have this tier.
+#: Parameters of a request that OffloadingConnector's p2p tier reads (KVF335). The lab does not have this tier.
 PEER = {"kv_request_id": "r", "remote_host": "peer", "remote_port": 1}
-#: (parameters, policy that the tier asks for). The tier stores all chunks of a request that another engine will decode.
+#: (parameters, policy that the tier must choose). It stores all chunks of a request that another engine will decode.
 RIGHT = (
     ({}, "CHUNK_LEVEL"),
     ({"remote_prefiller": PEER}, "CHUNK_LEVEL"),
@@ -164,13 +164,13 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 
 
 def policies() -> list[str]:
-    """Add, look up and end a request with each of the parameters. Return the policies, or the exceptions."""
+    """Add, look up and end a request with each of these parameters. Return each policy, or the exception's name."""
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
     found = []
     for params in [*(params for params, _ in RIGHT), *MALFORMED]:
-        tier = P2PSecondaryTierManager.__new__(P2PSecondaryTierManager)  # the constructor needs NIXL and a port
+        tier = P2PSecondaryTierManager.__new__(P2PSecondaryTierManager)  # its constructor needs NIXL and a port
         vars(tier).update(
             _sessions={}, _failed_req_ids=set(), _kv_to_session={}, _local_id="here",
             _control=SimpleNamespace(connect=lambda peer: None), _data=None,
@@ -181,7 +181,7 @@ def policies() -> list[str]:
             tier.lookup(b"key", context)
             tier.on_request_finished(context)
             assert context.kv_transfer_params == params
-        except Exception as error:  # noqa: BLE001 - what EngineCore dies of
+        except Exception as error:  # noqa: BLE001 - EngineCore would die of it
             policy = type(error).__name__
         found.append(policy)
     return found

@@ -1,4 +1,4 @@
-"""Every rule finds its planted fault, and finds nothing without a fault. docs/lab-features.md has faults by feature."""
+"""The lab finds each planted fault, and finds nothing without a fault. docs/lab-features.md has faults by feature."""
 
 import dataclasses
 import re
@@ -14,24 +14,24 @@ from kvfix_tools.lab.scenario import find
 from tests import late
 from tests.conftest import ROOT
 from tests.healthy import own_blocks
-from tests.lab import planted_in_real_server  # noqa: F401  it plants its faults
+from tests.lab import planted_in_real_server  # noqa: F401  its import registers its faults
 from tests.lab.planted import FAULTS, Fault, is_found, played
 from tests.lab.planted_faults import DRAFTS
 from tests.lab.planted_in_pairs import COPIED, FEWER, GROUPS, MORE
 from tests.lab.planted_in_ranks import LARGER_BLOCKS, ONE_OBJECT, RANKS, SHARES, STATES_AND_DRAFTS
 
-#: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
+#: A finding of plain schedules with this release: the bug of scenario priority-left-after-resume.
 KNOWN = "_requests_priority still holds it"
-#: Settings for LMCache's asynchronous and layerwise loads in process.
+#: Settings of LMCache in process for asynchronous loads, and for layerwise loads.
 FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
 
 ONE = {"loaded_tokens": 64, "preemptions": 1, "stored_tokens": 224}
 STAGES = {**ONE, "steps_in_flight": 6}
 WITH_DRAFTS = {**ONE, **dict.fromkeys(("drafts_proposed", "drafts_accepted", "drafts_rejected"), 6)}
-#: The second prompt may hit the first one's blocks.
+#: All three prompts have 310 tokens. The second prompt may have a hit in blocks of the first prompt.
 PAIR = {"loaded_tokens": 310 - 96}
 LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apart": 1}
-#: The third prompt is in decode's memory and in prefill. BESIDE: decode loads it from prefill. OWN: from its memory.
+#: Decode's own memory and prefill both have the third prompt. Decode loads it from prefill (BESIDE) or its own (OWN).
 BESIDE = {"loads_of_kv_producer": 1, "loads_of_kv_consumer": 1, "loaded_beside": 2}
 OWN = {**BESIDE, "loads_of_kv_consumer": 2, "loaded_beside": 1}
 #: (setup, changed options, minimum counts)
@@ -70,7 +70,7 @@ PLANTED = {each: fault for each, fault in FAULTS.items() if each[0] != "mp-real"
 
 
 def random_schedules(seeds: int) -> dict[str, Any]:
-    """Play plain schedules with asynchronous loading: no aborts, no failed loads, no evictions."""
+    """Play plain schedules with asynchronous loading. They have no aborts, no failed loads and no evictions."""
     found, counts = {}, Counter[str]()
     for seed in range(seeds):
         drawn = draw(seed, "v1", plain=True)

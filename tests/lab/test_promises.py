@@ -1,7 +1,7 @@
 """NixlConnector and MooncakeConnector on the real scheduler, without their transfer libraries.
 
-The tests play promises made from a request's parameters, requests for the other role (KVF301, KVF302), and several
-readers of one prefill (KVF340, KVF367). One test is about statistics in the API server (KVF303).
+KVF301 and KVF302: the connector promises tokens although the request's parameters name no blocks, or are for the other
+role. KVF340 and KVF367: several requests read from one prefill. KVF303: statistics in the API server.
 """
 
 from types import SimpleNamespace
@@ -21,14 +21,14 @@ NIXL = {
 }  # fmt: skip
 MOONCAKE = {**FROM_PREFILL, "remote_bootstrap_addr": "prefill:8998", "transfer_id": "t-1"}
 SEND = {"do_remote_decode": True, "transfer_id": "t-1"}
-#: The request after its first step: [error, status, computed tokens of the prompt].
+#: States of a request after its first step: [error, status, computed tokens of the prompt].
 DIES = ["AssertionError", "WAITING", 0]
 WAITS = ["", "WAITING_FOR_REMOTE_KVS", 0]
 COMPUTES = ["", "RUNNING", 64]
 
 
 def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple[Any, list[Any]]:
-    """Return a scheduler with this connector, and requests in it. params: {name of a request: its parameters}."""
+    """Return a scheduler with this connector, and its requests. params: {name of a request: parameters}."""
     from vllm.config import KVTransferConfig
 
     from kvfix_tools.lab.engine import vllm_objects
@@ -45,7 +45,7 @@ def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple
 
 
 def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]:
-    """Schedule one request. Return the error, the status of the request, and its scheduled tokens."""
+    """Schedule one request. Return the error or "", the status of the request, and the scheduled tokens."""
     from vllm.v1.request import RequestStatus
 
     scheduler, (request,) = asked(connector, role, {"r": params})
@@ -60,7 +60,7 @@ def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]
     return ["", status, done.num_scheduled_tokens.get("r", 0)]
 
 
-#: (connector, role, parameters, the request after its first step without fixes, and with the fixes)
+#: (connector, role, parameters, state of the request after its first step without fixes, and with the fixes)
 PROMISES = {
     "nixl-no-blocks": ("Nixl", "consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
     "nixl-no-host": ("Nixl", "consumer", {name: NIXL[name] for name in NIXL if name != "remote_host"}, WAITS, COMPUTES),
@@ -86,9 +86,9 @@ def test_a_promise_needs_a_peer(name: str, once: Once) -> None:
     ("annotation", "good", "wrong"), [(list[int], [1, 2], [[1, 2]]), ("BlockIds", [[1, 2]], [1, 2])]
 )
 def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
-    """Blocks are one list up to 0.15 (nixl_connector.py 0.15.1:755), later one list per KV group. KVF301 accepts both.
+    """Up to vLLM 0.15 blocks are one list (nixl_connector.py 0.15.1:755), later one for each group. KVF301 knows both.
 
-    The stub's worker fails no load by itself, so KVF301 refuses a list of the wrong form.
+    KVF301 must refuse a list of the wrong form here, because the worker of this stub does not.
     """
 
     class NixlConnectorScheduler:
@@ -108,12 +108,12 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
         assert hook(NixlConnectorScheduler(), request, 0) == promised
 
 
-#: {decode request: its prefill}: a request, the same again, another answer for the same client, and another prefill.
+#: {request of decode: prefill}: a request, the same again, a second answer (n > 1), a request with another prefill.
 ASKED = {"r-00000001": "p-1", "r-00000002": "p-1", "1_r-00000003": "p-1", "s-00000004": "p-2"}
 
 
 def sent_again(connector: str) -> list[object]:
-    """Return statuses of the requests, {request: tokens computed in two steps}, and the requests that load."""
+    """Return the status of each request, {request: tokens that two steps compute}, and the requests that load."""
     params = {name: {**NIXL, "remote_request_id": prefill} for name, prefill in ASKED.items()}
     scheduler, requests = asked(connector, "kv_consumer", params)
     done = [scheduler.schedule() for _ in range(2)]
@@ -128,9 +128,9 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
 @pytest.mark.parametrize(
     ("connector", "statuses", "computed"),
     [
-        # "1_r-00000003" finds three blocks in vLLM's own cache
+        # for "1_r-00000003", vLLM's own cache has three blocks
         ("NixlConnector", [LOADS, "RUNNING", "RUNNING", LOADS], {"r-00000002": 64, "1_r-00000003": 16}),
-        # prefill finds blocks by the id of the answer, so "1_r-00000003" has a prefill of its own
+        # prefill finds its blocks by the id of the answer, so "1_r-00000003" has its own prefill
         ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
     ],
 )
@@ -144,7 +144,7 @@ def test_one_request_loads_what_a_prefill_holds(
 
 @answers(["AssertionError", 0.0], ["", 3.0])
 def test_statistics_of_a_connector_without_metrics() -> list[object]:
-    """After a transfer of both in Multi[Nixl, Mooncake], return [error, how often NIXL's statistics were counted]."""
+    """NIXL and Mooncake report statistics in a MultiConnector. Return the error, and NIXL's failed transfers."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector

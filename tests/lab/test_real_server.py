@@ -15,12 +15,12 @@ from tests.lab.planted_in_real_server import begin_load_and_store
 
 SEEDS = range(20)
 PLANTED = {name: fault for (setup, name), fault in FAULTS.items() if setup == "mp-real"}
-#: Counters that depend on the server's real time.
+#: Counters that depend on the speed of the server.
 ITS_OWN = "evicted_by_server", "lookups_unanswered", "loads_failed"
 
 
 def play_all() -> dict[str, Any]:
-    """Measure all with one server. Return {"why": error} if the server does not start."""
+    """Play everything with one server. Return {"why": error} if the server does not start."""
     from kvfix_tools.lab.connectors import server_process
 
     try:
@@ -44,7 +44,7 @@ def _measured() -> dict[str, Any]:
 
 
 def _played_twice() -> list[list[int]]:
-    """Play each seed twice. Return the steps of both if the server evicted nothing and was late as often."""
+    """Play eight seeds twice. Return the steps of both runs of each seed for which the counters ITS_OWN are equal."""
     run = late.Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
     own = [[[each.counts[name] for name in ITS_OWN] for each in both] for both in twice]
@@ -56,7 +56,7 @@ def _played_twice() -> list[list[int]]:
 
 
 def _slow(fixes: str) -> list[str]:
-    """Return the rules that are violated when the server stops before a load and a store, and continues later."""
+    """Pause the server before a load and a store, and continue it later. Return the violated rules."""
     sizes = {"chunk_size": SERVER_CHUNK, "num_blocks": 28, "max_num_batched_tokens": 1024}
     with runner.applied(fixes == "fixed"):
         engine = late.LabEngine(Options(connector="mp", real_server=True, delay=5, **sizes))
@@ -64,7 +64,7 @@ def _slow(fixes: str) -> list[str]:
             [begin_load_and_store, do.server_stops(), do.step(2)],
             [do.admit(f"other {seed}", prompt(160, seed=seed), max_tokens=10) for seed in (2, 3)],
             [do.step(2), do.server_goes_on()],
-            # wait for the transfers, so that the other requests still run on a slow machine
+            # the other requests must still run when the transfers end, even on a slow machine
             lambda engine: engine.connector.server.process.transfers_end(),
             [do.run(), do.settle()],
         )(engine)
@@ -89,21 +89,21 @@ def test_random_schedules_are_clean_and_have_tested_something(measured: dict[str
     assert [what for what in happened if not measured["counts"][what]] == []
 
 
-def test_a_seed_plays_as_before(measured: dict[str, Any]) -> None:
+def test_a_seed_plays_alike_twice(measured: dict[str, Any]) -> None:
     assert len(measured["same"]) > 2
     assert all(once == again for once, again in measured["same"])
 
 
-def test_a_slow_server_does_what_the_worker_has_given_up(measured: dict[str, Any]) -> None:
+def test_a_slow_server_executes_transfers_after_their_timeout(measured: dict[str, Any]) -> None:
     assert "LAB001" in measured["slow"]["as released"]
     assert measured["slow"]["fixed"] == []
 
 
-def test_a_server_that_is_killed_and_started_again_has_what_is_on_its_disk(measured: dict[str, Any]) -> None:
+def test_a_restarted_server_has_the_chunks_on_its_disk(measured: dict[str, Any]) -> None:
     assert measured["sound"]["a_load_from_a_dead_server_counts_as_done"]["hits"]["again"] == 128
 
 
-def test_a_full_server_has_evicted_what_was_there_first(measured: dict[str, Any]) -> None:
+def test_a_full_server_has_evicted_the_first_chunks(measured: dict[str, Any]) -> None:
     assert measured["sound"]["what_the_server_has_evicted_counts_as_hit"]["hits"]["again"] == 0
 
 

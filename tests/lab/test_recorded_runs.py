@@ -1,6 +1,6 @@
-"""Records of long runs are complete and as expected: docs/matrix.json (`make matrix`), docs/released.json.
+"""The records of long runs, docs/matrix.json and docs/released.json, are complete and as expected.
 
-`python -m maintain.released_findings` writes docs/released.json. Its rows can be reproduced.
+`make matrix` writes docs/matrix.json. `python -m maintain.released_findings` writes docs/released.json.
 """
 
 from pathlib import Path
@@ -21,29 +21,21 @@ TEXT = (ROOT / scenario_matrix.FILE).read_text()
 PAIRS = scenario_matrix.load(TEXT)
 
 
-def test_the_matrix_is_as_it_would_be_written() -> None:
+def test_the_matrix_is_whole_and_as_expected() -> None:
+    """docs/matrix.json has the format of `make matrix`, and has each scenario with each release."""
     assert scenario_matrix.dump(PAIRS) == TEXT
-
-
-def test_the_matrix_covers_every_release() -> None:
     vllm = {pair[0] for pair in PAIRS}
     named = {name for file in scenario_matrix.VLLM_RELEASES for name in (ROOT / file).read_text().split()}
     assert vllm > named, "run `make matrix`"
     assert set(PAIRS) == {(one, other) for one in vllm for other in release_names()}, "run `make matrix`"
-
-
-def test_the_matrix_covers_every_scenario() -> None:
     slugs = {scenario.slug for scenario in scenarios()}
     for pair, played in PAIRS.items():
         assert {row["scenario"] for row in played["outcomes"]} == slugs, f"{pair}: run `make matrix`"
-
-
-def test_the_matrix_is_as_expected() -> None:
     assert scenario_matrix.deviations(PAIRS) == []
 
 
 @pytest.mark.parametrize("fixed", ["violated", "clean"])
-def test_same_rows_are_one_line_and_what_deviates_is_listed(fixed: str) -> None:
+def test_equal_rows_are_one_line_and_deviations_are_listed(fixed: str) -> None:
     row = {"scenario": "s", "expected": "violated", "released": "violated", "fixed": fixed}
     run = {"date": "2026-01-01", "python": "3.11", "code": "x"}
     good = {**run, "outcomes": [{**row, "as_expected": fixed == "clean"}]}
@@ -72,32 +64,24 @@ HERE = {run.connector: run for run in RUNS if run.versions["vllm"] == installed_
 
 
 def shown(connector: str, seed: int, rule: str) -> list[str]:
-    """Return the fixes each of which, if left out alone, makes the seed violate this rule."""
+    """Return the fixes without which the seed violates this rule. Each is left out alone."""
     (drawn,) = late.Run(connector, False).schedules([seed])
     return fixes_of(rule, "", released_findings.without_each(drawn))
 
 
 def test_released_has_every_connector_with_every_release() -> None:
+    """Each run has enough steps, has only known rules and fixes, and has no finding with the fixes."""
     releases = {installed_source.version("vllm"), *(ROOT / released_findings.NEWER).read_text().split()}
     assert [(run.connector, run.versions["vllm"]) for run in RUNS] == [
         (connector, release) for connector in CONNECTORS for release in sorted(releases)
     ]
     assert all(run.versions["lmcache"] == CONNECTORS[run.connector] for run in RUNS)
-
-
-def test_released_has_played_enough_and_is_clean_with_the_fixes() -> None:
     assert all(run.steps >= released_findings.STEPS and run.rows and not run.with_fixes for run in RUNS)
-
-
-def test_rules_and_fixes_of_released_are_known() -> None:
     rules = {rule.code for rule in (*RULES, *lab_rules.RULES)}
     for row in (row for run in RUNS for row in run.rows):
         assert row.rule in rules
         assert row.findings > 0
         assert all(catalogue.find(code) for code in row.fixes)
-
-
-def test_released_has_no_path_of_a_machine() -> None:
     assert not any(path in Path(FILE).read_text() for path in ("/tmp", "site-packages", str(ROOT)))
 
 
@@ -109,7 +93,7 @@ def test_a_fix_is_named_by_the_words_or_else_by_the_rule() -> None:
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_a_row_comes_out_again(connector: str, once: Once) -> None:
+def test_a_row_can_be_reproduced(connector: str, once: Once) -> None:
     row = next(row for row in HERE[connector].rows if len(row.fixes) == 1)
     again = once(shown, RELEASES / CONNECTORS[connector], connector, row.seed, row.rule)
     assert row.fixes[0] in again

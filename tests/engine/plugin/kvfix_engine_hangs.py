@@ -1,4 +1,4 @@
-"""Plant hangs in a real engine, each at the place of a real hang, as soon as the file SPOIL exists."""
+"""Plant hangs in a real engine, each where a real hang occurred. A hang begins when the file SPOIL exists."""
 
 import ctypes
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
-#: The function of this module to plant, and the pids of the LMCache server.
+#: WHAT: the function of this module that plants the hang. SERVER: pids of the LMCache server.
 WHAT, SERVER = os.environ.get("KVFIX_TEST_HANG", ""), os.environ.get("KVFIX_TEST_SERVER", "")
 
 
 def plant(connector: Any) -> None:
-    """Call the function WHAT of this module for the connector of the role in which the hang begins."""
+    """Call the function WHAT of this module for this connector, if its role is the one in which the hang begins."""
     if connector.role.name == ("SCHEDULER" if WHAT in ("server_stops", "abort_comes_first") else "WORKER"):
         globals()[WHAT](connector)
 
@@ -33,7 +33,7 @@ def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
 
 
 def lookup_thread_ends(connector: Any) -> None:
-    """The worker's LMCache thread that answers lookups ends, as after an exception that it does not catch."""
+    """The worker's LMCache thread that answers lookups ends, as after an exception that no code catches."""
     _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit)
 
 
@@ -61,8 +61,8 @@ def load_is_lost(connector: Any) -> None:
 def abort_comes_first(connector: Any) -> None:
     """EngineCore makes no step before it has handled a first abort.
 
-    So vLLM never asks the connector about the aborted request. A step might ask: while the lookup of the
-    first request has no answer, vLLM goes on to the next request.
+    So vLLM never asks the connector about the aborted request. A step might do so: while the lookup of the request
+    before it has no answer, vLLM asks about the next request in the queue.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -84,7 +84,7 @@ def abort_comes_first(connector: Any) -> None:
 
 
 def locked_out(connector: Any) -> None:
-    """Two requests load. The worker reports the end of neither load before both have ended."""
+    """Two requests load. The worker reports the end of the loads only when both have ended."""
     adapter = connector.worker_adapter
     begin, finished, held = adapter.batched_submit_retrieve_requests, adapter.get_finished, set[str]()
     begun: list[str] = []

@@ -1,8 +1,8 @@
-"""A stand-in for LMCache's GPU connector on a machine without a GPU: whole KV blocks are copied on the CPU.
+"""A stand-in for LMCache's GPU connector on a machine without a GPU. It copies whole KV blocks on the CPU.
 
 All other parts of LMCache are real. vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per
-layer. Each block holds K rows and V rows packed together, so a token is not a row. The stand-in copies whole blocks, so
-the chunk size must be a multiple of the block size.
+layer. Each block has all of K and then all of V in each head, so a token is not a row. The stand-in copies whole
+blocks, so the chunk size must be a multiple of the block size.
 """
 
 import os
@@ -13,13 +13,13 @@ import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
 
-#: While this file exists, 1.0 is added to all loaded KV. This is a negative control: if the outputs do not differ then,
-#: the comparison proves nothing.
+#: While this file exists, the stand-in adds 1.0 to all loaded KV. This is a negative control: if the outputs do not
+#: differ then, equal outputs prove nothing.
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
 
 
 def make(interface: Any, metadata: Any) -> Any:
-    """Return the connector, as a subclass of the installed release's interface."""
+    """Return the stand-in, a subclass of the interface of the installed release."""
     layers, two, _, heads, head_size = metadata.kv_shape
 
     class BlockCopy(interface):  # type: ignore[misc]
@@ -59,7 +59,7 @@ def make(interface: Any, metadata: Any) -> Any:
 
 
 def current_releases(gpu_connector: Any) -> None:
-    """LMCache 0.4 and later: one function makes the connector. (In 0.3, `gpu_connector` has no such function.)"""
+    """Replace the function that makes the connector in LMCache 0.4 and later. LMCache 0.3 lacks this function."""
     if hasattr(gpu_connector, "CreateGPUConnector"):
         gpu_connector.CreateGPUConnector = lambda config, metadata, *rest, **more: make(
             gpu_connector.GPUConnectorInterface, metadata
@@ -67,7 +67,7 @@ def current_releases(gpu_connector: Any) -> None:
 
 
 def early_releases(adapter: Any) -> None:
-    """LMCache 0.3: the adapter itself makes engine and connector, and refuses to do so without a GPU."""
+    """Replace the function of LMCache 0.3's adapter that makes engine and connector, because it needs a GPU."""
     if not hasattr(adapter, "_init_lmcache_engine"):
         return
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
@@ -79,30 +79,25 @@ def early_releases(adapter: Any) -> None:
 
         metadata, _ = create_lmcache_metadata(vllm_config)
         metadata.role = role
-        return adapter.LMCacheEngineBuilder.get_or_create(
-            adapter.ENGINE_NAME,
-            config,
-            metadata,
-            make(GPUConnectorInterface, metadata) if role != "scheduler" else None,
-            lambda tensor, src: tensor,
-            lambda obj, src: obj,
-        )
+        made = make(GPUConnectorInterface, metadata) if role != "scheduler" else None
+        get = adapter.LMCacheEngineBuilder.get_or_create
+        return get(adapter.ENGINE_NAME, config, metadata, made, lambda tensor, src: tensor, lambda obj, src: obj)
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
-    # vLLM 0.32 calls functions of the connector that the early LMCache does not have. The early LMCache would look for
-    # the tensors in vLLM's forward context, under a name that vLLM 0.32 does not have.
+    # vLLM 0.32 calls these functions, which LMCache 0.3 does not have. LMCache 0.3 would look for the tensors in vLLM's
+    # forward context, under a name that vLLM 0.32 does not have.
     impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     impl.get_kv_events = lambda self: []
 
 
 def in_tree(connector: Any) -> None:
-    """vLLM's own multi-process connector marks each step with a CUDA event. A copy on the CPU ignores the event.
+    """Replace CUDA in vLLM's own multi-process connector, which marks each step with a CUDA event.
 
     LMCache 0.4.6 does not know how vLLM for the CPU packs a block, but moves only whole blocks. So LMCache
-    gets a view with the shape that it expects: the K rows, then the V rows. The number of bytes is the same.
+    gets a view of equal size with the shape that LMCache expects: the K rows, then the V rows.
     """
-    if isinstance(connector.torch, cuda_stand_in.Torch):  # the parent of this fork has done it
+    if isinstance(connector.torch, cuda_stand_in.Torch):  # already replaced before this process was forked
         return
     connector.torch = cuda_stand_in.Torch()
     owner = connector.LMCacheMPConnectorUpstream
@@ -119,6 +114,6 @@ def in_tree(connector: Any) -> None:
 
 
 def patient_pings(module: Any) -> None:
-    """Wait longer for the server: after 10 s without an answer LMCache would continue without it."""
+    """Wait 100 s for the server's answer. After 10 s, LMCache would continue without the server."""
     send_ping = module.send_ping
     module.send_ping = lambda client, timeout, **more: send_ping(client, timeout=100.0, **more)

@@ -1,8 +1,8 @@
-"""A vLLM plugin of the test suite: it reads EngineCore and worker, and replaces LMCache's GPU connector.
+"""A vLLM plugin of the test suite. It reports from EngineCore and worker, and replaces LMCache's GPU connector.
 
 For each connector the plugin writes a line of JSON with the pid, the process and `kvfix.status()`, then a line for each
-grant and load. It patches no function that kvfix fixes. It sets the stand-in after LMCache's own import: an import of
-LMCache by the plugin would break the start of vLLM's CPU platform.
+grant and load. The plugin patches no function that kvfix fixes. It sets the stand-in when vLLM imports LMCache: an
+earlier import by the plugin would break the start of vLLM's CPU platform.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: {module: function of kvfix_engine_stand_ins}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
+#: {module: stand-in to set after its import}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
 STAND_INS = {
     **({} if os.environ.get("KVFIX_TEST_REAL_CONNECTOR") else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
@@ -23,7 +23,7 @@ STAND_INS = {
 
 
 def platform() -> str | None:
-    """vLLM calls this function in every process, before it has a platform."""
+    """Return the class of the platform. vLLM calls this function in every process before it chooses a platform."""
     return "kvfix_engine_ray.RayCpuPlatform" if "KVFIX_TEST_RAY" in os.environ else None
 
 
@@ -58,7 +58,7 @@ def load() -> None:
 
 
 def stand_in() -> None:
-    """Call the stand-in's function for a module after the module has been executed."""
+    """Make each import of a module in STAND_INS call its function, after the module has been executed."""
     execute = SourceFileLoader.exec_module
 
     def exec_module(loader: SourceFileLoader, module: Any) -> None:
@@ -72,9 +72,9 @@ def stand_in() -> None:
 
 
 def override_kernels_beside_llvmlite() -> None:
-    """vLLM for the CPU calls `vars()` on every object of every module (triton_utils/dispatcher.py 0.32.0:139).
-    The call fails for llvmlite, which LMCache imports. A worker that is forked, or in the program's own process, would
-    not start."""
+    """Let vLLM for the CPU start in a process with llvmlite, which LMCache imports: in a fork or in the program itself.
+    vLLM calls `vars()` on every object of every module (triton_utils/dispatcher.py 0.32.0:139). The call fails for
+    llvmlite."""
     from vllm.triton_utils import dispatcher
 
     def of(value: Any) -> Any:
@@ -108,7 +108,7 @@ def note(what: str, **more: Any) -> None:
 
 
 def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
-    """Call `act` with the answer and the arguments after each call of this method on this instance."""
+    """After each call of this method of this connector, call `act` with the answer and the arguments."""
     original = getattr(connector, name)
 
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
 
 
 def note_grants_and_loads(connector: Any) -> None:
-    """Note grants in the scheduler, and finished loads in the worker."""
+    """Note each grant in the scheduler, each finished load in the worker, and changed numbers of kept objects."""
 
     def grant(_: Any, request: Any, blocks: Any, external: int) -> None:
         if external:
@@ -131,7 +131,7 @@ def note_grants_and_loads(connector: Any) -> None:
             note("load", request=request)
 
     impl = getattr(connector, "_lmcache_engine", None)
-    client = getattr(impl, "lookup_client", None)  # only in the scheduler
+    client = getattr(impl, "lookup_client", None)  # only the scheduler has a client
     kept: list[int] = []
 
     def keep(*_: Any) -> None:
@@ -147,7 +147,7 @@ def note_grants_and_loads(connector: Any) -> None:
 
 
 def note_own_time(connector: Any) -> None:
-    """Write kvfix's seconds every 64 steps. In a process with both roles, the worker's connector calls this first."""
+    """Note the processor time of kvfix every 64 steps. If a process has both roles, its worker already exists."""
     from kvfix_engine_times import OwnTime
 
     from kvfix.session import session

@@ -1,6 +1,6 @@
-"""The processor time that kvfix itself takes in the functions that it wraps.
+"""Measure the processor time of kvfix in the functions that kvfix wraps.
 
-Each call times the wrapper and the original: the times of whole runs would differ by more than kvfix takes.
+Timers run around the wrapper and around the original function. A comparison of whole runs would not be exact enough.
 """
 
 import functools
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class OwnTime:
-    """`seconds` of kvfix, and `calls` of wrapped functions, since this object was made."""
+    """`seconds` that kvfix took, and `calls` of wrapped functions, since this object was created."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
-        """functions: objects of WrappedFunction that have wrappers."""
+        """functions: objects of class WrappedFunction that have at least one wrapper."""
         self._outside: list[float] = []
         self._inside: list[float] = []
-        #: Times of the innermost of two nested timers. The difference to `_inside` is the time of one timer.
+        #: Times of the inner timer of two nested timers. `_inside` minus `_within` is the time that one timer takes.
         self._within: list[float] = []
         for function in functions:
             function._function = timed(timed(function._function, self._within), self._inside)
@@ -34,7 +34,7 @@ class OwnTime:
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    """Return the function. Each call adds its processor time, in seconds, to `spent`."""
+    """Return a function that calls `function`, and adds the processor time in seconds to `spent`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

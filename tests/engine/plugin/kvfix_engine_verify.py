@@ -1,11 +1,11 @@
-"""LMCache in process on the CPU as on a GPU. It plants faults for `kvfix verify` in KV that has just been loaded.
+"""LMCache in process on the CPU, with KV as on a GPU. It plants faults in loaded KV for the tests of `kvfix verify`.
 
 LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). It gets KV in the GPU layout
-of vLLM 0.26 and later: K and V of each token and head packed, heads inside of tokens. vLLM for the CPU holds K
-transposed and then V in each block and head (float32), so KV is copied between the two layouts.
+of vLLM 0.26 and later: tokens, in each token heads, and in each head K and V packed. In vLLM for the CPU, each head of
+a block has K transposed and then V (float32). So this module copies KV between the two layouts.
 
-K carries its position (RoPE), so swapped rows change no answer if K and V move together. The faults therefore move K
-without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "": none.
+K includes the position of its token (RoPE). So answers do not change if K and V of two tokens are swapped together. The
+faults therefore move K without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "" means no fault.
 """
 
 import os
@@ -20,9 +20,9 @@ from kvfix_tools.roundtrip.engine_connector import InProcess
 
 FAULT = Path(os.environ.get("KVFIX_TEST_FAULT", "/nonexistent"))
 CHUNK = 64
-#: KV of the first chunk of an earlier request.
+#: KV of the first chunk of the request before.
 EARLIER: list[torch.Tensor] = []
-#: Standard deviation of the noise added to every logit. On a GPU the sums differ between batches in this way.
+#: Standard deviation of noise to add to every logit. On a GPU, logits differ between batches like this.
 NOISE = float(os.environ.get("KVFIX_TEST_NOISE", "0"))
 if NOISE:
     from vllm.v1.sample.sampler import Sampler
@@ -82,7 +82,7 @@ class Faulty(InProcess):
             packed[blocks] = torch.cat([k, v.reshape(-1, heads, size, both // 2)], dim=3)
 
     def blocks(self, mappings: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield for each layer the engine's tensor, the packed tensor, and the blocks of these slots."""
+        """Yield for each layer: the engine's tensor, the packed tensor, and the blocks that have these slots."""
         slots = [mapping[mapping >= 0] for mapping in mappings]
         if slots:
             used = torch.unique(torch.cat(slots) // self.engine[0].shape[2])
@@ -91,7 +91,7 @@ class Faulty(InProcess):
 
 
 class Copied(Faulty):
-    """Copy the KV into the GPU's layout before `wait_for_save` begins."""
+    """Copies the KV into the GPU's layout before `wait_for_save` begins."""
 
     def save_kv_layer(self, layer_name: str, *arguments: Any, **more: Any) -> None:
         super().save_kv_layer(layer_name, *arguments, **more)
@@ -100,7 +100,7 @@ class Copied(Faulty):
 
 
 def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return [tokens, heads, K then V]."""
+    """Return the KV of these slots: [tokens, heads, K then V]."""
     return cache[slots // cache.shape[2], :, slots % cache.shape[2]]
 
 
@@ -116,8 +116,8 @@ def plant(fault: str, kv: torch.Tensor, argument: str) -> None:
         last_chunk_wrong(kv, chunks, "")
 
 
-# Each function below is a fault. It changes `kv` in place: [K and V, layers, tokens, ...] of the loaded chunks. The
-# last argument is the text after `NAME:`; without it, the number of requests for which the step loads.
+# Each function below is a fault. It changes `kv`, the loaded chunks, in place: [K and V, layers, tokens, ...]. Its last
+# argument is the text after `NAME:` in the file, or else the number of requests for which the step loads.
 
 
 def is_whole(chunk: slice) -> bool:
@@ -125,7 +125,7 @@ def is_whole(chunk: slice) -> bool:
 
 
 def two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    """Change only the order of a sum, and so only the last bits of the answer."""
+    """Swap K and V together. This changes the order of a sum, and so only the last bits of the answer."""
     if len(chunks) > 1 and is_whole(chunks[1]):
         one, other = (kv[:, :, chunk].clone() for chunk in chunks[:2])
         kv[:, :, chunks[0]], kv[:, :, chunks[1]] = other, one
@@ -188,10 +188,10 @@ def zeros(kv: torch.Tensor, _: list[slice], __: str) -> None:
     kv.zero_()
 
 
-#: {fault: condition under which it does last_chunk_wrong}. The condition gets a fault's arguments without `kv`.
+#: {fault: condition under which `last_chunk_wrong` is done}. A condition gets the arguments of a fault without `kv`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
     "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,
-    "only_one_chunk": lambda chunks, _: len(chunks) == 1,  # wrong at one border: exactly one chunk is loaded
-    "only_together": lambda _, loads: int(loads) > 1,  # wrong under load: one step loads for two requests
+    "only_one_chunk": lambda chunks, _: len(chunks) == 1,  # a bug that shows only if exactly one chunk is loaded
+    "only_together": lambda _, loads: int(loads) > 1,  # a bug that shows only if one step loads for two requests
 }

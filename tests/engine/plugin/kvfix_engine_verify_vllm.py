@@ -1,4 +1,4 @@
-"""vLLM's own connectors on the CPU, for `kvfix verify`. Nothing else is changed."""
+"""vLLM's own connectors with faults or stand-ins, so that tests of `kvfix verify` can run them on the CPU."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ OffloadingConnector: Any = KVConnectorFactory.get_connector_class_by_name("Offlo
 
 
 class FaultyNixl(NixlConnector):  # type: ignore[misc]
-    """A NixlConnector whose transfers return zeros while the fault is `zeros`."""
+    """A NixlConnector that sets all received KV to zero while the fault is `zeros`."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker
@@ -29,7 +29,7 @@ class FaultyNixl(NixlConnector):  # type: ignore[misc]
 
 
 class Offloading(OffloadingConnector):  # type: ignore[misc]
-    """An OffloadingConnector that copies with memmove. Its streams and events are done at once.
+    """An OffloadingConnector that copies with memmove. Its stand-ins for streams and events are done at once.
 
     vLLM refuses the connector without a GPU (kv_offload/cpu/spec.py 0.32.0:199).
     """
