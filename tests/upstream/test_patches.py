@@ -236,7 +236,6 @@ def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -
         assert found, f"{tests} do not run"
         return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
 
-    for file in {
-        name.partition("::")[0] for name in failing(folder, theirs(row))
-    }:  # one file at a time: some files disturb others
+    # One file at a time: some files disturb others.
+    for file in {name.partition("::")[0] for name in failing(folder, theirs(row))}:
         assert failing(folder, [file]) <= failing(tmp_path / "released", [file])
