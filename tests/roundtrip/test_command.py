@@ -48,13 +48,6 @@ def test_all_right() -> None:
     assert (answer["exit"], len(answer["cells"]), answer["speed"]) == (0, 1, [])
 
 
-def test_without_a_backend_it_tests_what_is_installed() -> None:
-    answer = output_of(*SIZES)
-    tested = {cell["cell"]["backend"] for cell in answer["cells"]}
-    assert {"torch", "lmcache-v2", "lmcache-mp", "lmcache-engine", "vllm-simple", "vllm-offload"} <= tested
-    assert answer["exit"] == 0
-
-
 @pytest.mark.parametrize("options", [[*ONE, "--inject", "bitflip", "--seed", "5"], ["--inject", "missing-event"]])
 def test_the_line_runs_a_cell_or_race_again(options: list[str]) -> None:
     answer = output_of(*options)

@@ -12,7 +12,7 @@ from kvfix_tools.roundtrip.backends.lmcache import LAYOUTS
 from kvfix_tools.roundtrip.layout import LAYOUTS as EVERY_LAYOUT
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 from tests.conftest import ForkServer, release
-from tests.roundtrip.test_command import output_of
+from tests.roundtrip.test_command import SIZES, output_of
 from tests.roundtrip.test_planted_faults import WITHOUT
 
 PACKED = ("packed", "packed-hnd", "packed-pool")
@@ -105,6 +105,13 @@ def test_a_fault_is_named_where_the_host_memory_is_lmcaches_own(run: Any, fault:
     [cell] = answer["cells"]
     assert cell["verdict"] == "failed"
     assert set(cell["findings"][0]["classes"]) == {FAULTS[fault]}
+
+
+def test_without_a_backend_it_tests_what_is_installed(run: Any) -> None:
+    answer = run(*SIZES)
+    tested = {cell["cell"]["backend"] for cell in answer["cells"]}
+    assert {"torch", "lmcache-v2", "lmcache-mp", "lmcache-engine", "vllm-simple", "vllm-offload"} <= tested
+    assert answer["exit"] == 0
 
 
 def test_vllms_own_offload(run: Any) -> None:
