@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import kvfix
 from kvfix import applicability, catalogue, fix_status, installed_source
 from kvfix.fixes.record import Target
 from kvfix.ledger.events import Asked
@@ -130,11 +129,11 @@ def _is_own(path: Path, folder: Path) -> bool:
 
 
 @contextmanager
-def fuzzer() -> Iterator[Any]:
-    """Yield functions of the lab that draw and play a schedule, and hide its output."""
+def fuzzer(fixes: Sequence[str] = ()) -> Iterator[Any]:
+    """Yield functions of the lab that draw and play a schedule, with these fixes. The engines log nothing."""
     from kvfix_tools.lab import runner
 
-    with runner.quiet():
+    with runner.applied(bool(fixes), only=list(fixes)):
         from kvfix_tools.lab.fuzz.fuzz import play
         from kvfix_tools.lab.fuzz.schedule import draw
 
@@ -167,17 +166,17 @@ def tried(
     if tests:
         found["regression"] = regression(place, tests)
     if code:
-        beside = BESIDE.get(code, [])
         found["status"] = status_of(code, dist)
-        found["scenarios"] = scenarios(code, connectors, beside)
-        found["plays"] = plays(code, connectors, beside)
+        found |= plays(code, connectors, BESIDE.get(code, []))
     found["healthy"] = {each: healthy(each, fixes) for each in connectors}
     return found
 
 
 def plays_with_fixes(wanted: dict[str, list[str]]) -> dict[str, dict[str, str]]:
-    """Return {code: result of plays() with this fix}. wanted: {code: connectors}."""
-    return {code: plays(code, connectors, [code, *BESIDE.get(code, [])]) for code, connectors in wanted.items()}
+    """Return {code: digests of plays() with this fix}. wanted: {code: connectors}."""
+    return {
+        code: plays(code, connectors, [code, *BESIDE.get(code, [])])["digests"] for code, connectors in wanted.items()
+    }
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
@@ -291,35 +290,21 @@ def status_of(code: str, dist: str) -> str:
     return f"{row.verdict}: {row.reason}"
 
 
-def scenarios(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
-    """Return {scenario of the fix: its outcome with these fixes}, only for scenarios that the release violates."""
+def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[str, str]]:
+    """Play the fix's scenarios that the release violates, and random schedules, with these fixes.
+
+    Return {"outcomes": {scenario: outcome}, "digests": {schedule: digest of its events}}.
+    """
     from kvfix_tools.lab import runner
+    from kvfix_tools.lab.scenario import scenarios
 
-    played = {scenario.slug: runner.play(scenario, bool(fixes), fixes) for scenario in _violated(code, connectors)}
-    return {slug: f"{result.outcome} {result.message}".strip() for slug, result in played.items()}
-
-
-def _violated(code: str, connectors: list[str]) -> list[Any]:
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.scenario import scenarios as known
-
-    mine = [each for each in known() if code in each.fixes and each.options.connector in connectors]
-    return [scenario for scenario in mine if runner.expected(scenario) == "violated"]
-
-
-def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
-    """Return {schedule: digest of its events with these fixes}: the scenarios of the fix, and random schedules."""
-    found = {}
-    with fuzzer() as (draw, play):
-        kvfix.revert()
-        if fixes:
-            kvfix.apply(only=fixes)
-        for scenario in _violated(code, connectors):
-            found[scenario.slug] = _digest(_events(scenario.played()))
+    mine = [each for each in scenarios() if code in each.fixes and each.options.connector in connectors]
+    played = [runner.play(each, bool(fixes), fixes) for each in mine if runner.expected(each) == "violated"]
+    digests = {each.slug: _digest(_events(each)) for each in played}
+    with fuzzer(fixes) as (draw, play):
         for connector in connectors:
-            found |= {f"{connector} {seed}": _digest(_events(play(draw(seed, connector)))) for seed in range(FAULTY)}
-        kvfix.revert()
-    return found
+            digests |= {f"{connector} {seed}": _digest(_events(play(draw(seed, connector)))) for seed in range(FAULTY)}
+    return {"outcomes": {each.slug: f"{each.outcome} {each.message}".strip() for each in played}, "digests": digests}
 
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
@@ -337,9 +322,6 @@ def _digest(events: list[Any]) -> str:
 
 def healthy(connector: str, fixes: list[str]) -> list[str]:
     """Return for each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
-    with fuzzer() as (draw, play):
-        if fixes:
-            kvfix.apply(only=fixes)
+    with fuzzer(fixes) as (draw, play):
         played = [play(draw(seed, connector, plain=True)) for seed in range(SEEDS)]
-        kvfix.revert()
     return ["" if violated(each) else _digest(events(each)) for each in played]
