@@ -181,7 +181,7 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
 
 #: Contents of a block in TensorMemory.
 CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]
-#: {fault: what is done to block 1 of the first layer}
+#: {fault: a function that changes block 1 of the first layer}
 WRONG: dict[str, Callable[[Any, Any], Any]] = {
     "another layer": lambda first, second: first[1].copy_(second[1]),
     "V in place of K": lambda first, _: first[1].copy_(first[1].roll(32, dims=-1)),

@@ -1,4 +1,4 @@
-"""The summary in 8 kB and the bug report: both have the root exception, and nothing that must not be posted."""
+"""The summary in 8 kB and the bug report: both have the root exception, and nothing private."""
 
 from pathlib import Path
 

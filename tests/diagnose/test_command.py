@@ -120,8 +120,8 @@ def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Pat
 
 
 def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
-    """The schema stands in docs/diagnose.md."""
-    cut = tmp_path / "cut.log"  # a code of four digits
+    """docs/diagnose.md has the schema."""
+    cut = tmp_path / "cut.log"  # the code of its finding has four digits
     cut.write_text(
         f"{CORE}Traceback (most recent call last):\n"
         f'{CORE}  File "/opt/nowhere/model.py", line 5, in forward\n{CORE}    return self.layer(x)\n'

@@ -46,7 +46,7 @@ def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
 
 @pytest.mark.parametrize("dist", ["lmcache", "vllm"])
 def test_what_every_release_prints_is_read(dist: str) -> None:
-    """Each line has the right message and values, even if its release is not installed. LMCache's lines name a release.
+    """Each line gives the right message and values. A line of LMCache gives its release too, installed or not.
 
     vLLM's copies of the adapters log through LMCache's logger.
     """

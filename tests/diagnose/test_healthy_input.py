@@ -42,7 +42,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes found. general: also of general records' notes, except KVD1041, which an orderly end shows."""
+    """Return the codes of findings without notes. general: with notes of general records, except KVD1041 (the end)."""
     return [
         each.rule.code
         for each in diagnosed(text).findings

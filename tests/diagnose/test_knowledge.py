@@ -114,7 +114,7 @@ Found = dict[str, frozenset[str]]
 
 
 def needle(sign: Sign) -> str:
-    """Return the part of the sign that the source must have: of its text, its line, or its function."""
+    """Return what the source must have: a part of the sign's text, its source line, or the head of its function."""
     if sign.text:
         return _plain(max(PLACE.split(sign.text)[::2], key=len))
     if sign.form in ("logged", "died"):
@@ -180,7 +180,7 @@ def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem
         assert not missing, f"narrow `releases`: no sign stands in {missing}"
 
 
-#: {the libraries in the wheel of nixl: records whose signs they print}. Both are compiled.
+#: {compiled libraries in the wheel of nixl: records whose signs these libraries print}
 COMPILED = {
     "nixl_cu1*.libs/**/libuc*.so*": [
         each

@@ -12,12 +12,12 @@ from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
 from tests.bench.diagnose import FIXTURES, lives
 
-#: Code, which is never a part of a log: `kept` does not count it.
+#: Types of code. `kept` does not count code, because no part of a log is code.
 CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)
 
 
 def kept(*roots: object) -> int:
-    """Return the number of objects that can be reached from these."""
+    """Return the number of objects that can be reached from these roots."""
     seen = {id(root) for root in roots}
     waiting = list(roots)
     while waiting:

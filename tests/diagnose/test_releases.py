@@ -1,4 +1,4 @@
-"""Find the release of vLLM of a log that does not name it in a line of LMCache."""
+"""kvfix-diagnose finds the release of vLLM in logs in which no line of LMCache names this release."""
 
 from pathlib import Path
 

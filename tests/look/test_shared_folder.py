@@ -1,4 +1,4 @@
-"""No link of another user makes kvfix, running as root, write to a wrong file. kvfix reads only files of this user."""
+"""No link of another user makes kvfix write to a wrong file as root. kvfix reads only files of the process's user."""
 
 import os
 from pathlib import Path

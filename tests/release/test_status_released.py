@@ -1,4 +1,4 @@
-"""`kvfix status --released` lists what the newest releases of a package index have changed. Here it is a folder."""
+"""`kvfix status --released` lists what the newest releases in a package index have changed. The index is a folder."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""How the backend `engine` judges an engine's answers. The engines are those of tests/engine."""
+"""The backend `engine` judges an engine's answers. Two tests start real engines, as tests/engine does."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""The code of the installed LMCache and vLLM moves KV on CPU tensors. The layouts that work, and the refused layouts.
+"""The code of the installed LMCache and vLLM moves KV on CPU tensors, in some layouts. It refuses the others.
 
 All is real except the stand-ins that the report names: `torch.cuda`, and the driver's batched copy.
 """

@@ -28,7 +28,7 @@ from tests.healthy import events, violated
 
 #: Number of random schedules without faults, and with faults.
 SEEDS, FAULTY = 24, 4
-#: {code of a fix: other fixes that the requests of its scenarios also need to end}
+#: {code of a fix: other fixes without which requests of its scenarios never end}
 BESIDE = {"KVF325": ["KVF322"]}
 
 
@@ -81,7 +81,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 def prefer(folder: Path) -> None:
     """In a process that has imported the release: import the touched modules again, from the folder.
 
-    Do so also for modules of LMCache, the lab, vLLM's connectors, scheduler and KV cache manager that import them.
+    Also import again the modules of LMCache, the lab and vLLM (see _OURS) that import a touched module.
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
@@ -267,7 +267,7 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
     os.chdir(folder)
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
     wanted = [option for plugin in ("pytest_asyncio", "pytest_mock", "pytest_timeout") for option in ("-p", plugin)]
-    # Else the collector walks all that was imported before the fork, after each test (parallel_state.py 0.32.0:2516).
+    # Otherwise the collector visits all older objects after each test (parallel_state.py 0.32.0:2516).
     with mock.patch.object(gc, "unfreeze"):
         pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
     for name in list(filter(_is_test, sys.modules)):

@@ -30,7 +30,7 @@ FOR_IN_TREE = "0.4.6"
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: {fix of code below the cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
-#: {(code, dist): why events differ between patch and fix}. Still the scenarios are clean, and plain schedules equal.
+#: {(code, dist): why events differ between patch and fix}. The scenarios are clean, and plain schedules do not differ.
 DIFFERS = {
     ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011"
 }
