@@ -221,7 +221,7 @@ class Once:
 @pytest.fixture(scope="session")
 def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Once:
     shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # this folder is inside the folder of the run
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of a worker is inside the folder of the run
         shared = shared.parent
     answers = shared / "answers"
     answers.mkdir(exist_ok=True)

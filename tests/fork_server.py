@@ -39,7 +39,7 @@ FORK_WORKERS = "KVFIX_TEST_FORK"
 def start(target: Callable[..., None], *arguments: Any) -> Any:
     """Start a fork that runs this function of this module."""
     quick.skip()
-    from maintain import peers  # not imported at the top: the process to be forked has nothing of kvfix
+    from maintain import peers  # not at the top: the process to be forked must not import kvfix
 
     with mock.patch.dict(os.environ, {**ENVIRONMENT, **peers.hub(HUB)}):
         CONTEXT.set_forkserver_preload(["tests.preloaded"])

@@ -18,7 +18,7 @@ from kvfix_tools.lab.options import Options
 from tests.conftest import RELEASES, Fresh, Once, run_forked
 
 LMCACHE = RELEASES / "0.5.6"
-#: Options of a pytest in a separate process.
+#: Options of a pytest that runs in a separate process.
 OWN = ["-q", "-rs", "-p", "no:cacheprovider", "-c"]
 FAULTS = {
     "CountsQuestions": "asked-again",
@@ -56,7 +56,7 @@ def commanded(name: str) -> Any:
 
 
 def faults() -> Any:
-    """Return {connector: (findings of its rule's scenarios, steps of the scenario that found one)}."""
+    """Return for each connector: violations of its rule in a scenario, and the number of steps of the scenario."""
     from kvfix_tools.conform import command
     from kvfix_tools.conform.verdicts import Run
 

@@ -1,6 +1,6 @@
 """docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again.
 
-Workers of some connectors do not run here. The lab plays them with stand-ins, and the answer says so.
+For some connectors the lab replaces the worker by a stand-in. The output then names the stand-in.
 """
 
 import re

@@ -190,7 +190,7 @@ def shown_by(terminal: int) -> bytes:
     """Return the next output; "" at its end. A terminal holds 4 KB, and a full terminal would stop the program."""
     try:
         return os.read(terminal, 1 << 16)
-    except OSError:  # Linux: no process writes any more.
+    except OSError:  # On Linux this error means that no process writes any more.
         return b""
 
 

@@ -106,7 +106,7 @@ def test_a_mistake_names_the_file_and_the_record(line: str, says: str, tmp_path:
 FIRST = {"lmcache": Version("0.3.9"), "vllm": Version("0.11.2")}
 #: The characters between two literals of one string.
 _JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")
-#: Characters of a needle at least: shorter texts are in every source.
+#: The minimum length of a needle. Shorter texts are in every source.
 _SHORTEST = 6
 
 #: {dist: releases}
@@ -174,7 +174,7 @@ def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem
     for sign, places in zip(problem.shows, found, strict=True):
         assert any(places[dist] & set(claimed(problem, dist)) for dist in places), f"{sign} is in no release"
     dists = [dist for dist, releases in by_dist.items() if releases]
-    known = by_dist["vllm"] != {"0.32.0"}  # of other releases only exceptions are known
+    known = by_dist["vllm"] != {"0.32.0"}  # for other releases only exceptions are known
     if len(dists) == 1 and (dists[0] == "lmcache" or known):
         missing = [each for each in claimed(problem, dists[0]) if each not in by_dist[dists[0]]]
         assert not missing, f"narrow `releases`: no sign stands in {missing}"
@@ -193,7 +193,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("pattern", COMPILED)
 def test_signs_of_a_library_stand_in_it(pattern: str) -> None:
-    """A macro puts the function before a statement of NIXL's agent, and the level before one of UCX."""
+    """NIXL's agent prints the function before a message, and UCX the level. The library does not have these parts."""
     libraries = sorted(site_packages().glob(pattern))
     if not libraries:
         pytest.skip("nixl is not installed here, so that there is no library to look into")

@@ -29,7 +29,7 @@ def kept(*roots: object) -> int:
 
 
 def requests(first: int, many: int) -> Iterator[bytes]:
-    """Yield a call and its answer for each request, and a worker that dies in the middle of its traceback."""
+    """Yield for each request the lines of a lookup and a load, and of a worker that dies within its traceback."""
     for number in range(first, first + many):
         yield (
             b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "

@@ -1,4 +1,4 @@
-"""Only its check finds a fault planted in a set-up (planted.toml). Set-ups that work have no complaint.
+"""Each check of kvfix doctor finds the faults planted for it (planted.toml). Set-ups that work have no complaint.
 
 tests/engine starts engines with the settings of these set-ups.
 """
@@ -51,7 +51,7 @@ def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:
 
 @pytest.mark.parametrize("which", ["in process", "two ranks", "multi process", "plain"])
 def test_a_set_up_that_works_has_no_complaint(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checks except that of compiled extensions, which needs torch: test_the_installation_itself has it."""
+    """Run all checks but that of compiled extensions. test_the_installation_itself runs that one, which needs torch."""
     facts = {"version": "2.13.0", "cuda": None, "available": False}
     monkeypatch.setattr(extensions, "attempt", lambda *_: extensions.Tried(facts, {}, "not in this test"))
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""`kvfix dump PID` on processes that hang in a hook. A real engine that hangs: tests/engine/test_bugs.py."""
+"""`kvfix dump PID` on processes that hang in a hook. tests/engine/test_bugs.py has a real engine that hangs."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
     if f"stacks-{pid}.json" in parts:
         assert "start_load_kv" in parts[f"stacks-{pid}.json"]
     else:
-        assert found["processes"][0]["stacks"]  # the reason: py-spy is not allowed here
+        assert found["processes"][0]["stacks"]  # why py-spy has no stacks, for example because it is not allowed here
 
 
 def test_workers_that_are_not_below_it_are_found_by_their_engine(
@@ -151,7 +151,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_children_follow_their_parents() -> None:
-    """Each process has the kernel's letter for its state, and its start time, by which a ready file names it."""
+    """kvfix reads each process's state and start time. A ready file names its process by the start time."""
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
@@ -165,7 +165,7 @@ def test_children_follow_their_parents() -> None:
 
 
 def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has announced that it answers. kvfix reads neither a linked folder nor another user's folder."""
+    """This process has written a ready file. kvfix reads neither a linked folder nor another user's folder."""
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
     dump.announce()
     process = processes.tree(os.getpid())[0]

@@ -1,4 +1,4 @@
-"""The bundle for a GPU host: its wheels, and the stages that run there. No download, and no GPU."""
+"""The bundle for a GPU host: its wheels, and the stages that run there. The tests need no GPU."""
 
 import argparse
 import csv
@@ -190,7 +190,7 @@ KNOWN = result("passed"), result("failed", layout="packed")  # LMCache issue 446
         (roundtrips.found, report(STALE, result("failed", ("bit flip",))), False),
         (roundtrips.found, report(STALE, result("passed")), False),
         (roundtrips.found, report(result("refused")), False),
-        # Without fixes, no failure but the known bug is right, and an engine must answer wrong.
+        # Without fixes, only the known bug may fail, and the engine's answers must be wrong.
         (roundtrips.known, report(*KNOWN), True),
         (roundtrips.known, report(*KNOWN, result("crashed")), False),
         (roundtrips.differs, engine(DIFFER, 576), True),

@@ -151,7 +151,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 
 def test_a_stream_of_a_race_is_one_of_cuda() -> None:
-    """The stream's work runs after the current stream's work, which made the operands. It keeps the operands alive.
+    """The stream's work runs after the current stream's work, which made the operands. The stream keeps them alive.
 
     A stream does not stop the host from writing to a buffer that the stream still reads. So the host waits too.
     """

@@ -89,7 +89,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, An
 
 
 def test_the_layerwise_connector_takes_heads_for_tokens(as_released: dict[str, Any]) -> None:
-    """The layerwise torch operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. All others refuse HND."""
+    """The layerwise torch operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. The others refuse HND."""
     for layout in ("hnd", "hnd-block-first"):
         assert "passed" not in verdicts(as_released, "lmcache-layerwise")[layout]
     crashed = of(as_released, "hnd", "crashed")
@@ -155,7 +155,7 @@ def test_an_older_lmcache(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
-    """LMCache 0.4.5 does not know this layout, and 0.5.0 to 0.5.2 mistake it for another. The fix corrects this."""
+    """LMCache 0.4.5 does not know this layout, and 0.5.0 to 0.5.2 take it for another layout. The fix corrects both."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

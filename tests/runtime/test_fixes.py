@@ -125,7 +125,7 @@ def probed(dist: str, release: str) -> list[list[Any]]:
 
 
 def wrong(dist: str, release: str) -> list[list[Any]]:
-    """Return the right answers of the probes for the functions of this release."""
+    """Return the expected answers of the probes for the functions of this release."""
     return [
         [code, target.name, release in SpecifierSet(target.broken, prereleases=True)]
         for code, target in targets(dist, release)

@@ -1,4 +1,4 @@
-"""Every order of import of LMCache, apply, second apply and revert, each in its own process.
+"""Import LMCache, apply twice and revert in every order. Each order runs in its own process.
 
 After every step the installed function is right exactly if the module is imported and the last call was apply. After a
 revert the class has its original function object.

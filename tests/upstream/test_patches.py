@@ -175,7 +175,7 @@ def has_no_probe(row: upstream.Ready) -> bool:
 
 
 def test_every_fix_has_a_patch_or_a_reason() -> None:
-    """The newest releases decide, which are installed here. A function that is right in them needs no patch."""
+    """The newest releases, which are installed here, decide. A function that is right there needs no patch."""
     wrong = {
         (known.code, target.dist)
         for known in catalogue.fixes()

@@ -73,7 +73,7 @@ def false_alarms(name: str, runs: int) -> int:
 
 @pytest.mark.parametrize("name", NOISE)
 def test_noise_is_not_called_different(name: str) -> None:
-    """At most one run in 10,000 is a false alarm; `python -m tests.verify.trials noise 100000` plays more."""
+    """At most one run in 10,000 is a false alarm; `python -m tests.verify.trials noise 100000` tries more."""
     assert false_alarms(name, 2000) == 0
 
 
