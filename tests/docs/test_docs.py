@@ -150,7 +150,7 @@ def test_the_pair_page_shows_bugs_that_are_not_fixed_and_pairs_that_could_not_be
     assert support_matrix.data(pairs)["failed"] == {"0.32.0 0.5.6": "ImportError: no"}
 
 
-def test_of_a_fix_the_matrix_has_every_pair() -> None:
+def test_the_matrix_of_a_fix_has_every_pair() -> None:
     text = support_matrix.of_fix(PAIRS, "KVF001")
     head, _, *rows = text.partition("\n\n")[0].splitlines()
     assert head.endswith(" | 0.3.9 to 0.3.9.post2 | 0.3.10 | 0.3.10.post1 to 0.5.6 |")

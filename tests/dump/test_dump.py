@@ -73,7 +73,7 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
         assert found["processes"][0]["stacks"]  # why py-spy has no stacks, for example because it is not allowed here
 
 
-def test_workers_that_are_not_below_it_are_found_by_their_engine(
+def test_workers_that_are_no_children_of_their_engine_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ray's workers are such processes: they are children of Ray's raylet, not of the engine."""
@@ -89,7 +89,7 @@ def test_workers_that_are_not_below_it_are_found_by_their_engine(
     assert rows[other.pid]["hook"].startswith("in start_load_kv of Connector for ")
 
 
-def test_one_that_does_not_answer_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hook_that_blocks_signals_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging(tmp_path / "dumps", "deaf") as process:
         # Before the process waits in C, a signal still calls the handler.
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:

@@ -152,7 +152,7 @@ def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
         assert process.stdout.readline() == "interrupted\n"
 
 
-def test_what_has_ended_or_is_no_python_is_refused() -> None:
+def test_an_ended_process_and_another_program_are_refused() -> None:
     with target("sleeps") as process:
         pass
     with pytest.raises(inject.Refused, match=f"there is no process {process.pid}"):
@@ -176,7 +176,7 @@ def test_a_process_that_ends_meanwhile() -> None:
         inject.run(process.pid, "import os; os._exit(0)", seconds=5)
 
 
-def test_the_end_of_the_looker_is_not_that_of_the_call(tmp_path: Path) -> None:
+def test_the_process_survives_the_end_of_kvfix_look(tmp_path: Path) -> None:
     """If `kvfix look` ends during a call, the called thread runs on. An untraced breakpoint would end the process."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

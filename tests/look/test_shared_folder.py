@@ -26,7 +26,7 @@ def opened(tmp: Path, path: str = "/tmp") -> SharedFolder:
     return SharedFolder(shared_folder.opened(root, path, os.O_PATH | os.O_DIRECTORY), USER)
 
 
-def test_files_go_to_and_fro(tmp: Path) -> None:
+def test_files_are_written_and_read(tmp: Path) -> None:
     folder = opened(tmp)
     for text in ("1", "2"):
         folder.write("/tmp/code", text)

@@ -117,7 +117,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return Fakes(tmp_path)
 
 
-def test_whatever_becomes_of_a_stage_the_next_one_runs(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_stage_runs_after_any_result(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> None:
     assert fakes.run("77", "1", "3", "hang", "0") == 1
     assert fakes.exits == {"77": NOT_HERE, "1": 1, "3": 3, "hang": TIMED_OUT, "0": 0}
     lines = [" ".join(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]

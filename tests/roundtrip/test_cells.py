@@ -150,7 +150,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
     assert set(check.run(staged(Stale(check))).findings[0].classes) == {"wrong slot"}
 
 
-def test_a_stream_of_a_race_is_one_of_cuda() -> None:
+def test_a_race_orders_its_work_on_cuda_streams() -> None:
     """The stream's work runs after the current stream's work, which made the operands. The stream keeps them alive.
 
     A stream does not stop the host from writing to a buffer that the stream still reads. So the host waits too.

@@ -69,7 +69,7 @@ def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
     assert "\x1b" not in text
 
 
-def test_full_is_more() -> None:
+def test_full_runs_more_cells() -> None:
     some = ["--backend", "torch", "--layout", "nhd", "mla", "--dtype", "uint8", "float16", "--slots", "random", "holes"]
     some += ["--skip", "none", "part", "--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
     every = output_of(*some, "--full")
@@ -87,7 +87,7 @@ def test_progress_is_for_a_terminal(capsys: pytest.CaptureFixture[str], monkeypa
     assert "0/1 torch nhd uint8" in printed.err
 
 
-def test_speed_and_that_of_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_speed_stands_beside_that_of_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
     answer = output_of(*ONE, "--gib", "0.01")
     [speed] = answer["speed"]
     assert speed["verdict"] == "passed"

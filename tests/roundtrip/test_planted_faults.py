@@ -43,7 +43,7 @@ def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}
 
 
-def test_what_lies_where() -> None:
+def test_a_finding_names_the_content_of_a_slot() -> None:
     """A finding names the content of a slot and the right content: `layer 3 V, slot 21 holds layer 4 K, slot 5`."""
     result = ran(Cell("torch", slots="contiguous", tokens="3", heads="1", layers=5), "wrong-layer")
     assert result.findings[1].first == (

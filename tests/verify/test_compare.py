@@ -99,7 +99,7 @@ def test_first_test_counts_orders() -> None:
     assert not judge.first_test([1.9] * 36)  # within the margin
 
 
-def test_decided() -> None:
+def test_a_confirmation_ends_when_it_is_decided() -> None:
     assert is_decided(6, 6, 6)
     assert not is_decided(5, 7, 6)
     assert is_decided(0, SPARE + 1, 6)
@@ -132,7 +132,7 @@ def test_no_two_start_alike_unless_they_share_their_prefix(prompts: list[Prompt]
     assert len(set(shared)) == 9
 
 
-def test_the_end_repeats_earlier_tokens(prompts: list[Prompt]) -> None:
+def test_the_end_of_a_prompt_repeats_earlier_tokens(prompts: list[Prompt]) -> None:
     for each in prompts:
         if not isinstance(each.body, str):
             cue = each.body[-CUE:]
