@@ -58,10 +58,7 @@ def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
 
 
 class Fresh:
-    """Runs code in a fresh interpreter. The code assigns its answer, a value of JSON, to `result`.
-
-    limit: seconds that a process may take.
-    """
+    """Runs code in a fresh interpreter, at most `limit` seconds. The code assigns its answer (JSON) to `result`."""
 
     def __init__(self, limit: float | None = 300) -> None:
         self._limit = limit
@@ -168,10 +165,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
-    """Return code for a fork server that prepares the lab and calls this function of a test module.
-
-    torch gets one thread, because a fork does not have the threads of its parent.
-    """
+    """Return code that prepares the lab and calls this function. torch uses only the thread that a fork has."""
     return f"""
 import torch
 torch.set_num_threads(1)

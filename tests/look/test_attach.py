@@ -1,7 +1,4 @@
-"""`kvfix attach` and `detach` on the real scheduler and connector, with a request that began before the attach.
-
-tests/engine attaches to engines under load.
-"""
+"""`kvfix attach` and `detach` in the lab, after a request has begun. tests/engine attaches to engines under load."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""KVF122 and KVF126 on LMCache's own client, worker adapter and server: the server ends or restarts, and the worker
-runs on."""
+"""KVF122 and KVF126 on LMCache's own client, worker adapter and server. Only the server ends or restarts."""
 
 from typing import Any
 

@@ -154,11 +154,9 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 def tried(
     folder: str, dist: str, tests: list[str], code: str, connectors: list[str], fixes: list[str]
 ) -> dict[str, Any]:
-    """Return all results of the release in this folder.
+    """Return all results of the release in this folder. tests: files of regression tests.
 
-    - tests: files of regression tests
-    - code: the fix that the patch replaces; "" without a patch
-    - fixes: applied to the random schedules without faults
+    code: the fix that the patch replaces; "" without a patch. fixes: for the random schedules without faults.
     """
     place = Path(folder)
     prefer(place)

@@ -222,10 +222,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 @pytest.mark.peers
 @pytest.mark.parametrize("row", [row for row in PATCHES if theirs(row)], ids=lambda row: f"{row.slug}-{row.dist}")
 def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -> None:
-    """Upstream's tests of the changed files: those that pass on the release pass with the patch.
-
-    `make peers` runs them: they take a quarter of an hour.
-    """
+    """Upstream's tests of the changed files pass with the patch if they pass on the release. `make peers` runs them."""
     known = peers.baseline(peers.suite(row.dist))["not passed"]
     patched.copy(row.path, released(row), tmp_path / "released")
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
