@@ -16,7 +16,7 @@ from kvfix_tools.diagnose.problems import Problem, catalogue
 from kvfix_tools.diagnose.signs import PLACE, Sign, parse
 from maintain import knowledge as maintained
 from tests.conftest import RELEASES, release_names
-from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, site_packages
+from tests.diagnose.lines import LMCACHE, VLLM, codes, diagnose, raised, site_packages
 
 EVERY = pytest.mark.parametrize("problem", catalogue(), ids=lambda problem: str(problem.name))
 
@@ -237,15 +237,9 @@ def shown(problem: Problem, sign: Sign) -> str:
     file, _, function = sign.within.rpartition(":")
     path = file or ("any.py" if problem.general else "lmcache/any.py")
     text = f": {_filled(sign.text)}" if sign.text else ""
-    caller = sign.through if sign.through.endswith(".py") else f"/{sign.through}/caller.py"
-    lines = [
-        "Traceback (most recent call last):",
-        *([f'  File "/opt/app{caller}", line 5, in call', "    call()"] if sign.through else []),
-        f'  File "/opt/app/{path}", line 7, in {function or "any"}',
-        f"    {sign.source or 'call()'}",
-        f"{sign.kind or 'RuntimeError'}{text}",
-    ]
-    return "".join(f"{CORE}{line}\n" for line in lines)
+    caller = sign.through if sign.through.endswith(".py") else f"{sign.through}/caller.py"
+    frames = [(caller, "call", "call()")] if sign.through else []
+    return raised([*frames, (path, function or "any", sign.source or "call()")], f"{sign.kind or 'RuntimeError'}{text}")
 
 
 _VERSION = re.compile(r"\d[\w.]*")
