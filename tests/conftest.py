@@ -51,17 +51,14 @@ PLUGIN = ROOT / "tests/engine/plugin"
 
 
 def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
-    """Return the environment of a program, without variables of kvfix. first: folders in front of its path."""
+    """Return the environment of a program, without variables of kvfix. first: folders to put first on PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
     places = [*first, *quick.site(), ROOT / "patches", ROOT / "tools"]
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, places)), **changes}
 
 
 class Fresh:
-    """Runs code in a fresh interpreter. The code leaves its answer in `result`, which must be JSON.
-
-    limit: seconds that a process may take.
-    """
+    """Runs code in a fresh interpreter, at most `limit` seconds. The code assigns its answer (JSON) to `result`."""
 
     def __init__(self, limit: float | None = 300) -> None:
         self._limit = limit
@@ -86,7 +83,7 @@ class Fresh:
         return done
 
 
-#: Folders whose files take longest. They run first: a long file that begins last keeps one worker waiting.
+#: Folders with the longest test files. These files run first: the other workers would wait for a long last file.
 LONG = ("engine", "upstream", "roundtrip", "lab", "release", "connector_events")
 
 
@@ -97,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the counts of kvfix's own errors. Earlier errors are forgotten: kvfix reports each once per process."""
+    """Return the counts of kvfix's own errors. kvfix forgets earlier errors: it reports each error once per process."""
     from kvfix.session import session
 
     for name in ("faults", "reported", "lines", "tallies"):
@@ -110,12 +107,12 @@ def fresh() -> Fresh:
     return Fresh()
 
 
-#: Fixes that are applied before a case: none, those with these codes, or the default fixes (True).
+#: Fixes to apply before a case: no fix (False), the fixes with these codes (a list), or the default fixes (True).
 Fixes = bool | list[str]
 
 
 def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) -> str:
-    """Return Python code for a fork: it imports the case and calls it. The code has the arguments as their repr."""
+    """Return Python code for a fork. The code imports the case, applies the fixes, and calls the case."""
     apply = f"import kvfix; kvfix.apply(only={None if fixes is True else fixes})" if fixes is not False else ""
     load = f"from {case.__module__} import {case.__name__} as case\ncase = getattr(case, '__wrapped__', case)"
     return f"{load}\n{apply}\nresult = case(*{arguments!r})"
@@ -152,7 +149,7 @@ class ForkServer:
 
 
 def run_forked(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in a fork of a process that has imported vLLM. folder: for its output."""
+    """Run a Python program in a fork of a process that has imported vLLM. folder: gets the program's output."""
     files = [folder / "stdout", folder / "stderr"]
     with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
         process = forks.Forked(command, env=clean_environment(**environment), stdout=stdout, stderr=stderr, cwd=ROOT)
@@ -168,10 +165,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
-    """Return code for a fork server that prepares the lab and calls this function of a test module.
-
-    A fork has none of the threads that its parent has started.
-    """
+    """Return code that prepares the lab and calls this function. torch uses only the thread that a fork has."""
     return f"""
 import torch
 torch.set_num_threads(1)
@@ -221,7 +215,7 @@ class Once:
 @pytest.fixture(scope="session")
 def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Once:
     shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # this folder is inside the folder of the run
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of a worker is inside the folder of the run
         shared = shared.parent
     answers = shared / "answers"
     answers.mkdir(exist_ok=True)
@@ -232,8 +226,8 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
     """Turn a function into a test: the function runs in a fork, and must return the expected answer.
 
     expected: one answer, or two: without and with the fixes.
-    also: names of further parameters, separated by spaces: `answer` if `expected` is empty, `fixes` and `release`.
-    fixed: values of `fixes` and `release` if they are no parameters. Default: no fixes (second answer: all), 0.5.6.
+    also: more parameters of the test, separated by spaces: `fixes`, `release`, and `answer` if `expected` is empty.
+    fixed: `fixes` and `release` without parameters. Defaults: 0.5.6, and no fix (for a second answer: all fixes).
     """
 
     def make(case: Callable[..., Any]) -> Any:

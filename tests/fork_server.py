@@ -1,9 +1,8 @@
 """A process that has imported vLLM (preloaded.py), and its forks: programs, and processes that serve further forks.
 
-This saves 12 s of a core for each process of a test. EngineCore and worker of an engine are forks too, as on a GPU.
-vLLM for the CPU starts new processes (cpu.py 0.32.0:409), so this needs a stand-in if LMCache is already imported
-(tests/engine/plugin/kvfix_engine_test.py). Programs that must start and end like a user's program are not forked. A
-fork has nothing of LMCache or kvfix.
+A fork saves the 12 s of a core that the imports take. EngineCore and the workers of an engine are forks too, as on a
+GPU. vLLM for the CPU would start new processes (cpu.py 0.32.0:409). tests/engine/plugin/kvfix_engine_test.py makes
+this work after an import of LMCache. Programs that must start and end like a user's program are not forked.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ FORK_WORKERS = "KVFIX_TEST_FORK"
 def start(target: Callable[..., None], *arguments: Any) -> Any:
     """Start a fork that runs this function of this module."""
     quick.skip()
-    from maintain import peers  # not imported at the top: the process to be forked has nothing of kvfix
+    from maintain import peers  # not at the top: the process to be forked must not import kvfix
 
     with mock.patch.dict(os.environ, {**ENVIRONMENT, **peers.hub(HUB)}):
         CONTEXT.set_forkserver_preload(["tests.preloaded"])
@@ -112,7 +111,7 @@ def serve(connection: Connection, first: str, environment: dict[str, str]) -> No
     with contextlib.redirect_stdout(sys.stderr):
         exec(first, {})
     gc.collect()
-    gc.freeze()  # otherwise the collector would walk, and so copy, all of this in each fork
+    gc.freeze()  # otherwise the collector would visit, and so copy, all this memory in each fork
     with contextlib.suppress(EOFError):
         while True:
             connection.send(_forked(connection.recv()))
@@ -124,7 +123,7 @@ def set_environment(environment: dict[str, str]) -> None:
 
 
 def _forked(job: dict[str, str]) -> dict[str, Any]:
-    """Return {"result" (JSON), "error", "printed"} of the job's `code`, with its `lmcache` first on the path."""
+    """Run the job's `code` in a fork, with `lmcache` first on sys.path. Return its result (JSON), error and output."""
     here, there = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryFile() as printed:
         pid = os.fork()

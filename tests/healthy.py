@@ -1,4 +1,4 @@
-"""Healthy schedules, and events that a fix or a patch must not change. Tests that play a schedule twice use both."""
+"""Helpers for tests that play a schedule twice: a fix or a patch must not change the events of a healthy schedule."""
 
 from importlib import import_module
 from typing import Any

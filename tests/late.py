@@ -1,4 +1,4 @@
-"""Names of the lab whose modules import vLLM. Each is imported at its first use, in a fork: pytest imports no vLLM."""
+"""Names of the lab whose modules import vLLM. A fork imports a module at the first use. pytest itself imports none."""
 
 from importlib import import_module
 from typing import Any

@@ -20,9 +20,9 @@ WHY = "imports torch, vLLM or LMCache"
 #: documentation or a patched release. Some read all of vLLM, all releases or an endless log.
 LEFT_OUT = (
     "docs", "dump", "engine", "look", "release", "upstream", "commands/test_mcp.py", "diagnose/test_memory.py",
-    "doctor/test_good.py", "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",
+    "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",
 )  # fmt: skip
-#: Names a file that a program makes when it imports torch. The file's name ends in the pid of pytest's own process.
+#: This variable has the path of a file. A program makes the file when it imports torch. The path ends in pytest's pid.
 VARIABLE = "KVFIX_TEST_WANTS_TORCH"
 SITE = Path(__file__).with_name("without_torch")
 

@@ -15,7 +15,7 @@ from kvfix_tools.search import candidates, search
 
 ENTRIES = list(explain.entries())
 RETIRED_CODES = {**RETIRED, **problems.knowledge().retired}
-#: Findings with `on`: a function decides them, not a text in the log.
+#: {code: finding}, only of findings that a function detects (field `on`), not a text in the log.
 FINDINGS = {each.code: each for each in problems.catalogue() if each.on}
 
 

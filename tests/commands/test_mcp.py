@@ -57,13 +57,13 @@ def test_its_tools_answer_as_the_commands(tmp_path: Path) -> None:
     assert explained["answer"]["code"] == "KVD101"
 
 
-@pytest.mark.parametrize("path", ["../secret.log", "/etc/hostname", "link.log"])
-def test_nothing_outside_its_folder_is_read(path: str, tmp_path: Path) -> None:
+def test_nothing_outside_its_folder_is_read(tmp_path: Path) -> None:
     root = tmp_path / "logs"
     root.mkdir()
     (tmp_path / "secret.log").write_text("AssertionError: Mismatch in tokens to load\n")
     (root / "link.log").symlink_to(tmp_path / "secret.log")
-    (result,) = call(root, ("call_tool", "diagnose", {"paths": [path]}))
-    assert result.is_error
-    assert "is not below" in result.content[0].text
-    assert "Mismatch" not in str(result.content)
+    paths = ("../secret.log", "/etc/hostname", "link.log")
+    for result in call(root, *(("call_tool", "diagnose", {"paths": [path]}) for path in paths)):
+        assert result.is_error
+        assert "is not below" in result.content[0].text
+        assert "Mismatch" not in str(result.content)

@@ -18,7 +18,7 @@ from kvfix_tools.lab.options import Options
 from tests.conftest import RELEASES, Fresh, Once, run_forked
 
 LMCACHE = RELEASES / "0.5.6"
-#: Options of a pytest in a separate process.
+#: Options of a pytest that runs in a separate process.
 OWN = ["-q", "-rs", "-p", "no:cacheprovider", "-c"]
 FAULTS = {
     "CountsQuestions": "asked-again",
@@ -56,7 +56,7 @@ def commanded(name: str) -> Any:
 
 
 def faults() -> Any:
-    """Return {connector: (findings of its rule's scenarios, steps of the scenario that found one)}."""
+    """Return for each connector: violations of its rule in a scenario, and the number of steps of the scenario."""
     from kvfix_tools.conform import command
     from kvfix_tools.conform.verdicts import Run
 
@@ -181,7 +181,7 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
 
 #: Contents of a block in TensorMemory.
 CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]
-#: {fault: what is done to block 1 of the first layer}
+#: {fault: a function that changes block 1 of the first layer}
 WRONG: dict[str, Callable[[Any, Any], Any]] = {
     "another layer": lambda first, second: first[1].copy_(second[1]),
     "V in place of K": lambda first, _: first[1].copy_(first[1].roll(32, dims=-1)),

@@ -1,6 +1,6 @@
 """docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again.
 
-Workers of some connectors do not run here. The lab plays them with stand-ins, and the answer says so.
+For some connectors the lab replaces the worker by a stand-in. The output then names the stand-in.
 """
 
 import re
@@ -42,7 +42,7 @@ def test_each_connector_that_vllm_ships_is_in_the_table() -> None:
     assert not re.search("/tmp|site-packages", Path(connectors.FILE).read_text())
 
 
-def test_the_table_is_what_comes_of_it(once: Once) -> None:
+def test_the_table_agrees_with_a_new_run(once: Once) -> None:
     (said,) = (each for each in connectors.load() if each.name == "ExampleConnector")
     broken = violated(once(example, LMCACHE))
     assert broken == {"promise", "stored", "reset", "raises-nothing"}
@@ -67,7 +67,7 @@ def test_the_table_is_what_comes_of_it(once: Once) -> None:
         ("MultiConnector", [BESIDE[0], {"kv_connector": "ExampleConnector"}], None),
     ],
 )
-def test_the_side_of_the_lab(connector: str, children: list[dict[str, str]], played: tuple[str, str] | None) -> None:
+def test_stand_ins_of_the_lab(connector: str, children: list[dict[str, str]], played: tuple[str, str] | None) -> None:
     side = scenarios.side(connector, {"connectors": children})
     assert (side and (side.connector, side.offloading)) == played
     assert side is None or "stand-in" in side.stand_in
@@ -84,7 +84,7 @@ def answers() -> dict[str, Any]:
     return found
 
 
-def test_the_scenarios_run_on_a_side(once: Once) -> None:
+def test_the_scenarios_run_with_a_stand_in(once: Once) -> None:
     done = once(answers, LMCACHE)["SimpleCPUOffloadConnector"]
     assert (done["cannot"], done["violations"]) == ("", [])
     assert "stand-in" in done["stand_in"]

@@ -19,10 +19,10 @@ from kvfix_tools.diagnose.statements import Statement
 NEWEST = "0.5.6"
 #: Logs of real engines. README.md in this folder describes them.
 LOGS = Path(__file__).parent / "logs"
-#: A line of each logger.
+#: Lines of LMCache's logger and of vLLM's logger.
 LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"
 VLLM = "(EngineCore_DP0 pid=276) {level} 12-03 01:24:36 [any.py:7] {text}\n"
-#: In front of each line of a traceback that EngineCore logs.
+#: The prefix of each line of a traceback that EngineCore logs.
 CORE = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:7] "
 FATAL = f"{CORE}EngineCore encountered a fatal error.\n"
 #: The line that names the release of vLLM.
@@ -36,7 +36,7 @@ def finding_logs(kind: str) -> dict[str, list[str]]:
 
 
 def expanded(log: str) -> str:
-    """Repeat each line that begins with a number of times, and number the repetitions."""
+    """Repeat each line that begins with, for example, `12 x ` 12 times. {n} becomes the number of the repetition."""
     text = ""
     for times, lines in groupby(log.splitlines(keepends=True), _times):
         block = "".join(line.partition(" x ")[2] if times else line for line in lines)
@@ -127,6 +127,6 @@ def raised(frames: list[tuple[str, str, str]], error: str) -> str:
 
 
 def scanned(log: str | bytes) -> list[LogLine]:
-    """Return every line of a log in memory that means something to kvfix-diagnose."""
+    """Return all lines of this log that kvfix-diagnose recognizes."""
     scanner = Scanner("log")
     return [*scanner.scan(log.encode() if isinstance(log, str) else log), *scanner.end()]

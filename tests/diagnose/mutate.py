@@ -1,4 +1,4 @@
-"""Damaged logs, as users send them: cut, glued, doubled, with rubbish. kvfix-diagnose has to read and report each.
+"""Make damaged logs, as users send them: cut, joined, repeated, with rubbish. kvfix-diagnose must read each log.
 
     python -m tests.diagnose.mutate --count 100000 [--first N]
 
@@ -34,7 +34,7 @@ JOINS = [b"\n", b"", b"\r\n"]
 
 @lru_cache(maxsize=1)
 def corpus() -> list[bytes]:
-    """Return lines of the real logs that contain a needle of the scanner, from the begin and the end of each log."""
+    """Return lines of the real logs with a needle of the scanner, from the beginning and the end of each log."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
         found = [
@@ -47,7 +47,7 @@ def corpus() -> list[bytes]:
 
 
 def draw(number: int) -> bytes:
-    """Return the log of this number. A fifth of the logs are only cut off."""
+    """Return the log with this number. A fifth of the logs are only cut off."""
     dice = random.Random(f"0:{number}")
     lines = corpus()
     if dice.random() < 0.5:  # lines that follow one another in a real log make a history

@@ -1,4 +1,4 @@
-"""The summary in 8 kB and the bug report: both have the root exception, and nothing that must not be posted."""
+"""The summary in 8 kB and the bug report: both have the root exception, and nothing private."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_every_log_fits(name: str) -> None:
         assert text.endswith("\n")
 
 
-def test_what_it_has() -> None:
+def test_the_summary_has_the_main_facts() -> None:
     text = brief(CRASH)
     for part in (
         "releases: LMCache 0.3.10, vLLM 0.32.0",
@@ -39,7 +39,7 @@ def test_what_it_has() -> None:
         assert part in text
 
 
-def test_an_unknown_failure_is_in_it() -> None:
+def test_the_summary_has_an_unknown_failure() -> None:
     lines = (
         "Traceback (most recent call last):",
         '  File "/home/ada/site/mine.py", line 7, in load',

@@ -88,7 +88,7 @@ def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
     assert re.search(r"1 more: 9\d+-[0-9a-f]{8}", page)
 
 
-def test_what_can_be_read_is_reported_when_something_cannot(run: Run, tmp_path: Path) -> None:
+def test_readable_files_are_reported_next_to_a_damaged_one(run: Run, tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(Path(CRASH).read_bytes()[:-40])
     code, out, err = run(str(tmp_path / "cut.gz"), CRASH)
     assert code == 2
@@ -120,8 +120,8 @@ def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Pat
 
 
 def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
-    """The schema stands in docs/diagnose.md."""
-    cut = tmp_path / "cut.log"  # a code of four digits
+    """docs/diagnose.md has the schema."""
+    cut = tmp_path / "cut.log"  # the code of its finding has four digits
     cut.write_text(
         f"{CORE}Traceback (most recent call last):\n"
         f'{CORE}  File "/opt/nowhere/model.py", line 5, in forward\n{CORE}    return self.layer(x)\n'
@@ -190,7 +190,7 @@ def shown_by(terminal: int) -> bytes:
     """Return the next output; "" at its end. A terminal holds 4 KB, and a full terminal would stop the program."""
     try:
         return os.read(terminal, 1 << 16)
-    except OSError:  # Linux: no process writes any more.
+    except OSError:  # On Linux this error means that no process writes any more.
         return b""
 
 
@@ -319,7 +319,7 @@ def test_a_page_is_written_whole_or_not_at_all(run: Run, tmp_path: Path, monkeyp
     assert "before" in out.read_text()
 
 
-def test_one_thing_is_printed(run: Run) -> None:
+def test_only_one_format_is_printed_at_a_time(run: Run) -> None:
     assert run(CRASH, json=True, brief="-")[0] == 2
     assert run(CRASH, json=True, request="r")[0] == 2
 

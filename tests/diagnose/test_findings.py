@@ -110,7 +110,7 @@ def test_what_failed_in_the_server_stands_before_its_clients_silence() -> None:
             assert silence.follows is cause
 
 
-def test_what_the_log_says_is_put_right_before_a_fix_is_taken() -> None:
+def test_the_remedy_names_the_logged_error_before_a_fix() -> None:
     diagnosis = diagnose(logged(NEWEST, "degraded", "list index out of range"))
     found = next(each for each in diagnosis.findings if each.rule.code == "KVD207")
     now = advice.remedy(diagnosis, found).now
@@ -118,6 +118,6 @@ def test_what_the_log_says_is_put_right_before_a_fix_is_taken() -> None:
     assert "KVF015" in now
 
 
-def test_what_ends_it_may_be_more_than_the_release_of_the_fix() -> None:
+def test_a_remedy_may_need_a_later_release_than_the_fix() -> None:
     diagnosis = diagnose(FOUND["KVD112"][1])
     assert "0.4.7" in advice.remedy(diagnosis, diagnosis.findings[0]).good

@@ -70,7 +70,7 @@ def test_a_crash_is_explained_in_every_format(name: str) -> None:
 
 
 def test_a_group_of_exceptions_is_what_its_members_are() -> None:
-    """The first error is a member's, with the group's frames before the member's frames. A cut-off group counts too."""
+    """The finding names the first member's error. If the log ends before the members, it names the group's error."""
 
     def failed(kind: type[Exception], text: str) -> Exception:
         try:
@@ -93,7 +93,7 @@ def test_a_group_of_exceptions_is_what_its_members_are() -> None:
     assert cut.sentence.startswith("ExceptionGroup: two loads")
 
 
-#: The error that vLLM's V0 engine raised for a connector of the V1 engine.
+#: The traceback of an assertion in LMCache that has no text (KVD849).
 ASSERTED = (
     "Traceback (most recent call last):",
     '  File "/opt/app/lmcache/v1/storage_backend/local_cpu_backend.py", line 60, in initialize_allocator',
@@ -113,7 +113,7 @@ ASSERTED = (
     ],
 )  # fmt: skip
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
-    """torch, torchrun, Ray, Docker, srun and pdsh put a prefix before each line. vLLM's logger did not print these."""
+    """torch, torchrun, Ray, Docker, srun and pdsh put a prefix before each line. vLLM's logger did not print it."""
     rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
     assert codes(diagnose("\n".join(rows))) == ["KVD849"]
     assert codes(diagnose("\n".join(rows[1:]))) == ["KVD849"], "cut off above"

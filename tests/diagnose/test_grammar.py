@@ -46,7 +46,7 @@ def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
 
 @pytest.mark.parametrize("dist", ["lmcache", "vllm"])
 def test_what_every_release_prints_is_read(dist: str) -> None:
-    """Each line has the right message and values, even if its release is not installed. LMCache's lines name a release.
+    """Each line gives the right message and values. A line of LMCache gives its release too, installed or not.
 
     vLLM's copies of the adapters log through LMCache's logger.
     """
@@ -78,7 +78,7 @@ def test_what_every_release_prints_is_read(dist: str) -> None:
 
 @lru_cache(maxsize=1)
 def every_line() -> list[tuple[str, str]]:
-    """Return (message, line) for every wording, from the newest release that has the wording."""
+    """Return (message, line) for every text of a statement, from the newest release that has this text."""
     logged = [row for row in statements.known()["lmcache"] if row.level in LOGGED]
     return [(row.message, printed(max(row.lines, key=Version), row)) for row in logged]
 

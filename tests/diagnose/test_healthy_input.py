@@ -1,6 +1,6 @@
 """Healthy input gives no finding: whole logs of working engines, parts of them, and texts that are no engine log.
 
-A note is allowed. It says that an excerpt begins or ends there, or that an engine logged an error and went on.
+A note is allowed. A note says that the log is an excerpt, or that an engine logged an error and continued.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes found. general: also of general records' notes, except KVD1041, which an orderly end shows."""
+    """Return the codes of findings without notes. general: with notes of general records, except at a normal end."""
     return [
         each.rule.code
         for each in diagnosed(text).findings

@@ -16,7 +16,7 @@ from kvfix_tools.diagnose.problems import Problem, catalogue
 from kvfix_tools.diagnose.signs import PLACE, Sign, parse
 from maintain import knowledge as maintained
 from tests.conftest import RELEASES, release_names
-from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, site_packages
+from tests.diagnose.lines import LMCACHE, VLLM, codes, diagnose, raised, site_packages
 
 EVERY = pytest.mark.parametrize("problem", catalogue(), ids=lambda problem: str(problem.name))
 
@@ -106,7 +106,7 @@ def test_a_mistake_names_the_file_and_the_record(line: str, says: str, tmp_path:
 FIRST = {"lmcache": Version("0.3.9"), "vllm": Version("0.11.2")}
 #: The characters between two literals of one string.
 _JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")
-#: Characters of a needle at least: shorter texts are in every source.
+#: The minimum length of a needle. Shorter texts are in every source.
 _SHORTEST = 6
 
 #: {dist: releases}
@@ -114,7 +114,7 @@ Found = dict[str, frozenset[str]]
 
 
 def needle(sign: Sign) -> str:
-    """Return the part of the sign that the source must have: of its text, its line, or its function."""
+    """Return what the source must have: a part of the sign's text, its source line, or the head of its function."""
     if sign.text:
         return _plain(max(PLACE.split(sign.text)[::2], key=len))
     if sign.form in ("logged", "died"):
@@ -174,13 +174,13 @@ def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem
     for sign, places in zip(problem.shows, found, strict=True):
         assert any(places[dist] & set(claimed(problem, dist)) for dist in places), f"{sign} is in no release"
     dists = [dist for dist, releases in by_dist.items() if releases]
-    known = by_dist["vllm"] != {"0.32.0"}  # of other releases only exceptions are known
+    known = by_dist["vllm"] != {"0.32.0"}  # for other releases only exceptions are known
     if len(dists) == 1 and (dists[0] == "lmcache" or known):
         missing = [each for each in claimed(problem, dists[0]) if each not in by_dist[dists[0]]]
         assert not missing, f"narrow `releases`: no sign stands in {missing}"
 
 
-#: {the libraries in the wheel of nixl: records whose signs they print}. Both are compiled.
+#: {compiled libraries in the wheel of nixl: records whose signs these libraries print}
 COMPILED = {
     "nixl_cu1*.libs/**/libuc*.so*": [
         each
@@ -193,7 +193,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("pattern", COMPILED)
 def test_signs_of_a_library_stand_in_it(pattern: str) -> None:
-    """A macro puts the function before a statement of NIXL's agent, and the level before one of UCX."""
+    """NIXL's agent prints the function before a message, and UCX the level. The library does not have these parts."""
     libraries = sorted(site_packages().glob(pattern))
     if not libraries:
         pytest.skip("nixl is not installed here, so that there is no library to look into")
@@ -237,15 +237,9 @@ def shown(problem: Problem, sign: Sign) -> str:
     file, _, function = sign.within.rpartition(":")
     path = file or ("any.py" if problem.general else "lmcache/any.py")
     text = f": {_filled(sign.text)}" if sign.text else ""
-    caller = sign.through if sign.through.endswith(".py") else f"/{sign.through}/caller.py"
-    lines = [
-        "Traceback (most recent call last):",
-        *([f'  File "/opt/app{caller}", line 5, in call', "    call()"] if sign.through else []),
-        f'  File "/opt/app/{path}", line 7, in {function or "any"}',
-        f"    {sign.source or 'call()'}",
-        f"{sign.kind or 'RuntimeError'}{text}",
-    ]
-    return "".join(f"{CORE}{line}\n" for line in lines)
+    caller = sign.through if sign.through.endswith(".py") else f"{sign.through}/caller.py"
+    frames = [(caller, "call", "call()")] if sign.through else []
+    return raised([*frames, (path, function or "any", sign.source or "call()")], f"{sign.kind or 'RuntimeError'}{text}")
 
 
 _VERSION = re.compile(r"\d[\w.]*")

@@ -12,12 +12,12 @@ from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
 from tests.bench.diagnose import FIXTURES, lives
 
-#: Code, which is never a part of a log: `kept` does not count it.
+#: Types of code. `kept` does not count code, because no part of a log is code.
 CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)
 
 
 def kept(*roots: object) -> int:
-    """Return the number of objects that can be reached from these."""
+    """Return the number of objects that can be reached from these roots."""
     seen = {id(root) for root in roots}
     waiting = list(roots)
     while waiting:
@@ -29,7 +29,7 @@ def kept(*roots: object) -> int:
 
 
 def requests(first: int, many: int) -> Iterator[bytes]:
-    """Yield a call and its answer for each request, and a worker that dies in the middle of its traceback."""
+    """Yield for each request the lines of a lookup and a load, and of a worker that dies within its traceback."""
     for number in range(first, first + many):
         yield (
             b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "

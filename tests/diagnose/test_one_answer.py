@@ -1,4 +1,4 @@
-"""A situation has the same finding in the whole log, in its end and in its decisive line, whatever code it has."""
+"""A failure has the same finding in the whole log, in its end and in its decisive line, and with renumbered records."""
 
 import random
 from functools import lru_cache

@@ -60,7 +60,7 @@ def test_real_logs(names: list[str], found: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["healthy-0.5.6", "crash-0.3.10"], ["crash-0.3.10", "healthy-0.5.6"]])
 def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
-    """A finding names the release that ran at its time. The log has five healthy lives, and one that crashes."""
+    """A finding names the release that ran at that time. The log has five healthy engines, and one that crashes."""
     diagnosis = diagnosed(b"".join(real(name) * (5 if "healthy" in name else 1) for name in names))
     assert codes(diagnosis) == ["KVD101"]
     assert advice.remedy(diagnosis, diagnosis.findings[0]) == advice.remedy(

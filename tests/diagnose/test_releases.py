@@ -1,4 +1,4 @@
-"""Find the release of vLLM of a log that does not name it in a line of LMCache."""
+"""kvfix-diagnose finds the release of vLLM in logs in which no line of LMCache names this release."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
 
 @pytest.mark.parametrize("release", sorted(here()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
-    """The line number of either message names the release, also for releases that do not start here."""
+    """The line number of either message names the release, also for releases that cannot start here."""
     lines = (here()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)
@@ -93,7 +93,7 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
-    """Diagnose a log with the sign of this problem, the only known one. release: named in the log; "": none named."""
+    """Diagnose a log with the sign of this problem, as if it were the only record. release: named in the log, or ""."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())

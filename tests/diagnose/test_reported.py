@@ -70,7 +70,7 @@ RETRIEVE = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retr
 
 
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
-    """The line gets its own finding. It also does so directly above an exception that no record knows."""
+    """The error line has its own finding, also directly above an exception that no record knows."""
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):
         trace = raised(RETRIEVE, f"ValueError: {text}").replace(CORE, "")
         assert "KVD915" in codes(diagnose(STORE_FAILED, apart, trace))

@@ -40,9 +40,9 @@ def library() -> bytes:
     return Path(msgspec._core.__file__).read_bytes()
 
 
-def without(content: bytes, names: tuple[bytes, ...] = (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize")) -> bytes:
+def without(content: bytes) -> bytes:
     """Return the library with a C++ symbol that no library has, in place of a symbol of Python."""
-    for name in names:
+    for name in (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize"):
         at = content.find(b"\0" + name + b"\0")
         if at >= 0:
             symbol = SYMBOL.encode()[: len(name)]

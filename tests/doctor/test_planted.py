@@ -1,15 +1,23 @@
-"""Only its check finds a fault planted in a set-up (planted.toml), and gives the expected remedy."""
+"""Each check of kvfix doctor finds the faults planted for it (planted.toml). Set-ups that work have no complaint.
 
+tests/engine starts engines with the settings of these set-ups.
+"""
+
+import json
+import re
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomllib
 
-from kvfix_tools.doctor import servers
+from kvfix_tools.doctor import checks, extensions, servers
 from kvfix_tools.doctor.command_line import Command
-from tests.doctor.sites import MP, V1, Planted, look, problems, say, serve, site, torch
+from kvfix_tools.roundtrip import real_engine
+from tests.conftest import Fresh
+from tests.doctor.sites import MP, Planted, look, problems, say, serve, site, torch
 
 ROWS = tomllib.loads(Path(__file__).with_name("planted.toml").read_text())
 PLANTED = {name: Planted(**row) for name, row in ROWS.items()}
@@ -32,11 +40,35 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, newest: Path, monke
     assert not any(planted.do_without and planted.do_without in line.do for line in found)
 
 
-@pytest.mark.parametrize("check", sorted({each.check for each in PLANTED.values()}))
-def test_without_a_fault_there_is_none(check: str, newest: Path) -> None:
-    environment = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOCAL_CPU": "True"}
-    extra = {"lmcache.chunk_size": 64, "lmcache.max_local_cpu_size": 0.2, "use_layerwise": True}
-    assert problems(look(serve(V1, "-tp", "2", extra=extra), newest, environment=environment), check) == []
+def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:
+    """Return the command `vllm serve` with the settings of `real_engine.make`."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model/config.json").write_text(json.dumps({**real_engine.MODEL, "torch_dtype": "float32"}))
+    options = ["--dtype", "float32", "--enforce-eager", "--block-size", str(real_engine.BLOCK), "--port", "0"]
+    given = ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
+    return ["vllm", "serve", str(folder / "model"), *options, *given]
+
+
+@pytest.mark.parametrize("which", ["in process", "two ranks", "multi process", "plain"])
+def test_a_set_up_that_works_has_no_complaint(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all checks but that of compiled extensions. test_the_installation_itself runs that one, which needs torch."""
+    facts = {"version": "2.13.0", "cuda": None, "available": False}
+    monkeypatch.setattr(extensions, "attempt", lambda *_: extensions.Tried(facts, {}, "not in this test"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": server.getsockname()[1]}
+        command = {
+            "in process": words(tmp_path, real_engine.in_process(64)),
+            "two ranks": [*words(tmp_path, real_engine.in_process(64, use_layerwise=True)), "-tp", "2"],
+            "multi process": words(tmp_path, {**MP, "kv_connector_extra_config": extra}),
+            "plain": words(tmp_path, None),
+        }
+        place = torch(site(tmp_path / "site"))
+        lines = list(checks.lines(look(command[which], place, environment=real_engine.ENVIRONMENT)))
+    assert [line for line in lines if line.status == checks.PROBLEM] == []
+    assert "this check failed" not in "".join(line.what for line in lines)
+    right = {line.check for line in lines if line.status == checks.OK}
+    assert right >= {"installed", "torch", "releases", "memory"}
+    assert which == "plain" or right >= {"kv-transfer-config", "connector-keys", "hybrid-model", "parallel"}
 
 
 @pytest.mark.parametrize(("cuda", "supported", "count"), [(None, "", 1), (None, "auto", 0), ("13.0", "", 0)])
@@ -61,3 +93,15 @@ def test_a_worker_without_a_gpu(
 )  # fmt: skip
 def test_addresses(url: str, host: str, port: int | None) -> None:
     assert servers.address(url) == (url, host, port)
+
+
+def test_the_installation_itself(tmp_path: Path, fresh: Fresh) -> None:
+    """Run the whole command. Its child process imports torch, and tries the extensions."""
+    command = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--"]
+    done = fresh.run([*command, *words(tmp_path, real_engine.in_process(64))], **real_engine.ENVIRONMENT)
+    lines = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert {line["status"] for line in lines if line["check"] == "extensions"} <= {"ok", "unchecked"}
+    assert any(re.match(r"vllm\._C(_AVX\w+)? loads with torch", line["what"]) for line in lines)
+    fixes = next(line for line in lines if line["check"] == "fixes")
+    assert "KVFIX=fix" in fixes["do"]

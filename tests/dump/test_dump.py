@@ -1,4 +1,4 @@
-"""`kvfix dump PID` on processes that hang in a hook. A real engine that hangs: tests/engine/test_bugs.py."""
+"""`kvfix dump PID` on processes that hang in a hook. tests/engine/test_bugs.py has a real engine that hangs."""
 
 import json
 import os
@@ -70,10 +70,10 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
     if f"stacks-{pid}.json" in parts:
         assert "start_load_kv" in parts[f"stacks-{pid}.json"]
     else:
-        assert found["processes"][0]["stacks"]  # the reason: py-spy is not allowed here
+        assert found["processes"][0]["stacks"]  # why py-spy has no stacks, for example because it is not allowed here
 
 
-def test_workers_that_are_not_below_it_are_found_by_their_engine(
+def test_workers_that_are_no_children_of_their_engine_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ray's workers are such processes: they are children of Ray's raylet, not of the engine."""
@@ -89,7 +89,7 @@ def test_workers_that_are_not_below_it_are_found_by_their_engine(
     assert rows[other.pid]["hook"].startswith("in start_load_kv of Connector for ")
 
 
-def test_one_that_does_not_answer_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hook_that_blocks_signals_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging(tmp_path / "dumps", "deaf") as process:
         # Before the process waits in C, a signal still calls the handler.
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
@@ -151,7 +151,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_children_follow_their_parents() -> None:
-    """Each process has the kernel's letter for its state, and its start time, by which a ready file names it."""
+    """kvfix reads each process's state and start time. A ready file names its process by the start time."""
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
@@ -165,7 +165,7 @@ def test_children_follow_their_parents() -> None:
 
 
 def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has announced that it answers. kvfix reads neither a linked folder nor another user's folder."""
+    """This process has written a ready file. kvfix reads neither a linked folder nor another user's folder."""
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
     signals.write_announcement()
     process = processes.tree(os.getpid())[0]

@@ -22,7 +22,7 @@ from kvfix_tools.doctor.setup import Setup
 from kvfix_tools.roundtrip import real_engine
 from tests.conftest import Fresh
 from tests.doctor.sites import problems
-from tests.doctor.test_good import words
+from tests.doctor.test_planted import words
 from tests.engine import serve, start
 from tests.engine.start import CROWD, ENGINE, Ran, prompt
 

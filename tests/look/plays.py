@@ -1,8 +1,4 @@
-"""The lab's engine in a separate process, without kvfix. It holds a request until the file FLAG exists.
-Then another request comes.
-
-`plays.py LMCACHE FLAG`
-"""
+"""The lab's engine without kvfix: `plays.py LMCACHE FLAG`. When FLAG exists, a request ends and a second one comes."""
 
 import sys
 import time

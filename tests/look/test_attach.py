@@ -1,7 +1,4 @@
-"""`kvfix attach` and `detach` on the real scheduler and connector, with a request that began before the attach.
-
-tests/engine attaches to engines under load.
-"""
+"""`kvfix attach` and `detach` in the lab, after a request has begun. tests/engine attaches to engines under load."""
 
 import json
 import os
@@ -21,9 +18,7 @@ PROGRAM = Path(__file__).with_name("plays.py")
 pytestmark = pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process of this machine")
 
 
-def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fix_skips_the_requests_that_began_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flag, log, lmcache = tmp_path / "flag", tmp_path / "log", release("0.3.10")
     environment = clean_environment(lmcache, KVFIX_DUMP_DIR=str(tmp_path / "dumps"))
     command = [sys.executable, str(PROGRAM), str(lmcache), str(flag)]

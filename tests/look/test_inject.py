@@ -76,7 +76,7 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
 
 
 def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
-    """The thread may hold the GIL's mutex. An injected call would wait for it, and all threads for the call."""
+    """The thread may hold the GIL's mutex. An injected call would wait for this mutex, and all threads for the call."""
     with target("own-lock") as process:
         with pytest.raises(inject.Silent):
             inject.run(process.pid, "pass", seconds=0.5)
@@ -97,7 +97,7 @@ def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvfix reads the process's memory maps once, even if they change between calls. With CUDA there are thousands."""
+    """kvfix reads the process's memory maps once, even if they change. A process with CUDA has thousands of maps."""
     read: list[Path] = []
     mapped = other_process._mapped_files
     monkeypatch.setattr(other_process, "_mapped_files", lambda process: read.append(process) or mapped(process))
@@ -112,7 +112,7 @@ def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_computation_gets_its_registers_and_its_signals_back() -> None:
-    """In the middle of a kernel all vector registers are in use, and `difftime` writes to them."""
+    """In the middle of a kernel all vector registers are in use. The injected `difftime` writes to them."""
     with target("computes") as process:
         engine = Process(process.pid)
         for _ in range(200):
@@ -145,14 +145,14 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """The handler of vLLM up to 0.11 raises SystemExit. If injected code runs, kvfix must pass the exception on."""
+    """The signal handler of vLLM up to 0.11 raises SystemExit. kvfix passes it on, even from injected code."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "
         assert process.stdout.readline() == "interrupted\n"
 
 
-def test_what_has_ended_or_is_no_python_is_refused() -> None:
+def test_an_ended_process_and_another_program_are_refused() -> None:
     with target("sleeps") as process:
         pass
     with pytest.raises(inject.Refused, match=f"there is no process {process.pid}"):
@@ -176,8 +176,8 @@ def test_a_process_that_ends_meanwhile() -> None:
         inject.run(process.pid, "import os; os._exit(0)", seconds=5)
 
 
-def test_the_end_of_the_looker_is_not_that_of_the_call(tmp_path: Path) -> None:
-    """If nothing traced the called thread, it would run into the breakpoint, and the process would end."""
+def test_the_process_survives_the_end_of_kvfix_look(tmp_path: Path) -> None:
+    """If `kvfix look` ends during a call, the called thread runs on. An untraced breakpoint would end the process."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = "import sys; from kvfix_tools.look import inject; inject.run(int(sys.argv[1]), sys.argv[2], seconds=60)"

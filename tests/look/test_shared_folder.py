@@ -1,4 +1,4 @@
-"""No link of another user makes kvfix, running as root, write to a wrong file. kvfix reads only files of this user."""
+"""No link of another user makes kvfix write to a wrong file as root. kvfix reads only files of the process's user."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ def opened(tmp: Path, path: str = "/tmp") -> SharedFolder:
     return SharedFolder(shared_folder.opened(root, path, os.O_PATH | os.O_DIRECTORY), USER)
 
 
-def test_files_go_to_and_fro(tmp: Path) -> None:
+def test_files_are_written_and_read(tmp: Path) -> None:
     folder = opened(tmp)
     for text in ("1", "2"):
         folder.write("/tmp/code", text)

@@ -1,4 +1,4 @@
-"""The drill's judgement of an outcome."""
+"""`make drill` reports a violation with the fixes if its effect is worse than the effects without the fixes."""
 
 import pytest
 

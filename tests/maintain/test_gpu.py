@@ -1,4 +1,4 @@
-"""The bundle for a GPU host: its wheels, and the stages that run there. No download, and no GPU."""
+"""The bundle for a GPU host: its wheels, and the stages that run there. The tests need no GPU."""
 
 import argparse
 import csv
@@ -117,7 +117,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return Fakes(tmp_path)
 
 
-def test_whatever_becomes_of_a_stage_the_next_one_runs(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_stage_runs_after_any_result(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> None:
     assert fakes.run("77", "1", "3", "hang", "0") == 1
     assert fakes.exits == {"77": NOT_HERE, "1": 1, "3": 3, "hang": TIMED_OUT, "0": 0}
     lines = [" ".join(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
@@ -190,7 +190,7 @@ KNOWN = result("passed"), result("failed", layout="packed")  # LMCache issue 446
         (roundtrips.found, report(STALE, result("failed", ("bit flip",))), False),
         (roundtrips.found, report(STALE, result("passed")), False),
         (roundtrips.found, report(result("refused")), False),
-        # Without fixes, no failure but the known bug is right, and an engine must answer wrong.
+        # Without fixes, only the known bug may fail, and the engine's answers must be wrong.
         (roundtrips.known, report(*KNOWN), True),
         (roundtrips.known, report(*KNOWN, result("crashed")), False),
         (roundtrips.differs, engine(DIFFER, 576), True),

@@ -1,4 +1,4 @@
-"""`kvfix status --released` lists what the newest releases of a package index have changed. Here it is a folder."""
+"""`kvfix status --released` lists what the newest releases in a package index have changed. The index is a folder."""
 
 import json
 import subprocess
@@ -116,7 +116,7 @@ def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
     assert "0.3.10" in row["reason"]
 
 
-def test_without_an_index_it_says_so(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_missing_index_is_reported(fresh: Fresh, tmp_path: Path) -> None:
     done = ask(fresh, tmp_path / "nowhere", 77, "--json")
     assert done.stdout == ""
     assert "pip could not fetch lmcache" in done.stderr

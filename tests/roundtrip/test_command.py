@@ -48,13 +48,6 @@ def test_all_right() -> None:
     assert (answer["exit"], len(answer["cells"]), answer["speed"]) == (0, 1, [])
 
 
-def test_without_a_backend_it_tests_what_is_installed() -> None:
-    answer = output_of(*SIZES)
-    tested = {cell["cell"]["backend"] for cell in answer["cells"]}
-    assert {"torch", "lmcache-v2", "lmcache-mp", "lmcache-engine", "vllm-simple", "vllm-offload"} <= tested
-    assert answer["exit"] == 0
-
-
 @pytest.mark.parametrize("options", [[*ONE, "--inject", "bitflip", "--seed", "5"], ["--inject", "missing-event"]])
 def test_the_line_runs_a_cell_or_race_again(options: list[str]) -> None:
     answer = output_of(*options)
@@ -76,7 +69,7 @@ def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
     assert "\x1b" not in text
 
 
-def test_full_is_more() -> None:
+def test_full_runs_more_cells() -> None:
     some = ["--backend", "torch", "--layout", "nhd", "mla", "--dtype", "uint8", "float16", "--slots", "random", "holes"]
     some += ["--skip", "none", "part", "--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
     every = output_of(*some, "--full")
@@ -94,7 +87,7 @@ def test_progress_is_for_a_terminal(capsys: pytest.CaptureFixture[str], monkeypa
     assert "0/1 torch nhd uint8" in printed.err
 
 
-def test_speed_and_that_of_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_speed_stands_beside_that_of_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
     answer = output_of(*ONE, "--gib", "0.01")
     [speed] = answer["speed"]
     assert speed["verdict"] == "passed"

@@ -1,4 +1,4 @@
-"""How the backend `engine` judges an engine's answers. The engines are those of tests/engine."""
+"""The backend `engine` judges an engine's answers. Two tests start real engines, as tests/engine does."""
 
 import functools
 import os
@@ -28,7 +28,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
     [
         ({}, "None"),
         ({"violations": ["KVR001 wrong"]}, "kvfix reports a violation: KVR001 wrong"),
-        # The outputs do not show this: vLLM computes tokens that were not promised, or not loaded.
+        # These faults do not change the outputs: vLLM computes tokens that were not promised or not loaded.
         ({"warm": {"hits": 0}}, "warm: no token came from the external cache"),
         ({"warm": {"loaded": 512}}, "warm: 576 tokens were promised, but only 512 loaded"),
         ({"warm": {"failed": 2}}, "warm: the load of 2 blocks failed"),
@@ -45,7 +45,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
     ],
 )
 def test_judgement(changes: dict[str, Any], text: str) -> None:
-    """The last round has its hits and the same outputs, except for these changes."""
+    """Judge a run in which everything is right except for these changes."""
     plain = changes.get("plain", PLAIN)
     right = {**plain, "warm": {**plain["warm"], "hits": 576, "loaded": 576}}
     ran = {name: {**each, **changes.get(name, {})} for name, each in right.items()}

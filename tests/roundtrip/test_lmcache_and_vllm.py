@@ -1,4 +1,4 @@
-"""The code of the installed LMCache and vLLM moves KV on CPU tensors. The layouts that work, and the refused layouts.
+"""The code of the installed LMCache and vLLM moves KV on CPU tensors, in some layouts. It refuses the others.
 
 All is real except the stand-ins that the report names: `torch.cuda`, and the driver's batched copy.
 """
@@ -12,7 +12,7 @@ from kvfix_tools.roundtrip.backends.lmcache import LAYOUTS
 from kvfix_tools.roundtrip.layout import LAYOUTS as EVERY_LAYOUT
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 from tests.conftest import ForkServer, release
-from tests.roundtrip.test_command import output_of
+from tests.roundtrip.test_command import SIZES, output_of
 from tests.roundtrip.test_planted_faults import WITHOUT
 
 PACKED = ("packed", "packed-hnd", "packed-pool")
@@ -89,7 +89,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, An
 
 
 def test_the_layerwise_connector_takes_heads_for_tokens(as_released: dict[str, Any]) -> None:
-    """The layerwise torch operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. All others refuse HND."""
+    """The layerwise torch operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. The others refuse HND."""
     for layout in ("hnd", "hnd-block-first"):
         assert "passed" not in verdicts(as_released, "lmcache-layerwise")[layout]
     crashed = of(as_released, "hnd", "crashed")
@@ -105,6 +105,13 @@ def test_a_fault_is_named_where_the_host_memory_is_lmcaches_own(run: Any, fault:
     [cell] = answer["cells"]
     assert cell["verdict"] == "failed"
     assert set(cell["findings"][0]["classes"]) == {FAULTS[fault]}
+
+
+def test_without_a_backend_it_tests_what_is_installed(run: Any) -> None:
+    answer = run(*SIZES)
+    tested = {cell["cell"]["backend"] for cell in answer["cells"]}
+    assert {"torch", "lmcache-v2", "lmcache-mp", "lmcache-engine", "vllm-simple", "vllm-offload"} <= tested
+    assert answer["exit"] == 0
 
 
 def test_vllms_own_offload(run: Any) -> None:
@@ -148,7 +155,7 @@ def test_an_older_lmcache(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
-    """LMCache 0.4.5 does not know this layout, and 0.5.0 to 0.5.2 mistake it for another. The fix corrects this."""
+    """LMCache 0.4.5 does not know this layout, and 0.5.0 to 0.5.2 take it for another layout. The fix corrects both."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

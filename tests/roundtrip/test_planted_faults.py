@@ -19,7 +19,7 @@ from kvfix_tools.roundtrip.region import Region
 CPU = torch.device("cpu")
 SOME = [("layout", "nhd"), ("layout", "packed-hnd"), ("layout", "block-outermost")]
 SOME += [("dtype", name) for name in DTYPES]
-#: {race: its finding without events}
+#: {race: kind of its finding if the events are left out}
 WITHOUT = {
     "late-producer": "stale",
     "early-reuse": "overwritten",
@@ -43,7 +43,7 @@ def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}
 
 
-def test_what_lies_where() -> None:
+def test_a_finding_names_the_content_of_a_slot() -> None:
     """A finding names the content of a slot and the right content: `layer 3 V, slot 21 holds layer 4 K, slot 5`."""
     result = ran(Cell("torch", slots="contiguous", tokens="3", heads="1", layers=5), "wrong-layer")
     assert result.findings[1].first == (
@@ -140,7 +140,7 @@ def test_with_its_events_it_is_sound_and_without_it_is_found(name: str, kind: st
 
 
 def test_a_hostile_write_to_a_slot_that_is_loaded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The race with neighbouring slots finds this."""
+    """The race with neighbouring slots finds the write."""
     scatter = TorchCopy.scatter
 
     def and_one_more(copy: TorchCopy, *more: Any) -> None:

@@ -21,7 +21,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
 FIX = Fix(FIRST, SECOND, HELPER, effect="crash")
 
-#: OTHERS: {name: (verdict on a function, state of a fix with this function and two wrong functions)}
+#: OTHERS: {name: (verdict on one function, state of a fix that has this function and two wrong functions)}
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))
 OTHERS = {
     "unknown code": (Applicability("unknown", "second is unknown"), "unknown"),

@@ -80,7 +80,7 @@ def test_a_class_that_inherits_the_function_is_wrapped_alone() -> None:
 
 def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """If both threads look for a table entry before one of them adds it, each adds one, and one wrapper is lost."""
-    both = threading.Barrier(2, timeout=0.5)  # broken if only one thread at a time gets here
+    both = threading.Barrier(2, timeout=0.5)  # the barrier breaks if only one thread at a time gets here
 
     class Hook(applying.WrappedFunction):
         def __init__(self, *arguments: Any) -> None:

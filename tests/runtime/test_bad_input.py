@@ -1,4 +1,4 @@
-"""Missing, old, odd or broken input: one clear line (what, where, what to do), no traceback, no fix applied.
+"""For missing, old, odd or broken input, kvfix prints one clear line (what, where, what to do) and applies no fix.
 
 Unusual installations work: kvfix as bytecode only, or in a zip; an editable LMCache with its own finder.
 """
@@ -105,7 +105,7 @@ def without_stderr() -> str:
 
 
 def test_a_closed_stderr_stops_nothing(fork_server: ForkServer) -> None:
-    """This does not run in the lab, which logs nothing."""
+    """This test does not use the lab, because the lab turns logging off."""
     assert fork_server(without_stderr, release("0.3.10")) == "applied"
 
 
@@ -159,7 +159,7 @@ def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh)
     assert "kvfix status: this installation of kvfix has no fixes" in status.stderr
 
 
-#: setuptools writes a finder for a package in a folder of another layout; site runs its .pth file at start.
+#: setuptools writes a finder for a package in a folder of another layout. `site` runs the finder's .pth file at start.
 EDITABLE = """
 import site, sys
 site.addsitedir({site!r})

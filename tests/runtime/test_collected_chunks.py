@@ -1,4 +1,4 @@
-"""KVF025 on LMCache's own allocator: the garbage collector runs while its thread holds a lock of LMCache."""
+"""KVF025 on LMCache's own allocator: the garbage collector runs in a thread that holds a lock of LMCache."""
 
 import gc
 import threading
@@ -9,7 +9,7 @@ import pytest
 import kvfix
 from tests.conftest import answers
 
-#: Keeps the other chunk alive: if the thread hangs, `__del__` of this chunk would hang too.
+#: Keeps the second chunk alive if the thread hangs: `__del__` of that chunk would hang too.
 KEPT: list[Any] = []
 
 
@@ -31,8 +31,9 @@ def host_memory() -> Any:
 )
 @answers(also="fixes release answer")
 def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> list[Any]:
-    """Return True if the thread hangs; otherwise the chunks allocated then, and after the next release or `revert`.
+    """Return ["hangs"], or "goes on" and two counts of chunks: after the collection, and after one more release.
 
+    With `revert`, `kvfix.revert` replaces the release.
     limit: maximum seconds to wait for the thread.
     """
     import lmcache.utils

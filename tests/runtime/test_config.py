@@ -1,4 +1,4 @@
-"""The configuration: valid text, and errors with the known names."""
+"""The configuration accepts valid text, and refuses invalid text with a short error."""
 
 import pytest
 

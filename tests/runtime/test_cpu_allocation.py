@@ -34,7 +34,7 @@ class Never(Exception): ...
 def test_a_load_waits_ten_seconds_in_all(chunks: int, room: int, every: int, more: dict[str, Any]) -> list[Any]:
     """Return the chunks that get memory and the seconds of waiting, for each of two loads with a minute between them.
 
-    room: chunks that have memory at first. every: seconds of waiting after which one more has memory; 0: none has.
+    room: chunks that get memory at once. every: seconds of waiting until one more chunk gets memory; 0: never.
     """
     import lmcache.v1.storage_backend.local_cpu_backend as module
 

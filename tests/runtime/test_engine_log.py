@@ -1,4 +1,4 @@
-"""kvfix's lines in the engine's log: each once, and bounded in number, length and memory whatever clients send."""
+"""kvfix logs each line once. The number, length and memory of its lines are bounded, whatever clients send."""
 
 import logging
 import os

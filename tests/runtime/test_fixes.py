@@ -79,8 +79,8 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: Fixes whose probe calls another function than the fixed one, or more than one. KVF330 acts only if it has seen the
-#: mark of the other process.
+#: Fixes whose probe calls another function than the fixed one, or several functions. KVF330 acts only if it has seen
+#: the mark of the other process.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
     "KVF373",
@@ -102,7 +102,7 @@ def targets(dist: str, release: str) -> list[tuple[str, Target]]:
 
 
 def probed(dist: str, release: str) -> list[list[Any]]:
-    """Return the answers of the probes for the installed functions. With its fix applied, no probe may show the bug."""
+    """Return the answers of the probes for the installed functions. No probe may show the bug in the fixed function."""
     result: list[list[Any]] = []
     for code, target in targets(dist, release):
         path = installed_source.source_file(target.dist, target.module)
@@ -125,7 +125,7 @@ def probed(dist: str, release: str) -> list[list[Any]]:
 
 
 def wrong(dist: str, release: str) -> list[list[Any]]:
-    """Return the right answers of the probes for the functions of this release."""
+    """Return the expected answers of the probes for the functions of this release."""
     return [
         [code, target.name, release in SpecifierSet(target.broken, prereleases=True)]
         for code, target in targets(dist, release)
@@ -143,7 +143,7 @@ def test_the_probe_on_the_installed_vllm(fork_server: ForkServer) -> None:
     assert fork_server(probed, release("0.4.6"), "vllm", version) == wrong("vllm", version)
 
 
-# ---------------------------------------------------------------------- objects in the place of an engine's
+# ---------------------------------------------------------------------- objects that fixes give an engine
 
 
 class Future:
@@ -176,7 +176,7 @@ def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, i
 
 
 def test_thousands_of_stores_as_one() -> None:
-    """A long prompt in small steps has thousands of stores. Nested calls of `query` ended in a RecursionError."""
+    """A long prompt in small steps has thousands of stores. Nested calls of `query` would end in a RecursionError."""
     stores = [Future(False) for _ in range(5000)]
     both: Any = stores[0]
     for store in stores[1:]:

@@ -1,14 +1,8 @@
-"""Imports in the engine package: no cycles, pure modules stay pure, and nothing is imported that is not needed.
-
-tests/release checks that the package imports no tools.
-"""
-
-from __future__ import annotations
+"""Imports in the engine package: no cycles, pure modules stay pure, and nothing is imported that is not needed."""
 
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -28,9 +22,9 @@ class WithoutTypes(ast.NodeTransformer):
         return None if is_for_types else self.generic_visit(node)
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield the modules of kvfix that this file imports, also in functions, but not those only for type checking."""
-    for node in ast.walk(WithoutTypes().visit(ast.parse(path.read_text()))):
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the modules that this code imports, also in functions."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -39,7 +33,11 @@ def imported(path: Path) -> Iterator[str]:
                 yield inside if inside in FILES else node.module
 
 
-NEEDS = {name: {each for each in imported(path) if each in FILES} for name, path in FILES.items()}
+#: {module of kvfix: the modules of kvfix that it imports, except those only for type checking}
+NEEDS = {
+    name: FILES.keys() & set(imported(WithoutTypes().visit(ast.parse(path.read_text()))))
+    for name, path in FILES.items()
+}
 
 
 def test_there_is_no_cycle() -> None:
@@ -49,7 +47,7 @@ def test_there_is_no_cycle() -> None:
 
 
 def test_pure_modules_do_not_import_the_session() -> None:
-    """They import it neither directly nor through another module."""
+    """A pure module imports the session neither directly nor through another module."""
 
     def all_of(name: str) -> set[str]:
         return NEEDS[name].union(*map(all_of, NEEDS[name]))
@@ -57,6 +55,17 @@ def test_pure_modules_do_not_import_the_session() -> None:
     pure = [name for name in FILES if name.startswith("kvfix.ledger")]
     for name in (*pure, "kvfix.applicability", "kvfix.installed_source", "kvfix.fixes.record", "kvfix.redact"):
         assert "kvfix.session" not in all_of(name), name
+
+
+@pytest.mark.parametrize(
+    ("folder", "never"),
+    [("patches/kvfix", {"kvfix_tools", "maintain", "tests"}), ("tools/kvfix_tools", {"maintain", "tests", "mkdocs"})],
+)
+def test_no_package_needs_what_is_not_installed_with_it(folder: str, never: set[str]) -> None:
+    trees = (ast.parse(path.read_text()) for path in (ROOT / folder).rglob("*.py"))
+    packages = {name.partition(".")[0] for tree in trees for name in imported(tree)}
+    assert "kvfix" in packages
+    assert not packages & never
 
 
 #: In this program kvfix begins to watch a connector, in a given mode.

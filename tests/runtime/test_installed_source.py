@@ -1,4 +1,4 @@
-"""Fingerprints: what changes them, what does not, and that every Python version computes the same."""
+"""Only changed code changes a fingerprint. Every Python version computes the same fingerprint."""
 
 import shutil
 from pathlib import Path

@@ -102,7 +102,7 @@ class Disk:
         return answers
 
     def state(self) -> list[Any]:
-        """Return known chunks, their pins, allocated chunks, LMCache's two counts of chunks on disk, and the files."""
+        """Return known chunks, their pins, allocated chunks, LMCache's two counts of chunks on disk, and files."""
         backend = self.backend
         return [
             [self.keys.index(key) for key in backend.dict],

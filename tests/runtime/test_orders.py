@@ -1,4 +1,4 @@
-"""Every order of import of LMCache, apply, second apply and revert, each in its own process.
+"""Import LMCache, apply twice and revert in every order. Each order runs in its own process.
 
 After every step the installed function is right exactly if the module is imported and the last call was apply. After a
 revert the class has its original function object.
@@ -63,7 +63,7 @@ def test_order(steps: tuple[str, ...]) -> list[str | None]:
 @pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
 @answers([False, True, False, 3, "applied"], release="0.3.10")
 def test_another_tool_wraps_the_same_hook(kvfix_first: bool) -> list[Any]:
-    """The other tool's wrapper is always called. kvfix's wrapper is added and removed inside or outside of it."""
+    """The other tool's wrapper is always called. kvfix adds its wrapper inside or outside, and removes it."""
     if kvfix_first:
         kvfix.apply()
     adapter = importlib.import_module(ADAPTER)

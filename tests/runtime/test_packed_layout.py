@@ -22,7 +22,7 @@ SLOTS = torch.tensor([7, 0, 19, 5, 12])
 
 
 def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
-    """Return vLLM's tensors [blocks, heads, block, 2 * width] of random bytes. order: that of the axes in memory."""
+    """Return vLLM's tensors [blocks, heads, block, 2 * width] of random bytes. order: how the axes lie in memory."""
     size = BLOCKS * HEADS * BLOCK * 2 * width * LAYERS
     held = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     if order == "HND":
@@ -61,7 +61,7 @@ def test_the_widest_word_that_fits() -> None:
 
 
 class Elsewhere:
-    """A host tensor next to a GPU cache: on another device, and not CUDA."""
+    """Stands in for a host tensor whose KV cache is on a GPU: its device is not the cache's, and it is not CUDA."""
 
     device, is_cuda = torch.device("meta"), False
 
@@ -110,7 +110,7 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
 
 
 @answers(
-    # LMCache releases the memory object that it has stored, too
+    # LMCache also releases the memory object that it has stored.
     {"stored": ["of right"], "released": ["wrong", "right"], "retrieved": [False, False, False, True, True]},
     fixes=True,
 )

@@ -1,4 +1,4 @@
-"""How the configuration reaches other processes, and which text of KVFIX is valid. Without KVFIX nothing happens.
+"""The configuration reaches other processes. Invalid text in KVFIX applies nothing. Without KVFIX nothing happens.
 
 These processes import no vLLM: the tests check whether kvfix is active in them. tests/engine checks real engines.
 """
@@ -81,7 +81,7 @@ def test_an_unknown_name_changes_nothing() -> None:
 
 
 class TestRun:
-    """`kvfix run -- CMD`: programs that load no vLLM plugins, and all their children."""
+    """`kvfix run -- CMD` reaches programs that load no vLLM plugins, and all their child processes."""
 
     KVFIX = (sys.executable, "-m", "kvfix_tools.cli", "run")
     SHOW = "import os, sys, kvfix.session as s; print(s.session.config, sys.modules['sitecustomize'].__file__)"
@@ -110,7 +110,7 @@ from kvfix_tools.cli import main; main()"""
         assert "import 'kvfix.fixes.api'" in done.stderr, "the first module of LMCache must have loaded the catalogue"
 
     def test_a_python_without_kvfix_is_reported_once(self, fresh: Fresh) -> None:
-        """-S: without site-packages there is no kvfix. The child inherits the mark of the report."""
+        """With -S a process has no site-packages, and so no kvfix. Only the parent reports this, not its child."""
         child = [sys.executable, "-S", "-c", "import sitecustomize; print('ran')"]
         code = f"import sitecustomize, subprocess; subprocess.run({child!r})"
         bootstrap = str(Path(__file__).parents[2] / "patches/kvfix/bootstrap")

@@ -32,7 +32,7 @@ SIGNS = "/+._~!@#$%^*|-"
 
 
 def corpus() -> list[tuple[str, str]]:
-    """Return (text, secret), of random letters. Each name is in some forms, and each form has several names."""
+    """Return pairs (text, secret). A secret has random letters. Each form of a text is used with several names."""
     draw = random.Random(0)
 
     def letters(count: int, of: str = LETTERS) -> str:

@@ -105,7 +105,7 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
 def test_no_fix_is_refused_on_released_code() -> list[list[str]]:
     """Import every module of the fixes that can be imported. Return the fixes that are then refused or unknown.
 
-    A class may inherit a function, or be known under an older name of a class in another file.
+    In some releases the class inherits the function, or another file has the class under an older name.
     """
     kvfix.apply()
     for module in catalogue.modules_of_fixes():
@@ -144,7 +144,7 @@ def probed() -> dict[str, Any]:
     return {row.code: row for row in catalogue.rows(_probed)}
 
 
-#: (release, text of its adapter and the text in its place, claimed version, status before and after the probe)
+#: EDITS: {name: (release, (text of its adapter, new text), claimed version, status by the file, status by the probe)}
 HARMLESS, GONE = (BUG, "            _ = 1\n" + BUG), ("def get_num_new_matched_tokens", "def matched")
 EDITS = {
     "comments and blank lines": ("0.3.10", (BUG, "            # edited\n\n" + BUG), "", "applicable", "applied"),

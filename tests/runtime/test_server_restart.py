@@ -1,5 +1,4 @@
-"""KVF122 and KVF126 on LMCache's own client, worker adapter and server: the server ends or restarts, and the worker
-runs on."""
+"""KVF122 and KVF126 on LMCache's own client, worker adapter and server. Only the server ends or restarts."""
 
 from typing import Any
 
@@ -32,8 +31,8 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """A load and a question are in flight when the server ends. Return True or False for each: KVF122 sees a connection
-    (at first, after an answer, and after the loss); the load has failed; the question has an answer.
+    """A load and a question are in flight when the server ends. Return five flags. The first three are True if KVF122
+    sees a connection: at first, after an answer, after the loss. Then: the load has failed; the question has an answer.
 
     A stream of LMCache ends when its client notices that the server is gone.
     """
@@ -68,9 +67,9 @@ def answered(in_flight: list[str], lost: list[str], sent: list[str]) -> dict[str
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> dict[str, list[str]]:
-    """Return the answered operations: those in flight when the server ends, those sent while it is gone, later ones.
+    """Return the answered operations: "in flight" when the server ends, "lost" without it, "behind" a registration.
 
-    The later operations are sent after a registration.
+    "sent": the operations that the new server gets before the registration.
     """
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload

@@ -33,17 +33,6 @@ class Hooked:
         return self.call(self, *args, **kwargs)
 
 
-def both_sides(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
-    hooked.steps.append("before")
-    answer = yield
-    hooked.steps.append(answer)
-    return "changed"
-
-
-def other_arguments(hooked: Hooked, one: int) -> Generator[Any, Any, Any]:
-    return (yield (one + 1,))
-
-
 def skips_zero(hooked: Hooked, one: int) -> Any:
     return None if one else instead("without")
 
@@ -53,22 +42,6 @@ def puts_back(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         hooked.steps.append("put back")
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "given", "answer", "passed", "steps"),
-    [
-        (both_sides, 1, "changed", [1], ["before", "own"]),
-        (other_arguments, 1, "own", [2], []),
-        (skips_zero, 1, "own", [1], []),
-        (skips_zero, 0, "without", [], []),
-    ],
-)
-def test_around(wrapper: Any, given: int, answer: str, passed: list[int], steps: list[str]) -> None:
-    hooked = Hooked(around(wrapper))
-    assert hooked(given) == answer
-    assert hooked.calls == [((each,), {}) for each in passed]
-    assert hooked.steps == steps
 
 
 def fails_at_the_end(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
@@ -138,9 +111,12 @@ def test_the_answer_of_code_that_raises(
 
 
 class Counted:
-    """A class with a hook, which gets wrappers of two fixes."""
+    """A class with a hook, which gets wrappers of two fixes. passed: the numbers that the hook gets."""
+
+    passed: list[int] = []
 
     def hook(self, request: Any, tokens: int) -> Any:
+        self.passed.append(tokens)
         return tokens
 
 
@@ -154,51 +130,62 @@ class Odd:
         raise LookupError("planted")
 
 
-def acted(wrap: Any, *calls: int, request: Any = Request) -> Any:
-    """Return the tally of a fix after these calls."""
+def acted(wrap: Any, *calls: int, request: Any = Request) -> tuple[list[Any], Any]:
+    """Return the answers to these calls, and the tally of the fix."""
     function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
     function.add("KVF001", 1, wrap)
     function.add("KVF002", 2, after(lambda counted, answer, *_: answer))
+    Counted.passed.clear()
     try:
-        for tokens in calls:
-            Counted().hook(request, tokens)
+        answers = [Counted().hook(request, tokens) for tokens in calls]
     finally:
         function.clear()
     assert metrics.counts("KVF002") == {"acted": 0, "faults": 0, "first": ""}
-    return metrics.counts("KVF001")
+    return answers, metrics.counts("KVF001")
 
 
 def one_less(counted: Counted, request: Request, tokens: int) -> Generator[Any, Any, Any]:
     return (yield (request, tokens - 1))
 
 
+def one_more_answer(counted: Counted, request: Request, tokens: int) -> Generator[Any, Any, Any]:
+    return (yield) + 1
+
+
+CALLS, LESS = [0, 256, 512], [-1, 255, 511]
+
+
 @pytest.mark.parametrize(
-    ("wrap", "expected", "first"),
+    ("wrap", "answers", "passed", "expected", "first"),
     [
-        (after(lambda counted, answer, *_: 0), 2, "Counted.hook: answered 256, corrected to 0 (request 'r7')"),
-        (after(lambda counted, answer, *_: answer), 0, ""),
-        (after(lambda counted, answer, *_: [1]), 3, "Counted.hook: answered 0, corrected to a list (request 'r7')"),
-        (before(lambda counted, request, tokens: tokens > 0), 2, "Counted.hook (request 'r7')"),
-        (before(lambda counted, request, tokens: None), 0, ""),
-        (around(lambda counted, request, tokens: instead(1)), 3, "Counted.hook: the call was skipped (request 'r7')"),
-        (around(lambda counted, request, tokens: None), 0, ""),
-        (around(one_less), 3, "Counted.hook: its arguments were corrected (request 'r7')"),
+        (after(lambda counted, answer, *_: 0), [0, 0, 0], CALLS, 2,
+         "Counted.hook: answered 256, corrected to 0 (request 'r7')"),
+        (after(lambda counted, answer, *_: answer), CALLS, CALLS, 0, ""),
+        (after(lambda counted, answer, *_: [1]), [[1]] * 3, CALLS, 3,
+         "Counted.hook: answered 0, corrected to a list (request 'r7')"),
+        (before(lambda counted, request, tokens: tokens > 0), CALLS, CALLS, 2, "Counted.hook (request 'r7')"),
+        (before(lambda counted, request, tokens: None), CALLS, CALLS, 0, ""),
+        (around(lambda counted, request, tokens: instead(1)), [1, 1, 1], [], 3,
+         "Counted.hook: the call was skipped (request 'r7')"),
+        (around(lambda counted, request, tokens: None), CALLS, CALLS, 0, ""),
+        (around(one_less), LESS, LESS, 3, "Counted.hook: its arguments were corrected (request 'r7')"),
+        (around(one_more_answer), [1, 257, 513], CALLS, 3, "Counted.hook: answered 0, corrected to 1 (request 'r7')"),
     ],
-    ids=["answer", "same answer", "object", "before", "no before", "skipped", "no around", "arguments"],
-)
-def test_a_fix_that_acts_is_counted(wrap, expected, first, caplog) -> None:  # type: ignore[no-untyped-def]
+    ids=["answer", "same answer", "object", "before", "no before", "skipped", "no around", "arguments", "both sides"],
+)  # fmt: skip
+def test_a_fix_that_acts_is_counted(wrap, answers, passed, expected, first, caplog) -> None:  # type: ignore[no-untyped-def]
     caplog.set_level("INFO", "kvfix")
-    found = acted(wrap, 0, 256, 512)
-    assert found == {"acted": expected, "faults": 0, "first": first}
+    assert acted(wrap, *CALLS) == (answers, {"acted": expected, "faults": 0, "first": first})
+    assert Counted.passed == passed
     assert caplog.messages == ([f"KVF001 acted: {first}"] if first else [])
 
 
 def test_the_faults_of_a_fix_are_counted() -> None:
-    assert acted(after(raises), 3, 4) == {"acted": 0, "faults": 2, "first": ""}
+    assert acted(after(raises), 3, 4) == ([3, 4], {"acted": 0, "faults": 2, "first": ""})
 
 
 def test_a_request_that_cannot_be_named_stops_nothing() -> None:
-    found = acted(after(lambda counted, answer, *_: 0), 5, request=Odd())
+    _, found = acted(after(lambda counted, answer, *_: 0), 5, request=Odd())
     assert (found["acted"], found["faults"]) == (1, 0)
 
 

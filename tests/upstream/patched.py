@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import kvfix
 from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes.record import Target
 from kvfix.ledger.events import Asked
@@ -29,7 +28,7 @@ from tests.healthy import events, violated
 
 #: Number of random schedules without faults, and with faults.
 SEEDS, FAULTY = 24, 4
-#: {code of a fix: other fixes that the requests of its scenarios also need to end}
+#: {code of a fix: other fixes without which requests of its scenarios never end}
 BESIDE = {"KVF325": ["KVF322"]}
 
 
@@ -82,7 +81,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 def prefer(folder: Path) -> None:
     """In a process that has imported the release: import the touched modules again, from the folder.
 
-    Do so also for modules of LMCache, the lab, vLLM's connectors, scheduler and KV cache manager that import them.
+    Also import again the modules of LMCache, the lab and vLLM (see _OURS) that import a touched module.
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
@@ -130,11 +129,11 @@ def _is_own(path: Path, folder: Path) -> bool:
 
 
 @contextmanager
-def fuzzer() -> Iterator[Any]:
-    """Yield functions of the lab that draw and play a schedule, and hide its output."""
+def fuzzer(fixes: Sequence[str] = ()) -> Iterator[Any]:
+    """Yield functions of the lab that draw and play a schedule, with these fixes. The engines log nothing."""
     from kvfix_tools.lab import runner
 
-    with runner.quiet():
+    with runner.applied(bool(fixes), only=list(fixes)):
         from kvfix_tools.lab.fuzz.fuzz import play
         from kvfix_tools.lab.fuzz.schedule import draw
 
@@ -155,11 +154,9 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 def tried(
     folder: str, dist: str, tests: list[str], code: str, connectors: list[str], fixes: list[str]
 ) -> dict[str, Any]:
-    """Return all results of the release in this folder.
+    """Return all results of the release in this folder. tests: files of regression tests.
 
-    - tests: files of regression tests
-    - code: the fix that the patch replaces; "" without a patch
-    - fixes: applied to the random schedules without faults
+    code: the fix that the patch replaces; "" without a patch. fixes: for the random schedules without faults.
     """
     place = Path(folder)
     prefer(place)
@@ -167,17 +164,17 @@ def tried(
     if tests:
         found["regression"] = regression(place, tests)
     if code:
-        beside = BESIDE.get(code, [])
         found["status"] = status_of(code, dist)
-        found["scenarios"] = scenarios(code, connectors, beside)
-        found["plays"] = plays(code, connectors, beside)
+        found |= plays(code, connectors, BESIDE.get(code, []))
     found["healthy"] = {each: healthy(each, fixes) for each in connectors}
     return found
 
 
 def plays_with_fixes(wanted: dict[str, list[str]]) -> dict[str, dict[str, str]]:
-    """Return {code: result of plays() with this fix}. wanted: {code: connectors}."""
-    return {code: plays(code, connectors, [code, *BESIDE.get(code, [])]) for code, connectors in wanted.items()}
+    """Return {code: digests of plays() with this fix}. wanted: {code: connectors}."""
+    return {
+        code: plays(code, connectors, [code, *BESIDE.get(code, [])])["digests"] for code, connectors in wanted.items()
+    }
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
@@ -268,7 +265,7 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
     os.chdir(folder)
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
     wanted = [option for plugin in ("pytest_asyncio", "pytest_mock", "pytest_timeout") for option in ("-p", plugin)]
-    # Else the collector walks all that was imported before the fork, after each test (parallel_state.py 0.32.0:2516).
+    # Otherwise the collector visits all older objects after each test (parallel_state.py 0.32.0:2516).
     with mock.patch.object(gc, "unfreeze"):
         pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
     for name in list(filter(_is_test, sys.modules)):
@@ -291,35 +288,21 @@ def status_of(code: str, dist: str) -> str:
     return f"{row.verdict}: {row.reason}"
 
 
-def scenarios(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
-    """Return {scenario of the fix: its outcome with these fixes}, only for scenarios that the release violates."""
+def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[str, str]]:
+    """Play the fix's scenarios that the release violates, and random schedules, with these fixes.
+
+    Return {"outcomes": {scenario: outcome}, "digests": {schedule: digest of its events}}.
+    """
     from kvfix_tools.lab import runner
+    from kvfix_tools.lab.scenario import scenarios
 
-    played = {scenario.slug: runner.play(scenario, bool(fixes), fixes) for scenario in _violated(code, connectors)}
-    return {slug: f"{result.outcome} {result.message}".strip() for slug, result in played.items()}
-
-
-def _violated(code: str, connectors: list[str]) -> list[Any]:
-    from kvfix_tools.lab import runner
-    from kvfix_tools.lab.scenario import scenarios as known
-
-    mine = [each for each in known() if code in each.fixes and each.options.connector in connectors]
-    return [scenario for scenario in mine if runner.expected(scenario) == "violated"]
-
-
-def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
-    """Return {schedule: digest of its events with these fixes}: the scenarios of the fix, and random schedules."""
-    found = {}
-    with fuzzer() as (draw, play):
-        kvfix.revert()
-        if fixes:
-            kvfix.apply(only=fixes)
-        for scenario in _violated(code, connectors):
-            found[scenario.slug] = _digest(_events(scenario.played()))
+    mine = [each for each in scenarios() if code in each.fixes and each.options.connector in connectors]
+    played = [runner.play(each, bool(fixes), fixes) for each in mine if runner.expected(each) == "violated"]
+    digests = {each.slug: _digest(_events(each)) for each in played}
+    with fuzzer(fixes) as (draw, play):
         for connector in connectors:
-            found |= {f"{connector} {seed}": _digest(_events(play(draw(seed, connector)))) for seed in range(FAULTY)}
-        kvfix.revert()
-    return found
+            digests |= {f"{connector} {seed}": _digest(_events(play(draw(seed, connector)))) for seed in range(FAULTY)}
+    return {"outcomes": {each.slug: f"{each.outcome} {each.message}".strip() for each in played}, "digests": digests}
 
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
@@ -337,9 +320,6 @@ def _digest(events: list[Any]) -> str:
 
 def healthy(connector: str, fixes: list[str]) -> list[str]:
     """Return for each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
-    with fuzzer() as (draw, play):
-        if fixes:
-            kvfix.apply(only=fixes)
+    with fuzzer(fixes) as (draw, play):
         played = [play(draw(seed, connector, plain=True)) for seed in range(SEEDS)]
-        kvfix.revert()
     return ["" if violated(each) else _digest(events(each)) for each in played]

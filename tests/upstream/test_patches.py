@@ -30,7 +30,7 @@ FOR_IN_TREE = "0.4.6"
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: {fix of code below the cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
-#: {(code, dist): why events differ between patch and fix}. Still the scenarios are clean, and plain schedules equal.
+#: {(code, dist): why events differ between patch and fix}. The scenarios are clean, and plain schedules do not differ.
 DIFFERS = {
     ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011"
 }
@@ -146,10 +146,10 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
     )
     # kvfix refuses code that no release has and that no probe can check.
     assert found["status"].startswith("refused" if has_no_probe(row) else "fixed-upstream"), found["status"]
-    outcomes = set(found["scenarios"].values())
-    assert outcomes == ({"clean"} if fix_of(row).scenarios else set()), found["scenarios"]
+    outcomes = set(found["outcomes"].values())
+    assert outcomes == ({"clean"} if fix_of(row).scenarios else set()), found["outcomes"]
     with_fix = release.with_fix[row.code]
-    differ = [name for name in with_fix if found["plays"][name] != with_fix[name]]
+    differ = [name for name in with_fix if found["digests"][name] != with_fix[name]]
     assert bool(differ) == ((row.code, row.dist) in DIFFERS), f"{differ} play differently with kvfix's fix"
     for connector, digests in found["healthy"].items():
         expected = release.plays(connector, row.code)
@@ -175,7 +175,7 @@ def has_no_probe(row: upstream.Ready) -> bool:
 
 
 def test_every_fix_has_a_patch_or_a_reason() -> None:
-    """The newest releases decide, which are installed here. A function that is right in them needs no patch."""
+    """The newest releases, which are installed here, decide. A function that is right there needs no patch."""
     wrong = {
         (known.code, target.dist)
         for known in catalogue.fixes()
@@ -222,10 +222,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 @pytest.mark.peers
 @pytest.mark.parametrize("row", [row for row in PATCHES if theirs(row)], ids=lambda row: f"{row.slug}-{row.dist}")
 def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -> None:
-    """Upstream's tests of the changed files: those that pass on the release pass with the patch.
-
-    `make peers` runs them: they take a quarter of an hour.
-    """
+    """Upstream's tests of the changed files pass with the patch if they pass on the release. `make peers` runs them."""
     known = peers.baseline(peers.suite(row.dist))["not passed"]
     patched.copy(row.path, released(row), tmp_path / "released")
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
@@ -236,7 +233,6 @@ def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -
         assert found, f"{tests} do not run"
         return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
 
-    for file in {
-        name.partition("::")[0] for name in failing(folder, theirs(row))
-    }:  # one file at a time: some files disturb others
+    # One file at a time: some files disturb others.
+    for file in {name.partition("::")[0] for name in failing(folder, theirs(row))}:
         assert failing(folder, [file]) <= failing(tmp_path / "released", [file])

@@ -162,15 +162,8 @@ def write_adapter(folder: Path) -> None:
 def prefill_decode(folder: Path) -> bool:
     faulty = {"kv_connector": "FaultyNixl", "kv_connector_module_path": "kvfix_engine_verify_vllm"}
     with vllm_server.pair(folder, "off", **faulty) as pair:
-        small = (
-            pair.url,
-            "--decode",
-            pair.decode.url,
-            "--requests",
-            "16",
-            "--seconds",
-            "900",
-        )  # NIXL's polling is slow
+        # NIXL's polling is slow.
+        small = (pair.url, "--decode", pair.decode.url, "--requests", "16", "--seconds", "900")
         results = [plant(pair.decode, fault, (expected,), *small) for fault, expected in (("", 0), ("zeros", 1))]
     return all(results)
 
