@@ -39,7 +39,7 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
     """If one of two engines with one cache has KVF017, neither finds the other's stores. Return the loaded tokens."""
-    from kvfix_tools.lab.pair import one_side
+    from kvfix_tools.lab.pair import pair_engine as one_side
     from kvfix_tools.lab.pair.pair import Neighbours
 
     loaded = []
@@ -61,7 +61,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
     """No wrapper runs outside of an engine. Return the engines where the wrappers ran with a fix, and without one."""
-    from kvfix_tools.lab.pair import one_side
+    from kvfix_tools.lab.pair import pair_engine as one_side
 
     ran: tuple[set[str], set[str]] = set(), set()
     choose = one_side._in_one
@@ -102,7 +102,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
     """Return [the seed has violations, the release does not show one of them, the release shows none of them]."""
-    from kvfix_tools.lab.pair import one_side
+    from kvfix_tools.lab.pair import pair_engine as one_side
 
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])

@@ -37,16 +37,16 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
     """Play all steps, then free all blocks and run the engine until it has no work, for at most `end` steps."""
     options = schedule.options
     if options.real_transfers:  # play it with the model of NIXL too
-        done: Played = nixl_compare.play_both(options, lambda pair: _played(pair, _play_pair, schedule, end))
+        done: Played = nixl_compare.play_both(options, lambda pair: played(pair, _play_pair, schedule, end))
         return done
     if options.connector in PAIRS:
-        return _played(Pair(options), _play_pair, schedule, end)
+        return played(Pair(options), _play_pair, schedule, end)
     if options.neighbours:
-        return _played(Neighbours(options), _play_neighbours, schedule, end)
-    return _played(LabEngine(options), _play_engine, schedule, end)
+        return played(Neighbours(options), _play_neighbours, schedule, end)
+    return played(LabEngine(options), _play_engine, schedule, end)
 
 
-def _played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
+def played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
     """Return the results of one or two engines. plays: returns the number of steps, or None for the engines' count."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
@@ -58,14 +58,14 @@ def _played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: 
 def _play_engine(engine: LabEngine, schedule: Schedule, end: int) -> int | None:
     for step in schedule.steps:
         move(engine, step)
-    if not _ends(engine, end):
+    if not ends(engine, end):
         return None
     steps = engine.steps
     let_leaks_be_reported(engine)
     return steps
 
 
-def _ends(engine: LabEngine, end: int) -> bool:
+def ends(engine: LabEngine, end: int) -> bool:
     """Free all blocks and run the engine for at most `end` steps. Return True if it has no more work."""
     engine.free_blocks()
     engine.budget(engine.options.max_num_batched_tokens)
@@ -86,7 +86,7 @@ def _play_neighbours(two: Neighbours, schedule: Schedule, end: int) -> None:
                 move(engine, step)
     for engine in two.engines:
         with engine.running():
-            _ends(engine, end)
+            ends(engine, end)
 
 
 def _play_pair(pair: Pair, schedule: Schedule, end: int) -> None:

@@ -19,7 +19,7 @@ from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine.counts import COUNTED
 from kvfix_tools.lab.fuzz.fuzz import play, shrink, signature
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
-from kvfix_tools.lab.pair import one_side
+from kvfix_tools.lab.pair import pair_engine
 from kvfix_tools.lab.runner import applied
 
 #: Seeds that a process plays before it returns its tally, in a second or two.
@@ -115,7 +115,7 @@ class Run(msgspec.Struct, frozen=True):
             return
         default = [fix.code for fix in catalogue.fixes() if not fix.opt_in]
         engine = "first" if self.fixes_in == "one" else self.fixes_in
-        with one_side.fixes_in(engine), applied(True, self.mode, default):
+        with pair_engine.fixes_in(engine), applied(True, self.mode, default):
             yield
 
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
@@ -126,7 +126,7 @@ class Run(msgspec.Struct, frozen=True):
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations
-        with one_side.as_released():
+        with pair_engine.as_released():
             if play(schedule).violations:
                 return []
             for at in range(len(schedule.steps)):

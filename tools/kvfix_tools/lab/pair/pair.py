@@ -18,8 +18,7 @@ from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
 from kvfix_tools.lab.engine.memory import Cache
 from kvfix_tools.lab.fuzz.parameters import MALFORMED, Params
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair import one_side
-from kvfix_tools.lab.pair.pair_engine import PairEngine, TwoEngines
+from kvfix_tools.lab.pair.pair_engine import Engines, PairEngine, running
 from kvfix_tools.lab.steps import continued
 
 _ROLES = {"prefill": "producer", "decode": "consumer"}
@@ -153,7 +152,7 @@ class Router:
             engine.do("admit", name, list(prompt), most, sampling=sampling)
 
 
-class Pair(TwoEngines):
+class Pair(Engines):
     """Two engines, with the interface of one LabEngine for `fuzz.play` and scenarios."""
 
     def __init__(self, options: Options) -> None:
@@ -386,7 +385,7 @@ class Neighbour(LabEngine):
 
     def __init__(self, options: Options, name: str, caches: list[Cache] | None = None) -> None:
         self.name = name
-        with one_side.running(name):
+        with running(name):
             super().__init__(options, caches)
 
     @contextmanager
@@ -395,11 +394,11 @@ class Neighbour(LabEngine):
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
-        with one_side.running(self.name):
+        with running(self.name):
             yield
 
 
-class Neighbours(TwoEngines):
+class Neighbours(Engines):
     """Two engines with these options: each loads chunks that the other one has stored."""
 
     engines: tuple[Neighbour, Neighbour]
