@@ -118,7 +118,7 @@ def leases_are_over_at_once(pair: Any) -> None:
     wrap(worker, "start_load_kv", start_load_kv)
 
 
-@fault("KVR018", on=PULL, at="router._admit")
+@fault("KVR018", on=PULL, at="_admit")
 def a_request_is_sent_twice(pair: Any, admit: Any, engine: Any, name: str, tokens: Any, most: int, params: Any) -> None:
     admit(engine, name, tokens, most, dict(params))
     if engine is pair.decode:
