@@ -76,22 +76,15 @@ class Host:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Replace `asyncio.run_coroutine_threadsafe`: begin at once, because no other thread runs the loop."""
-        done: Future[Any] = Future()
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            if task.cancelled():
-                done.cancel()
-                return
-            error = task.exception()
-            if error is None:
-                done.set_result(task.result())
-            else:
-                self.side.raised(error)
-                done.set_exception(error)
-
-        self.loop.create_task(work).add_done_callback(ended)
+        done = asyncio.run_coroutine_threadsafe(work, self.loop)
+        done.add_done_callback(self._ended)
         self.loop.go_on()
         return done
+
+    def _ended(self, work: Future[Any]) -> None:
+        error = None if work.cancelled() else work.exception()
+        if error is not None:
+            self.side.raised(error)
 
 
 class Write(NamedTuple):
@@ -266,39 +259,20 @@ class Dealer:
             raise zmq.Again from None
 
 
-def httpx_module(network: Network) -> Any:
-    """Return a replacement for httpx: vLLM's own bootstrap server answers without a socket."""
+def transport(network: Network) -> httpx.MockTransport:
+    """Return a transport in which vLLM's own bootstrap servers answer without a socket."""
 
-    class AsyncClient:
-        def __init__(self, **_: Any) -> None: ...
+    async def answer(request: httpx.Request) -> httpx.Response:
+        server, asks = network.bootstrap.get(f"http://{request.url.netloc.decode()}"), request.url.path == "/query"
+        if server is None or (asks and network.fails("handshake")):
+            raise httpx.ConnectError("refused")
+        if asks:
+            content = {number: dataclasses.asdict(each) for number, each in (await server.query()).items()}
+        else:
+            content = await server.register_worker(server.payload(**json.loads(request.content)))
+        return httpx.Response(200, json=content)
 
-        async def __aenter__(self) -> Any:
-            return self
-
-        async def __aexit__(self, *_: Any) -> None: ...
-
-        async def post(self, url: str, json: Any) -> Any:
-            server = self._server(url, "/register")
-            return _answer(await server.register_worker(server.payload(**json)))
-
-        async def get(self, url: str) -> Any:
-            server = self._server(url, "/query", "handshake")
-            return _answer({number: dataclasses.asdict(each) for number, each in (await server.query()).items()})
-
-        @staticmethod
-        def _server(url: str, path: str, what: str = "") -> Any:
-            server = network.bootstrap.get(url.removesuffix(path))
-            if server is None or (what and network.fails(what)):
-                raise httpx.ConnectError("refused")
-            return server
-
-    kept = ("ConnectError", "TimeoutException", "RequestError", "HTTPStatusError")
-    return SimpleNamespace(AsyncClient=AsyncClient, **{name: getattr(httpx, name) for name in kept})
-
-
-def _answer(content: Any) -> Any:
-    text = json.dumps(content)
-    return SimpleNamespace(json=lambda: json.loads(text), raise_for_status=lambda: None)
+    return httpx.MockTransport(answer)
 
 
 def replace(host: Host) -> None:
@@ -314,7 +288,8 @@ def replace(host: Host) -> None:
     module.zmq = SimpleNamespace(asyncio=SimpleNamespace(Context=lambda: context, Socket=Router))
     vars(module.zmq).update({name: getattr(zmq, name) for name in _OF_ZMQ})
     module.make_zmq_socket = lambda context, address, *_, **__: nullcontext(Dealer(context.host, address))
-    module.httpx = httpx_module(network)
+    client = partial(httpx.AsyncClient, transport=transport(network))
+    module.httpx = SimpleNamespace(**{**vars(httpx), "AsyncClient": client})
     # engine.answer: the result of the write that has just ended
     engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
     engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
