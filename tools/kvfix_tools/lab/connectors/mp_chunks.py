@@ -26,8 +26,6 @@ class Chunks:
     def keep(self, windows: Sequence[int] = ()) -> None:
         """Set how many tokens of each window the server stores. A worker registers these numbers."""
         self.objects = stored_objects(self._options, windows)
-        #: True if a chunk has several objects.
-        self._several = len(self.objects) > 1 or len(self._slots) > 1
         self._all_null = _all_null(self._options, self.objects) if self._options.several_groups else None
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
@@ -61,13 +59,11 @@ class Chunks:
 
     def lock(self, keys: list[Any], request_id: str) -> int:
         """Return how many of these chunks, from the first on, are hit. Lock the objects that the hit needs."""
-        found = self.cache.pinned_prefix(keys, request_id)
-        if found and self._several:
-            while found and any(key not in self.cache for key in self._needed(keys, found)):
-                found -= 1
-            self.cache.unpin(request_id)
-            if found:
-                self.cache.pins[request_id] = self._needed(keys, found)
+        found = most = self.cache.pinned_prefix(keys, request_id)
+        while found and any(key not in self.cache for key in self._needed(keys, found)):
+            found -= 1
+        if most:
+            self._keep_locked(request_id, self._needed(keys, found))
         return found
 
     def _needed(self, keys: list[Any], hit: int) -> list[object]:
@@ -84,9 +80,8 @@ class Chunks:
 
     def unlock(self, request_id: str, keys: list[Any], rank: int | None = None) -> None:
         """Release the request's locks on these chunks, in this rank or in all ranks."""
-        if self._several:
-            keys = [key for chunk in keys for _, of, key in self._keys(chunk) if rank in (None, of)]
-        self._keep_locked(request_id, [key for key in self.cache.pins.get(request_id, ()) if key not in keys])
+        unlocked = [key for chunk in keys for _, of, key in self._keys(chunk) if rank in (None, of)]
+        self._keep_locked(request_id, [key for key in self.cache.pins.get(request_id, ()) if key not in unlocked])
 
     def unlock_all(self, request_id: str, rank: int) -> None:
         of_ranks = [(key, key[0] if isinstance(key[0], int) else 0) for key in self.cache.pins.get(request_id, ())]
