@@ -232,13 +232,6 @@ def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) ->
         events.stored(name, list(tokens[: run[-1]]), run[0] - size, run[-1])
 
 
-class OffloadingWorker(Worker):
-    offloads = by_request = True
-
-    def __init__(self, rank: Any, slots: Slots, called: Any) -> None:
-        super().__init__(rank.rank, slots, called, called, None, rank.failing)
-
-
 class Alone(Connector):
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvfix-lab-") if options.tier == "fs" else None
@@ -249,7 +242,10 @@ class Alone(Connector):
         self.offloading = self._offloads(options, memories, self.in_scheduler, called)
         self.offloading.alone = True
         self.reader = self.offloading.reader
-        self.workers = [OffloadingWorker(*each) for each in zip(self.offloading.ranks, memories, called, strict=True)]
+        each_rank = zip(self.offloading.ranks, memories, called, strict=True)
+        self.workers = [Worker(own.rank, slots, worker, worker, None, own.failing) for own, slots, worker in each_rank]
+        for worker in self.workers:
+            worker.offloads = worker.by_request = True
 
     def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
         return int(self.offloading.evict(chunks, forced))
