@@ -6,7 +6,6 @@ from typing import Any
 
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import MEMORY, SERVER, Options, Scenario, mp_scenarios, scenario
-from kvfix_tools.lab.scenarios.requests import NEW_WEIGHTS
 from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
@@ -15,6 +14,7 @@ mp = partial(scenario, options=MP(num_blocks=60, max_num_batched_tokens=256))
 windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
 states = partial(scenario, needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"})
 silent = partial(scenario, needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"})
+NEW_WEIGHTS = (do.serve("first", prompt(128), max_tokens=4), do.new_weights(), do.admit("r", prompt(200), max_tokens=4))
 
 
 def _window_freed(max_tokens: int, doc: str) -> Scenario:
