@@ -59,8 +59,8 @@ def mooncake_writes_into_the_next_block(
 @fault("LAB001", on=("nixl-offload",))
 def other_kv_comes_from_the_cpu(pair: Any) -> None:
     rank = pair.decode.connector.offloading.ranks[0]
-    wrap(rank.copies, "_swap", lambda swap, source, *more, **named: swap(source.flip(0), *more, **named))
-    rank.connector.worker._load_handler._swap_blocks_batch = rank.copies._swap
+    wrap(rank, "_swap", lambda swap, source, *more, **named: swap(source.flip(0), *more, **named))
+    rank.connector.worker._load_handler._swap_blocks_batch = rank._swap
 
 
 # decode does not learn of a failed write before its registration ends, 480 s later

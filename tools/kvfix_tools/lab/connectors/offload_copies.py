@@ -23,9 +23,16 @@ from kvfix_tools.roundtrip import cuda_stand_in
 
 
 class Copies:
-    """The copies of one rank. gpu: the bytes of each block in the GPU memory."""
+    """The worker of one rank, which copies between the slots and the CPU memory. gpu: the bytes of each GPU block."""
+
+    #: The object of both roles to which this worker belongs.
+    owner: Any
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
+        self.rank = rank
+        #: failing: its keys are requests whose next load fails. failing_stores: requests whose next store fails.
+        self.failing: dict[str, int] = {}
+        self.failing_stores: set[str] = set()
         self._delay = 2 * options.delay + (options.rank_delay if rank else 0)
         self.gpu = byte_memory.tensor(slots, options, rank).view(torch.int8).flatten(1)
         self.now = 0
