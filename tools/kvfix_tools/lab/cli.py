@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.table import Table
 from kvfix_tools import screen
 from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.fuzz.schedule import Schedule
-from kvfix_tools.lab.options import BY_NIXL, CONNECTORS, PAIRS, SHARED
+from kvfix_tools.lab.options import CONNECTORS, PAIRS, SHARED
 from kvfix_tools.lab.scenario import Scenario, scenarios
 
 if TYPE_CHECKING:
@@ -77,11 +77,12 @@ def run_scenarios(
 def fuzz_connector(
     connector: Annotated[str, typer.Option(help=f"Play this connector: {', '.join(CONNECTORS)}.")] = "v1",
     server: Annotated[
-        str,
+        Literal["lab", "real"],
         typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
     ] = "lab",
     transfers: Annotated[
-        str, typer.Option(help="real: NIXL moves the bytes over UCX, and is compared with the lab's model.")
+        Literal["lab", "real"],
+        typer.Option(help="real: NIXL moves the bytes over UCX, and is compared with the lab's model."),
     ] = "lab",
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Play seeds A to B - 1, or one seed.")] = "0:1000000",
     seconds: Annotated[
@@ -90,7 +91,8 @@ def fuzz_connector(
     steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
     mode: Annotated[
-        str, typer.Option(help="fix: apply the fixes. check: run in mode check, and count each report as a violation.")
+        Literal["fix", "check"],
+        typer.Option(help="fix: apply the fixes. check: run in mode check, and count each report as a violation."),
     ] = "fix",
     fixes_in: Annotated[
         str,
@@ -122,12 +124,8 @@ def fuzz_connector(
         drawn = range(int(first), int(last) if last else int(first) + 1)
         if connector not in CONNECTORS:
             raise ValueError(f"no connector {connector!r}; known: {', '.join(CONNECTORS)}")
-        if server not in ("lab", "real") or (server == "real" and connector != "mp"):
-            raise ValueError(f"no server {server!r} for {connector}; known: lab, and real for mp")
-        if transfers not in ("lab", "real"):
-            raise ValueError(f"no transfers {transfers!r}; known: lab, and real for {', '.join(BY_NIXL)}")
-        if mode not in ("fix", "check"):
-            raise ValueError(f"no mode {mode!r} here; known: fix, check")
+        if server == "real" and connector != "mp":
+            raise ValueError(f"no server 'real' for {connector}; known: lab, and real for mp")
         sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
         if fixes_in not in sides or (fixes_in != "both" and mode != "fix"):
             raise ValueError(
