@@ -1,7 +1,5 @@
 """Test one connector: run the scenarios and the fuzzer, and give a verdict for each rule of the contract."""
 
-from __future__ import annotations
-
 import itertools
 import time
 import traceback
@@ -12,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvfix_tools.conform.contract import RULES, SLUGS, of_finding
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from kvfix_tools.lab.engine.rules import WRONG_CONTENT, WRONG_TEXT
+from kvfix_tools.lab.options import Options
 
 if TYPE_CHECKING:
     from kvfix.ledger import Finding
     from kvfix_tools.conform.player import Subject
     from kvfix_tools.lab.fuzz.fuzz import Played
     from kvfix_tools.lab.fuzz.schedule import Schedule
-    from kvfix_tools.lab.options import Options
 
 _SHRINK, _SHRINK_ALL = 4.0, 30.0  # seconds to shrink one violation, and all violations together
 OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
@@ -52,7 +50,7 @@ class Verdict(NamedTuple):
 class Run:
     """The test of one connector, and its result. The caller has applied kvfix's fixes. cannot: why it did not run."""
 
-    def __init__(self, subject: Subject, shrinking: float = _SHRINK_ALL) -> None:
+    def __init__(self, subject: "Subject", shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject
         self._shrinking = shrinking
         self.cases: list[Case] = []
@@ -140,8 +138,8 @@ class Run:
             self.seeds += 1
 
     def _play(
-        self, where: str, about: str, schedule: Schedule, play: Callable[[Schedule], Played]
-    ) -> tuple[Played, list[Violation]]:
+        self, where: str, about: str, schedule: "Schedule", play: "Callable[[Schedule], Played]"
+    ) -> "tuple[Played, list[Violation]]":
         """Play a schedule, and add its violations to `found`. Return the result, and these violations."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
@@ -167,7 +165,7 @@ class Run:
 
 
 def run(
-    subject: Subject,
+    subject: "Subject",
     seconds: float,
     seeds: Iterable[int],
     progress: Callable[[str], None] = lambda what: None,
@@ -215,7 +213,7 @@ def _short(value: Any) -> str:
     return f"<{len(value)} tokens>" if isinstance(value, list) and len(value) > 8 else repr(value)
 
 
-def _history(done: Played, found: Finding) -> list[str]:
+def _history(done: "Played", found: "Finding") -> list[str]:
     """Return the last events of the finding's request, or of all requests if it has none."""
     of_all = not found.request
     events = [(step, event) for step, event in done.log if of_all or event.request in (found.request, "")]

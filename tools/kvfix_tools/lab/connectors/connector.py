@@ -1,7 +1,5 @@
 """The base class of the lab's connectors, which have the scheduler role and the worker roles in one process."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,19 +30,19 @@ _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_pl
 class Connector:
     """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). Transfers become `events`."""
 
-    scheduler: Scheduler
+    scheduler: "Scheduler"
     in_scheduler: Any
     #: The worker of each rank. A MultiConnector has one worker.
-    workers: Sequence[Worker]
+    workers: "Sequence[Worker]"
     #: The reader of kvfix.connector_events.readers for the scheduler role.
     reader: Any
-    events: RequestEvents
+    events: "RequestEvents"
     #: The other connectors of a MultiConnector.
-    other: OtherConnector | None = None
+    other: "OtherConnector | None" = None
     offloading: Any = None
     _place = 0
 
-    def listen(self, events: RequestEvents) -> None:
+    def listen(self, events: "RequestEvents") -> None:
         self.events = events
         if self.offloading is not None:
             self.offloading.events = events
@@ -109,7 +107,7 @@ class Connector:
         """Return why this request must not be stored; "" if it may be stored."""
         return ""
 
-    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+    def evict(self, cache: "Cache", chunks: int, forced: bool) -> int:
         """Evict the oldest chunks, with `forced` also pinned ones. Return how many were evicted."""
         return cache.evict(chunks, forced)
 
