@@ -26,8 +26,6 @@ from kvfix_tools.ledger import WriteBegun, WriteEnded
 
 #: Maximum rounds of a loop in one step.
 _MOST = 10_000
-#: Parts of zmq that the lab does not replace.
-_OF_ZMQ = "ROUTER", "DEALER", "RCVTIMEO", "Again", "ContextTerminated"
 #: Port of a producer's bootstrap server.
 PORT = 8998
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
@@ -35,6 +33,8 @@ _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connec
 
 class Loop(asyncio.SelectorEventLoop):
     """An event loop with the lab's time. It runs the callbacks that are due, and never waits."""
+
+    host: "Host"
 
     def time(self) -> float:
         return clock.now()
@@ -57,6 +57,7 @@ class Host:
         self.network = network
         self.name = name
         self.loop = Loop()
+        self.loop.host = self
         self.loop.set_exception_handler(lambda _, what: self.side.raised(what.get("exception") or Exception()))
         self.session = f"{name}:{network.port()}"
         self.alive = True
@@ -182,26 +183,17 @@ class Network(PairNetwork):
             write.ended(-1 if failed else 0)
 
 
-class Asyncio:
-    """asyncio with loops that run in the lab's steps."""
+def asyncio_module(host: Host) -> Any:
+    """Return asyncio with loops that run in the lab's steps."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def new_event_loop(self) -> Any:
-        self._host.loop.host = self._host  # type: ignore[attr-defined]
-        return self._host.loop
-
-    def run_coroutine_threadsafe(self, work: Any, loop: Any) -> Any:
-        return loop.host.run(work)
-
-    async def wait(self, tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+    async def wait(tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
         """Return lists of tasks in their given order. The order of asyncio's sets differs between runs."""
         done, pending = await asyncio.wait(tasks, **options)
         return [each for each in tasks if each in done], [each for each in tasks if each in pending]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio, name)
+    replaced: dict[str, Any] = {"new_event_loop": lambda: host.loop, "wait": wait}
+    replaced["run_coroutine_threadsafe"] = lambda work, loop: loop.host.run(work)
+    return SimpleNamespace(**{**vars(asyncio), **replaced})
 
 
 class Router:
@@ -280,13 +272,13 @@ def replace(host: Host) -> None:
     module: Any = import_module(_MODULE)
     network = host.network
     module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
-    module.asyncio = Asyncio(host)
+    module.asyncio = asyncio_module(host)
     module.threading = SimpleNamespace(Thread=Nothing, Event=threading.Event)
     threads = SimpleNamespace(submit=lambda *work: network.write(host, *work), shutdown=nothing)
     module.ThreadPoolExecutor = lambda **_: threads
     context = SimpleNamespace(host=host, socket=lambda _: Router(host), term=nothing)
-    module.zmq = SimpleNamespace(asyncio=SimpleNamespace(Context=lambda: context, Socket=Router))
-    vars(module.zmq).update({name: getattr(zmq, name) for name in _OF_ZMQ})
+    sockets = SimpleNamespace(Context=lambda: context, Socket=Router)
+    module.zmq = SimpleNamespace(**{**vars(zmq), "asyncio": sockets})
     module.make_zmq_socket = lambda context, address, *_, **__: nullcontext(Dealer(context.host, address))
     client = partial(httpx.AsyncClient, transport=transport(network))
     module.httpx = SimpleNamespace(**{**vars(httpx), "AsyncClient": client})
