@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvfix_tools import screen
@@ -66,9 +64,9 @@ def run_scenarios(
         runner.prepare(lmcache_path)
     results = []
     for scenario in wanted:
-        if sys.stderr.isatty():
-            print(f"\r{scenario.slug:60}", end="\r", file=sys.stderr)
+        screen.progress(scenario.slug)
         results.append(runner.play(scenario, fixes))
+    screen.progress("")
     _print([result.as_json() for result in results], json, lambda: _print_results(wanted, results))
     raise typer.Exit(int(any(result.outcome == "violated" for result in results)))
 
@@ -138,21 +136,14 @@ def fuzz_connector(
     if transfers == "real" and (lacks := releases.no_nixl()):
         print(f"kvfix lab fuzz: not checked: {lacks}", file=sys.stderr)
         raise typer.Exit(77)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True),
-        disable=json or not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        task = bar.add_task("importing vLLM", total=seconds)
-
-        def progress(played: int, made: int, kinds: int, took: float) -> None:
-            bar.update(task, completed=took, description=f"{played} seeds, {made} steps, {kinds} kinds of violation")
-
-        with runner.quiet():
-            from kvfix_tools.lab.fuzz import fuzz_run
-        gc.freeze()  # otherwise each garbage collection checks all imported objects, in half a second
-        with _refusing("fuzz"):
-            run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
-            done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)
+    screen.progress("importing vLLM")
+    with runner.quiet():
+        from kvfix_tools.lab.fuzz import fuzz_run
+    gc.freeze()  # otherwise each garbage collection checks all imported objects, in half a second
+    with _refusing("fuzz"):
+        run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
+        done = fuzz_run.fuzz(run, drawn, seconds, shrink, screen.progress, steps, jobs, notes)
+    screen.progress("")
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         for violation in done.violations:
@@ -242,6 +233,7 @@ def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
     except (OSError, ValueError) as error:
         about = f"{file}: " if file is not None else ""
         why = getattr(error, "strerror", None) or error
+        screen.progress("")
         print(f"kvfix lab {command}: {about}{why}", file=sys.stderr)
         raise typer.Exit(2) from None
 

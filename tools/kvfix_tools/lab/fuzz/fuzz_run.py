@@ -173,7 +173,7 @@ def fuzz(
     seeds: range,
     seconds: float,
     shrinking: float = 45.0,
-    progress: Callable[[int, int, int, float], None] = lambda *_: None,
+    progress: Callable[[str], None] = lambda _: None,
     most: float = math.inf,
     jobs: int = 1,
     notes: Path | None = None,
@@ -200,7 +200,8 @@ def fuzz(
             part = notes.with_name(notes.name + ".part")
             part.write_bytes(msgspec.json.encode(kept))
             part.replace(notes)
-        progress(tally.seeds, tally.steps, len(tally.found), tally.seconds)
+        found = f"{len(tally.found)} kinds of violation"
+        progress(f"{tally.seconds:.0f} s: {tally.seeds} seeds, {tally.steps} steps, {found}")
         if tally.steps >= most:
             break
     if run.fixes_in != "both":
