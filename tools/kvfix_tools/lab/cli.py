@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from kvfix_tools import screen
+from kvfix_tools.command_options import Json, value
 from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.fuzz.schedule import Schedule
 from kvfix_tools.lab.options import CONNECTORS, PAIRS, SHARED
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Play the bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LMCachePath = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="Use the LMCache release in this folder (pip install --no-deps --target DIR)."),
+    str | None, value("DIR", "Use the LMCache release in this folder (pip install --no-deps --target DIR).")
 ]
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
 
@@ -82,7 +81,7 @@ def fuzz_connector(
         Literal["lab", "real"],
         typer.Option(help="real: NIXL moves the bytes over UCX, and is compared with the lab's model."),
     ] = "lab",
-    seeds: Annotated[str, typer.Option(metavar="A:B", help="Play seeds A to B - 1, or one seed.")] = "0:1000000",
+    seeds: Annotated[str, value("A:B", "Play seeds A to B - 1, or one seed.")] = "0:1000000",
     seconds: Annotated[
         float, typer.Option(help="Play schedules for this many seconds. Shrinking takes more time.")
     ] = 60.0,
@@ -103,16 +102,10 @@ def fuzz_connector(
     plain: Annotated[
         bool, typer.Option(help="Draw default options, no aborts, no failed loads, no evictions.")
     ] = False,
-    shrink: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Shrink each violation for so long; 0: show the drawn schedule.")
-    ] = 20.0,
+    shrink: Annotated[float, value("SECONDS", "Shrink each violation for so long; 0: show the drawn schedule.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
-    notes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Note progress in this file, and continue from it.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each minimal schedule into this folder.")
-    ] = None,
+    notes: Annotated[Path | None, value("FILE", "Note progress in this file, and continue from it.")] = None,
+    save: Annotated[Path | None, value("DIR", "Write each minimal schedule into this folder.")] = None,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
@@ -203,10 +196,8 @@ def replay_recording(
 @app.command("continue")
 def continue_state(
     file: Annotated[Path, typer.Argument(help="A file that `kvfix look PID --save FILE` or kvfix's watchdog wrote.")],
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the shortest schedule that is stuck.")
-    ] = None,
-    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="Shrink the schedule for so long.")] = 45.0,
+    save: Annotated[Path | None, value("FILE", "Write the shortest schedule that is stuck.")] = None,
+    shrink: Annotated[float, value("SECONDS", "Shrink the schedule for so long.")] = 45.0,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
