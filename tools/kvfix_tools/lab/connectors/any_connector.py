@@ -97,8 +97,7 @@ class AnyWorker(Worker):
                     wrong = self._other_layers()
                 if self._config.speculative_config is not None:
                     _Runner.finalize_kv_connector()
-                self._failed = self._report.invalid_block_ids
-                self.owner.has_computed(wrong, self._failed)
+                self.owner.has_computed(wrong, self._report.invalid_block_ids)
             else:
                 answer = _Runner.kv_connector_no_forward(self._output, self._config)
                 self._report = answer.kv_connector_output or KVConnectorOutput()
@@ -114,7 +113,7 @@ class AnyWorker(Worker):
     def _other_layers(self) -> dict[int, int]:
         """Compute the layers after the first one. Return {block: first layer whose KV differs from that of layer 0}."""
         wrong: dict[int, int] = {}
-        for layer in list(self.memory.layers())[1:]:
+        for layer in self.memory.layers()[1:]:
             self._waits(layer)
             wrong = {**dict.fromkeys(self.memory.go_on(layer), layer), **wrong}
             self._saves(layer)

@@ -73,7 +73,7 @@ class MooncakeSide(PairSide):
         return Network(options.delay, options.extra.get("kv_lease_duration", _LONG))
 
     def join(self) -> None:
-        self._host = self.network.host(self.name)
+        self._host = mooncake_network.Host(self.network, self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
         #: Requests whose blocks were kept for the peer. If the peer asks after the lease, it waits for its timeout.

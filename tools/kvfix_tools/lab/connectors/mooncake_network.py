@@ -60,6 +60,7 @@ class Host:
         self.loop.host = self
         self.loop.set_exception_handler(lambda _, what: self.side.raised(what.get("exception") or Exception()))
         self.session = f"{name}:{network.port()}"
+        network.hosts[self.session] = self
         self.alive = True
         #: The connector of the engine.
         self.side: Any
@@ -125,11 +126,6 @@ class Network(PairNetwork):
     @property
     def busy(self) -> bool:
         return bool(self._messages or self._writes)
-
-    def host(self, name: str) -> Host:
-        made = Host(self, name)
-        self.hosts[made.session] = made
-        return made
 
     def tick(self) -> None:
         self.now += 1

@@ -175,11 +175,9 @@ class ServerProcess:
         return int(self.request("DELETE", "/cache/objects", {"keys": keys, "tier": tier, "force": force})["deleted"])
 
 
+_of_process = functools.cache(lambda pid: ServerProcess())
+
+
 def of_this_process() -> ServerProcess:
     """Return the only server of this process. A forked process gets its own."""
     return _of_process(os.getpid())
-
-
-@functools.cache
-def _of_process(pid: int) -> ServerProcess:
-    return ServerProcess()

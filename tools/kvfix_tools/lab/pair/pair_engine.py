@@ -74,10 +74,9 @@ class PairNetwork:
         self.writers_take = 0
 
     def fails(self, what: str) -> bool:
-        if not self.failing[what]:
-            return False
-        self.failing[what] -= 1
-        return True
+        fails = self.failing[what] > 0
+        self.failing[what] -= fails
+        return fails
 
 
 class PairSide(Connector):
@@ -233,9 +232,8 @@ def _set(variable: ContextVar[str], name: str) -> Iterator[None]:
         variable.reset(before)
 
 
-def running(name: str) -> Any:
-    """Return a context in which the engine of this name runs."""
-    return _set(_RUNNING, name)
+#: Return a context in which the engine of this name runs.
+running = functools.partial(_set, _RUNNING)
 
 
 @contextmanager
