@@ -77,7 +77,7 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
 
 
 class _Player:
-    """Makes the events of a record happen in order. It has a method for each kind of event that it can make."""
+    """Makes the events of a record happen in order, with one method for each kind of event that the lab can cause."""
 
     def __init__(self, engine: LabEngine, events: list[Event]) -> None:
         self.engine = engine

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-#: The content of a slot. NOTHING: it was never written. GARBAGE: a step wrote it after it had read wrong KV.
+#: The content of a slot. NOTHING: no step has written to the slot. GARBAGE: the step that wrote it had read wrong KV.
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512

@@ -159,7 +159,7 @@ class Drafter:
 
         - scheduled: the drafts of the scheduler, with -1 for each unknown token
         - right: the right contents, up to the last draft or further
-        - misled: the step has read wrong KV, so it samples none of the drafts
+        - misled: the step has read wrong KV, so it accepts no draft
         """
         options = self._options
         drafts = self._last.get(name, scheduled)[: len(scheduled)] if options.async_scheduling else scheduled
@@ -203,7 +203,7 @@ class Model:
         self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup]
     ) -> None:
         self._scheduler = scheduler
-        #: The first one is the group of full attention.
+        #: The KV groups. The first KV group is that of full attention.
         self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups]
         #: The memory of each rank. All ranks have the same block tables.
         self.memories = memories
@@ -223,7 +223,7 @@ class Model:
         self._ends: dict[str, tuple[int, int]] = {}
 
     def admit(self, name: str, request: Request) -> None:
-        """Begin the contents of a request. They depend on the LoRA adapter, the embeddings and the cache_salt."""
+        """Begin the right contents of a request, which depend on its LoRA adapter, embeddings and cache_salt."""
         self.requests[name], self.prefixes[name] = request, Prefix(self._seed(request))
         self._given[name] = request.num_prompt_tokens
         self._sessions.pop(name, None)

@@ -71,7 +71,7 @@ def _model(kv_heads: int) -> configs.ModelConfig:
 
 
 def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
-    """Return the configuration of speculative decoding: made for ngram, which has no draft model, then changed."""
+    """Return the configuration of speculative decoding. It begins as that of ngram, which needs no draft model."""
     if not options.drafter:
         return None
     config = configs.SpeculativeConfig(
