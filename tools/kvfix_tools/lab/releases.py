@@ -46,7 +46,7 @@ _DRAWN = {
     "ranks": {**_SINCE_0_32, "lmcache": ">=0.4.5"},
 }
 #: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: releases whose
-#: transfer context waits for its stores on CUDA (LMCacheDrivenTransferContext.flush_inflight_stores, empty up to 0.5.5).
+#: transfer context waits for its stores on CUDA (LMCacheDrivenTransferContext.flush_inflight_stores, empty in 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
 #: Releases with which the lab plays a connector outside `KNOWN`: they call hooks in the lab's order, with its tensors.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}

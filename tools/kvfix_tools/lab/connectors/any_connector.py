@@ -35,12 +35,12 @@ from kvfix_tools.lab.options import Options
 
 #: Placeholder in the connector's configuration for a new, empty folder of each engine.
 FOLDER = "{dir}"
-#: Maximum steps in a row without a forward pass during a transfer. Each takes a millisecond or more.
+#: Maximum steps in a row without a forward pass during a transfer. Each such step takes a millisecond or more.
 PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """The reader for metadata that kvfix does not know: it reports the tokens that vLLM has granted as loads."""
+    """The reader for metadata that kvfix does not know. It reports all tokens that vLLM has granted as loads."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -160,7 +160,7 @@ class AnyWorker(Worker):
 
 
 class AnyConnector(Connector):
-    """The scheduler and worker roles of the connector. `Contract` checks the answers and reports of both."""
+    """The scheduler and worker roles of the connector. `Contract` checks the answers and reports of both roles."""
 
     workers: Sequence[AnyWorker]
 
@@ -302,7 +302,7 @@ class AnyConnector(Connector):
                 self.events.violated(rules.NEVER_GIVEN_BACK, name, f"has ended, and keeps its blocks: {what}")
 
     def close(self, keep: bool = False) -> None:
-        """Shut the engine down. keep: do not remove its folder, which the next engine uses."""
+        """Shut the engine down. keep: keep the connector's folder, because the next engine uses it."""
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         try:
             for role in (self.in_scheduler, *(worker.called for worker in self.workers)):

@@ -28,11 +28,11 @@ _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_pl
 
 
 class Connector:
-    """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). Transfers become `events`."""
+    """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). Its transfers are `events`."""
 
     scheduler: "Scheduler"
     in_scheduler: Any
-    #: The worker of each rank. A MultiConnector has one worker.
+    #: The worker of each rank. The lab plays a MultiConnector with one rank.
     workers: "Sequence[Worker]"
     #: The reader of kvfix.connector_events.readers for the scheduler role.
     reader: Any
@@ -95,7 +95,7 @@ class Connector:
         return metadata if children is None else children[self._place]
 
     def kept(self) -> dict[str, set[str]]:
-        """Return {attribute: requests whose state it has}. Ended requests must not be among these requests."""
+        """Return {attribute: requests whose state the attribute has}. No request may be listed after its end."""
         of_others = {} if self.offloading is None else self.offloading.kept()
         return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
 
@@ -162,11 +162,11 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """A connector that a MultiConnector asks first. The schedule sets its KV. The lab's engine makes its loads."""
+    """A connector that a MultiConnector asks first. The schedule sets its KV, and the lab's engine makes its loads."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        #: Requests whose KV the connector has: all full blocks before the last token.
+        #: Requests whose KV this connector has: the KV of all full blocks before the last token.
         self.has: set[str] = set()
         #: {request: (first token, end)} of granted loads that have not ended
         self.loads: dict[str, tuple[int, int]] = {}

@@ -90,7 +90,7 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write in flight. requests: (producer's, consumer's request) of each load. ended: called with the answer."""
+    """A write in flight. requests: (request of the producer, of the consumer) of each load. ended: gets the answer."""
 
     of: Host
     to: str
@@ -235,7 +235,7 @@ class Dealer:
         self._came.put_nowait(message)
 
     async def send(self, message: bytes) -> None:
-        """Send a message. A message to an unused address never arrives."""
+        """Send a message. It is lost if no socket is bound to the address."""
         bound = self.host.network.bound.get(self._address)
         if bound is not None:
             self.host.network.send(bound.host, lambda: bound.take(self, message))
@@ -278,7 +278,7 @@ def replace(host: Host) -> None:
     module.make_zmq_socket = lambda context, address, *_, **__: nullcontext(Dealer(context.host, address))
     client = partial(httpx.AsyncClient, transport=transport(network))
     module.httpx = SimpleNamespace(**{**vars(httpx), "AsyncClient": client})
-    # engine.answer: the result of the write that has just ended
+    # engine.answer: the result that the transfer engine returns for the write that has just ended
     engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
     engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
     engine.batch_transfer_sync_write = lambda *_: engine.answer

@@ -11,7 +11,7 @@ from kvfix_tools.lab.options import Options
 
 
 class Chunks:
-    """The objects in `cache`. In all methods, `groups` are the blocks of a transfer in each KV group."""
+    """The objects in `cache`. In all methods, `groups` are the lists of blocks of a transfer, one for each KV group."""
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         self.cache = cache
@@ -58,7 +58,7 @@ class Chunks:
                 self.cache[key] = self.right(stored, contents, number, rank)
 
     def lock(self, keys: list[Any], request_id: str) -> int:
-        """Return how many of these chunks, from the first on, are hit. Lock the objects that the hit needs."""
+        """Return the length of the hit: how many of the first chunks are cached. Lock the objects that a hit needs."""
         found = most = self.cache.pinned_prefix(keys, request_id)
         while found and any(key not in self.cache for key in self._needed(keys, found)):
             found -= 1
@@ -105,7 +105,7 @@ class Chunks:
         return self._all_null(groups, chunks) if self._all_null else [[False] * chunks]
 
     def read(self, stored: StoredObject, groups: list[list[int]], number: int, rank: int) -> tuple[list[int], bool]:
-        """Return the contents of the rank's slots for this object, and True if null blocks are among them."""
+        """Return the contents of the rank's slots for this object, and True if some of them are in null blocks."""
         found: list[int] = []
         null = False
         for group, kept in stored.parts:

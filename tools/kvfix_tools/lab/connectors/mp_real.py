@@ -30,11 +30,11 @@ _ENGINES = itertools.count()
 
 
 class RequestId(str):
-    """The id of a request of the lab."""
+    """A request id that `RealServer.named` replaces by an id that is unique on the server."""
 
 
 class Client:
-    """LMCache's client. The lab waits for each answer. While the adapter waits, the lab's time passes."""
+    """LMCache's client. The lab waits for each answer. If the adapter waits for a future, the lab's time passes."""
 
     def __init__(self, server: "RealServer", client: Any) -> None:
         self._server = server
@@ -99,7 +99,7 @@ class RealServer(Server):
         self._before = self.process.locks()
         #: {request: (client, key) of its last lookup}
         self._lookups: dict[str, tuple[Client, Any]] = {}
-        #: _looking: requests whose hit was not asked for yet. _locked: {other request: chunks of its hit still locked}.
+        #: _looking: requests whose hit was not read yet. _locked: {request whose hit was read: chunks still locked}.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
         #: unanswered_lookups: the server answers them too late. _leases: requests whose lookup the adapter may drop.
@@ -141,7 +141,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Drop lookups when the adapter treats the server as dead. Their locks time out after five minutes."""
+        """Note lookups that the adapter may drop, because it treats the server as dead. Locks end in five minutes."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:
@@ -187,7 +187,7 @@ class RealServer(Server):
         def load() -> Any:
             fails_after = self.failing[0].pop(key.request_id, None)
             if fails_after is not None:
-                self.events.may_fail.add("")  # other requests have locked these chunks too
+                self.events.may_fail.add("")  # loads of other requests need the deleted chunks too
                 self._delete(self._keys_from_start(key)[fails_after:], "all", force=True)
             answer = send()
             self.process.transfers_end()
@@ -197,7 +197,7 @@ class RealServer(Server):
         return self._answer_load_later(key, load, lambda answer: bool(answer[1]))
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """Let the server finish all transfers, but let the worker treat its loads as failed, without an answer."""
+        """Let the server finish all transfers. The worker gets no answer, and treats its loads as failed."""
         self.give_up(rank, unreported.union(self.loading))
         while self._later:
             self._later.popleft().action()
@@ -260,7 +260,7 @@ class RealMP(MP):
         server, its = self.server, released()
 
         class Heartbeat(its.HeartbeatThread):  # type: ignore[misc, name-defined]
-            """Replaces LMCache's thread. A heartbeat happens in a step, and only if it can change the state."""
+            """Replaces LMCache's thread. A step makes a heartbeat only if the heartbeat can change the state."""
 
             def start(self) -> None:
                 server.heartbeats.append(self)

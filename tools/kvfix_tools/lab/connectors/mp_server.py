@@ -40,7 +40,7 @@ class Heartbeat:
 
 
 def _client_without_socket() -> Any:
-    """Return LMCache's client of 0.5.6 and later, without its socket: the lab needs its code for a new connection."""
+    """Return LMCache's client of 0.5.6 and later, without a socket. Its code handles lost and new connections."""
     try:
         from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
     except ImportError:
@@ -52,7 +52,7 @@ def _client_without_socket() -> Any:
 
 
 class Due(NamedTuple):
-    """An action due in a step. load: (rank, request) of a load. late: the action if the worker has dropped the load."""
+    """An action due in a step. load: (rank, request) of a load. late: what to do if the worker has dropped the load."""
 
     step: int
     action: Callable[[], Any]

@@ -99,7 +99,7 @@ class NixlWorker(PairWorker):
 
     def _note_expired(self, sent: set[str]) -> None:
         before = set(sent)
-        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # by then, a fix may have wrapped it
+        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # a fix may have wrapped the class's method
         self._expired = sent - before
 
     def get_finished(self, ended: set[str]) -> Any:
@@ -184,7 +184,7 @@ class NixlSide(PairSide):
 
 
 class PushWorker(NixlWorker):
-    """A worker in push mode, in which prefill writes into decode's blocks. It records the begin and end of a write."""
+    """A worker in push mode: prefill writes into decode's blocks. This class records when a write begins and ends."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

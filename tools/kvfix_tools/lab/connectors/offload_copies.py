@@ -82,7 +82,7 @@ class Copies:
 
 
 class Event:
-    """Replaces a GPU event: done when the last copy before `record` is done. `stream.copies` is its rank's `Copies`."""
+    """Replaces a GPU event, done when the last copy before `record` is done. `stream.copies`: `Copies` of its rank."""
 
     _copy: byte_memory.Copy | None = None
 
@@ -130,7 +130,7 @@ class _Torch(cuda_stand_in.Torch):
 
 
 class CopyQueue(AtOnce):
-    """Replaces the queue to the copy thread. An exception ends the thread."""
+    """Replaces the queue to the copy thread. An exception ends the thread, so the queue runs nothing more."""
 
     copies: Copies
     died = False

@@ -165,7 +165,7 @@ class AsyncV1(V1):
         return first.union(*others) if others else first
 
     def kept(self) -> dict[str, set[str]]:
-        """Leave out aborted lookups, whether answered or not, because LMCache removes them at the next lookup."""
+        """Leave out aborted lookups, answered or not, because LMCache removes their state at the next lookup."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered
