@@ -11,8 +11,8 @@ class Rule(NamedTuple):
     slug: str
     title: str
     doc: str
-    proof: str  # a count (request_events.py). If it is 0, the rule was not tested
-    codes: tuple[str, ...]  # rules of the lab and the ledger. If one is violated in any scenario, so is this rule
+    proof: str  # a count (request_events.py). If the count is 0, the rule was not tested
+    codes: tuple[str, ...]  # rules of the lab and the ledger. A scenario that violates any of them violates this rule
 
 
 _TEXT = Path(__file__).with_name("contract.md").read_text(encoding="utf-8")

@@ -162,7 +162,7 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 def shortest(
     schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], fuzz.Played], done: fuzz.Played
 ) -> tuple[Sequence[Any], Finding, fuzz.Played]:
-    """Shrink a schedule with a finding of this signature. Return `schedule` itself if the result loses the finding."""
+    """Shrink a schedule with a finding of this signature. If the result loses the finding, return `schedule` itself."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
     again = player(found)
     for candidate, played in ((found, again), (schedule, done)):

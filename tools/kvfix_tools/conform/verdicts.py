@@ -25,10 +25,10 @@ NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
 
 class Violation(NamedTuple):
     rule: str  # of the contract
-    code: str  # of the lab's or the ledger's rule
+    code: str  # of the rule of the lab or the ledger
     where: str  # scenario or fuzzer seed
     message: str
-    schedule: list[str]  # the shortest steps that show it
+    schedule: list[str]  # the shortest schedule that shows the violation
     options: dict[str, Any]  # of the lab's engine, if they differ from their defaults
     history: list[str]
 

@@ -49,7 +49,7 @@ class Contract:
         self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Ask twice: vLLM may call this hook "multiple times for a given request", without "side-effect" (:15)."""
+        """Ask twice: vLLM may call this hook several times for a request, and the hook has no side effect (:15)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)

@@ -50,7 +50,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
 
 
 def played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
-    """Return the results of one or two engines. plays: returns the number of steps, or None for the engines' count."""
+    """Return the results of one or two engines. plays: returns the number of steps; None: the engines count them."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
         steps = plays(engines, schedule, end)
@@ -222,8 +222,8 @@ def _smaller(step: DrawnStep) -> list[DrawnStep]:
 
 # ---------------------------------------------------------------------- real NIXL compared with the lab's model
 
-#: Content of slots by block, and state of the requests. If the model has garbage in a slot, because the source of a
-#: transfer changed or the peer has ended, NIXL may have any content in this slot.
+#: {what: its state}, for requests and the slots of an engine. If a slot of the model has garbage, because the source of
+#: a transfer changed or the peer has ended, NIXL may have any content in this slot.
 State = dict[str, Any]
 
 

@@ -86,7 +86,7 @@ class Tally(msgspec.Struct):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The settings of a run. Equal runs play equal seeds in the same way."""
+    """The settings of a run. With equal settings, a seed plays in the same way."""
 
     connector: str
     fixes: bool
@@ -121,8 +121,8 @@ class Run(msgspec.Struct, frozen=True):
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """Return the violations that the release does not show without fixes, if only one engine has the fixes.
 
-        With a fix, requests end at other times, so a bug of the release may hit other requests. So also leave out a
-        violation that the release shows after one step is removed from the schedule.
+        With a fix, requests end at other times, so a bug of the release may hit other requests. So also leave out each
+        violation that the release shows if any one step of the schedule is removed.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations
@@ -185,8 +185,8 @@ def fuzz(
     - jobs: number of processes
     - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
 
-    If only one of two engines has the fixes, a seed counts as `violated_as_released` if the release without fixes has
-    its violations.
+    If only one of two engines has the fixes, a seed counts as `violated_as_released` if the release shows all its
+    violations without fixes too.
     """
     start = time.monotonic()
     kept = Notes(releases.versions(), releases.code() if notes else "", run, seeds.start, Tally())

@@ -22,13 +22,13 @@ _FAULTS = {
     "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "ask_again": 1,
     "malform": 1, "fail": 2, "handshakes_take": 1, "restart": 1,
 }  # fmt: skip
-#: Weights in push mode. With requests in both engines at once, the engines can wait for each other.
+#: Weights in push mode. If both engines get requests at once, the engines can wait for each other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
 #: All steps, also "ends_at_once" for Mooncake, and "on", a step of one engine.
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 #: Steps of one engine.
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
-#: {step: attribute of the pair that has the requests for this step}
+#: {step: attribute of the pair with the requests that the step can choose}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: (ranks of prefill, ranks of decode), if at least one engine has several ranks.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do no step."""
+"""A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do nothing."""
 
 import dataclasses
 import itertools
@@ -121,7 +121,7 @@ class Pair(Engines):
                     engine.do("abort", request)
 
     def add(self, event: Event) -> None:
-        """Add an event of a lease. If it violates a rule, this is a finding."""
+        """Add an event of a lease. If the event violates a rule, add a finding."""
         self._log.append((self.network.now, event))
         self._findings += [found for found in self._ledger.feed(event) if found.verdict == "violated"]
 
@@ -221,7 +221,7 @@ class Pair(Engines):
             idle = 0 if self.network.busy or self._state() != before or self._leases_end_soon() else idle + 1
 
     def _leases_end_soon(self) -> bool:
-        """Return True if a lease keeps blocks and is short enough for the run to wait for it step by step."""
+        """Return True if a lease keeps blocks and is short enough that the run waits step by step until it ends."""
         seconds = self.options.extra.get("kv_lease_duration", getattr(self.network, "timeout", 30))
         return seconds <= _SOON and any(each.connector.leases for each in self.engines)
 
@@ -309,7 +309,7 @@ class Pair(Engines):
             self._admit(self.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
 
     def ends_at_once(self, name: str, prompt: list[int]) -> None:
-        """Let the first generated token of this request end its text. The request has not arrived yet."""
+        """Before this request arrives: make the first token that it will generate a token that ends its text."""
         self._stops[name] = continued(prompt, 1)[-1]
 
     def router_takes(self, steps: int) -> None:
@@ -394,10 +394,10 @@ class Neighbours(Engines):
         """Return the engines that make this step. The number of a request selects its engine."""
         kind = step[0]
         if kind in ("step", "new_weights"):
-            return self.engines if kind == "step" else ()  # new weights: both engines would need them at once
+            return self.engines if kind == "step" else ()  # new weights must reach both engines at the same time
         if kind in ("admit", "configured", "session"):
             number = int(step[1].removeprefix("r"))
         if kind == "evict" and step[2]:
-            for engine in self.engines:  # loads of both engines may come short
+            for engine in self.engines:  # loads of both engines may bring fewer tokens than promised
                 engine.request_events.may_fail.add("")
         return (self.engines[number % 2],)

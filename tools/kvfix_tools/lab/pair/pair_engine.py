@@ -57,7 +57,7 @@ class Engines:
 class PairNetwork:
     """The messages and transfers in flight between two engines. delay: steps of a transfer."""
 
-    #: Adds events of a lease to the ledger of both engines.
+    #: `Pair.add`, which adds an event of a lease to the common ledger of both engines.
     add: Callable[[Event], None]
 
     def __init__(self, delay: int) -> None:
@@ -94,7 +94,7 @@ class PairSide(Connector):
 
     @abstractmethod
     def join(self) -> None:
-        """Replace the connector's real communication by this network, for the engine that is made next."""
+        """Replace the connector's real communication by `network`, before the lab makes the engine."""
 
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         config = self.configured(options)
@@ -133,7 +133,7 @@ class PairSide(Connector):
         """Return the kv_transfer_params that the router sends to prefill."""
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
-        """Return prefill's parameters for decode. answer: those in prefill's answer; None: the router does not wait."""
+        """Return the parameters for decode. answer: parameters in prefill's answer; None: the router does not wait."""
         return answer
 
     @property
@@ -172,7 +172,7 @@ class PairWorker(Worker):
         self.begun()
 
     def begun(self) -> None:
-        """Called when all connectors have begun a step."""
+        """Do nothing. A worker overrides this for work after all connectors have begun a step."""
 
     def take_due(self, metadata: Any) -> None:
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
@@ -204,7 +204,7 @@ class PairEngine(LabEngine):
             super().do(step, *arguments, **keywords)
 
     def iterate(self) -> None:
-        """Make one iteration. While its scheduler waits for a lookup, time passes for both engines."""
+        """Make one iteration. If the scheduler waits for a lookup, this time passes for both engines."""
         events, pair = self.request_events, self._pair
         events.seconds = pair.seconds - STEP
         clock.now = lambda: events.seconds

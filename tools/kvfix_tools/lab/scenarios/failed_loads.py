@@ -9,7 +9,7 @@ from kvfix_tools.lab.steps import Step, prompt
 
 
 def _poisoned(rank: int) -> list[Step]:
-    """Let a load of 128 tokens fail in this rank. Then let request `r` hit what the step has stored."""
+    """Let a load of 128 tokens fail in this rank. Then let request `r` hit the KV that the failed step has stored."""
     failing = [do.fail_load("failing", rank=rank), do.store("failing", prompt(300))]
     return [do.store("first", prompt(128)), *failing, do.admit("r", prompt(300))]
 

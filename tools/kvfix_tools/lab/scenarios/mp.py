@@ -81,7 +81,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-failed-load-blames-others": mp_scenarios(
         # With kv_load_failure_policy=fail, vLLM's default, "other" ends with an error.
-        do.admit("other", prompt(90), max_tokens=20),  # five blocks, one chunk
+        do.admit("other", prompt(90), max_tokens=20),  # fills five blocks and one chunk
         [do.step(4), do.stored_elsewhere(prompt(128))],
         do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
         [do.step(2), do.lose_loads(), do.expect_unharmed("other")],
@@ -144,7 +144,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-preempt-store-overwrite": mp_scenarios(
         [do.admit("r", prompt(200), max_tokens=20), do.step(4)],
-        do.step(),  # computed and handed over; the server copies some steps later
+        do.step(),  # the worker hands the store to the server, which copies some steps later
         [do.preempt("r"), do.keep_blocks(0)],  # other requests take its blocks and write to them
         [do.step(3), do.free_blocks()],
         shows="LAB001 is stored under their key",
@@ -190,7 +190,7 @@ SCENARIOS: dict[str, Any] = {
     # ------------------------------------------------------------------ failures of the server, and single releases
     "mp-heartbeat-never-starts": mp(
         [do.stored_elsewhere(prompt(128)), do.admit("before", prompt(140, seed=1)), do.step()],
-        [do.lookup_times_out(), do.run(), do.step()],  # a heartbeat would have found the server before this step
+        [do.lookup_times_out(), do.run(), do.step()],  # with a heartbeat, the adapter would trust the server again
         [do.serve("r", prompt(140)), do.settle(), do.expect_hit("r")],
         shows="LAB006",
         not_in_hooks=SERVER,
@@ -203,7 +203,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-load-after-given-up": silent(
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140))],
-        do.step(5),  # looked up, found, granted; the load is in flight
+        do.step(5),  # the hit is found and granted, and the load is in flight
         [do.server_stops(), do.step(2)],  # the worker reports that the load has failed; vLLM frees the blocks
         do.admit("other", prompt(200, seed=1), max_tokens=10),
         [do.admit("another", prompt(200, seed=2), max_tokens=10), do.step(2), do.server_goes_on()],
@@ -221,7 +221,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-preempted-while-silent": silent(
         # Other requests write to the blocks, and the server stores their KV under the keys of the request.
-        [do.admit("r", prompt(200), max_tokens=20), do.step(5)],  # computed and handed over
+        [do.admit("r", prompt(200), max_tokens=20), do.step(5)],  # the worker hands the store to the server
         [do.server_stops(), do.step()],  # the worker believes that the server is dead
         [do.preempt("r"), do.keep_blocks(0)],  # other requests take its blocks and write to them
         [do.step(2), do.server_goes_on(), do.step(4), do.free_blocks()],
@@ -248,7 +248,7 @@ SCENARIOS: dict[str, Any] = {
         wrong={"lmcache": ">=0.5.6"},
     ),
     "mp-store-after-given-up": silent(
-        [do.admit("r", prompt(200)), do.step(6)],  # computed, handed over and ended; vLLM keeps its blocks
+        [do.admit("r", prompt(200)), do.step(6)],  # the request ends; vLLM keeps its blocks until the store is done
         [do.server_stops(), do.step(2)],  # the worker reports that the store is done; vLLM frees the blocks
         do.keep_blocks(0),  # other requests take these blocks and write to them
         [do.step(), do.server_goes_on(), do.step(4), do.free_blocks()],
