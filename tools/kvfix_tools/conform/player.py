@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from kvfix_tools.lab.engine.lab_engine import LabEngine
 from kvfix_tools.lab.fuzz import fuzz
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.options import OF_VLLM, Options
+from kvfix_tools.lab.pair.pair import Pair
 from kvfix_tools.lab.pair.pair_engine import Engines
 from kvfix_tools.lab.steps import Step
 
@@ -68,10 +68,7 @@ class Subject:
 
     def start(self) -> None:
         """Construct the connector in both roles, scheduler and worker. Raise the error if this fails."""
-        if "alone" in self.lacks:
-            importlib.import_module("kvfix_tools.lab.pair.pair").Pair(self.options()).close()
-        else:
-            Player(self.options()).close()
+        (Pair if "alone" in self.lacks else Player)(self.options()).close()
 
 
 class Player(Engines):

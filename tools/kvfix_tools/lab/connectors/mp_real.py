@@ -29,10 +29,6 @@ from kvfix_tools.lab.options import Options
 _ENGINES = itertools.count()
 
 
-class RequestId(str):
-    """A request id that `RealServer.named` replaces by an id that is unique on the server."""
-
-
 class Client:
     """LMCache's client. The lab waits for each answer. If the adapter waits for a future, the lab's time passes."""
 
@@ -56,12 +52,12 @@ class Client:
 
     def query_prefetch_status(self, request_id: str) -> Any:
         """Wait for the answer, because the server reads from its disk in real time, not in the lab's steps."""
-        answer = self.send("wait_prefetch_status", RequestId(request_id), server_process.PATIENCE)
+        answer = self.send("wait_prefetch_status", self._server.unique(request_id), server_process.PATIENCE)
         self._server.found(request_id, answer.result())
         return answer
 
     def end_session(self, request_id: str) -> Any:
-        return self.send("end_session", RequestId(request_id))
+        return self.send("end_session", self._server.unique(request_id))
 
     def clear(self, force: bool = False) -> Any:
         """Clear the server's L1, and its disk, which the server does not clear (KVF121)."""
@@ -110,12 +106,14 @@ class RealServer(Server):
         #: Chunks that were evicted from L1 and are on the server's disk.
         self._on_disk: set[Any] = set()
 
+    def unique(self, request_id: str) -> str:
+        """Return a request id that is unique on the server: each engine of the lab has requests r1 and r2."""
+        return f"{self.model_name}-{request_id}"
+
     def named(self, argument: Any) -> Any:
-        """Return the argument with a request name that is unique on the server: each engine of the lab has r1, r2."""
-        if isinstance(argument, RequestId):
-            return f"{self.model_name}-{argument}"
+        """Return the argument. If it is a key of a request, make its request id unique."""
         if hasattr(argument, "request_id"):
-            return dataclasses.replace(argument, request_id=f"{self.model_name}-{argument.request_id}")
+            return dataclasses.replace(argument, request_id=self.unique(argument.request_id))
         return argument
 
     def is_looking(self, request_id: str) -> bool:

@@ -221,24 +221,22 @@ def fuzz(
 def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
     """Yield tallies of the seeds in order. The first batch that runs out of time is the last one."""
     batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
-    here = ((batch, run.play(batch, until)) for batch in batches)
-    for batch, done in here if jobs == 1 else _in_processes(run, batches, until, jobs):
+    here = (run.play(batch, until) for batch in batches)
+    for done in here if jobs == 1 else _in_processes(run, batches, until, jobs):
         yield done
-        if done.seeds < len(batch):
+        if done.seeds < BATCH:
             return
 
 
-def _in_processes(run: Run, batches: Iterable[range], until: float, jobs: int) -> Iterator[tuple[range, Tally]]:
+def _in_processes(run: Run, batches: Iterable[range], until: float, jobs: int) -> Iterator[Tally]:
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-        ahead: deque[tuple[range, Future[Tally]]] = deque()
+        ahead: deque[Future[Tally]] = deque()
         try:
             for batch in batches:
-                ahead.append((batch, pool.submit(run.play, batch, until)))
+                ahead.append(pool.submit(run.play, batch, until))
                 if len(ahead) > 2 * jobs:
-                    first, future = ahead.popleft()
-                    yield first, future.result()
-            for first, future in ahead:
-                yield first, future.result()
+                    yield ahead.popleft().result()
+            yield from (future.result() for future in ahead)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
