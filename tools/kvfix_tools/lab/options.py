@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 
 class Known(NamedTuple):
-    """A connector that the lab knows."""
-
     #: The class that vLLM loads.
     name: str
     #: The lab's class for both roles of the connector, as module:class.

@@ -206,7 +206,7 @@ class AnyConnector(Connector):
         self._to_lose = True
 
     def handed_out(self) -> None:
-        """Lose stored tokens if `lose_stored` said so. Called before a worker gets the metadata of a step."""
+        """Drop the stored tokens after a step `lose_stored`. Called before a worker gets the metadata of a step."""
         if self._to_lose and self.reader.granted:
             self._to_lose = False
             module, _, name = self._options.lose.rpartition(":")
@@ -261,7 +261,7 @@ class AnyConnector(Connector):
         self.sending -= report.finished_sending or set()
 
     def _loaded(self, name: str, failed: set[int], wholly: bool = False) -> None:
-        """Record the end of the load. It brought the tokens before the first failed block."""
+        """Record the end of the load, which has brought the tokens before the first failed block."""
         load = self.loads.pop(name)
         size = self.groups[0].kv_cache_spec.block_size
         blocks = self.events.model.blocks(name)[load.start // size : -(-load.end // size)]

@@ -61,7 +61,7 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True: report failed loads by request, as vLLM needs with several KV groups. Some releases cannot do this.
+        #: True: report failed loads by request. vLLM needs that with several KV groups, and some releases cannot do it.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
@@ -75,7 +75,7 @@ class MPWorker(Worker):
             groups = self.in_worker._kv_cache_config.kv_cache_groups
             places = {name: at for at, name in enumerate(name for group in groups for name in group.layer_names)}
             sizes = module._resolve_per_layer_sw_sizes(groups, places, len(places))
-            self._server.chunks.keep([size for size in sizes if size > 0])  # of each sliding window or state
+            self._server.chunks.keep([size for size in sizes if size > 0])  # only windows and states have a size
 
     def get_finished(self, ended: set[str]) -> Any:
         if not self.unanswered:
@@ -196,7 +196,7 @@ class MP(Connector):
         return self.server.is_looking(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """Include unanswered lookups, although the connector of a real engine may keep them for a while."""
+        """Return kept state, with unanswered lookups. In a real engine, the connector may keep such lookups a while."""
         lookups = {
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")

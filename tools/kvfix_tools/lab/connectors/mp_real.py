@@ -131,7 +131,7 @@ class RealServer(Server):
         return self._future()
 
     def started_again(self) -> None:
-        """Reset the state after a restart: no locks, no lookups, and no worker until it registers again."""
+        """Reset the state after a restart: the new server has no locks, no lookups and no registered worker."""
         self._before = self.process.locks()
         self._looking.clear()
         self._locked.clear()
@@ -215,7 +215,7 @@ class RealServer(Server):
         return self.process.delete(keys, tier, force) if keys else 0
 
     def kept(self) -> dict[str, set[str]]:
-        """Return locks, and lookups whose answer the server still has. Only the lab knows their requests."""
+        """Return requests with locks or unread lookups. The server only counts them; the lab knows their requests."""
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
@@ -241,7 +241,7 @@ class RealWorker(MPWorker):
         connector: Any = import_module(type(self.in_worker).__module__)
         connector.vllm_layout_hints = lambda *_: {}  # a latent vector needs no layout hint
         layer = torch.zeros((options.num_blocks, options.block_size, 8), dtype=torch.uint8)
-        self.in_worker.register_kv_caches({kv_layout.LAYER.format(0): layer})  # this call shares its memory
+        self.in_worker.register_kv_caches({kv_layout.LAYER.format(0): layer})  # moves the layer to shared memory
         self.slots.put_in([SharedBlock(block) for block in layer.view(torch.int64).squeeze(-1).numpy()])
 
 

@@ -59,7 +59,7 @@ def replace(network: Network) -> None:
     worker.ThreadPoolExecutor = lambda **_: network.executor()
     _be_rank()
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
-    worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise the process keeps only one core
+    worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise vLLM binds the process to one core
     if hasattr(worker, "check_nixl_version"):  # since 0.33
         worker.check_nixl_version = lambda _: None
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)

@@ -124,7 +124,7 @@ class Agent:
     def prepare(
         self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
     ) -> None:
-        """Prepare a transfer. Raises AgentError for unknown or no descriptors, and if their numbers or bytes differ."""
+        """Prepare a transfer. Raises AgentError if a descriptor is unknown, or if lists differ in number or bytes."""
         mine, theirs = self._lists[local][1], self._lists[remote][1]
         if len(here) == len(there) > 0:
             pairs = zip(here, there, strict=True)
@@ -166,7 +166,7 @@ class Agent:
         return any(transfer.state == "PROC" for transfer in self._transfers.values())
 
     def arrive(self, now: int) -> None:
-        """End the transfers that are due. They fail if the peer has ended."""
+        """End the transfers that are due. A transfer fails if its peer has ended."""
         for handle, transfer in self._transfers.items():
             if transfer.state == "PROC" and transfer.copy.due <= now:
                 self.finish(handle, transfer)

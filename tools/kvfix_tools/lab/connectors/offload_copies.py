@@ -170,7 +170,7 @@ def stand_in() -> None:
 
 
 class Tiers:
-    """The secondary tiers of the connector's `manager`: at most one. They report a result `delay` steps after its job.
+    """The secondary tiers of the connector's `manager`: at most one. It reports a result `delay` steps after its job.
 
     `submit_*` waits for the tier's threads. Otherwise it depends on timing whether a lookup in this step finds a file.
     """

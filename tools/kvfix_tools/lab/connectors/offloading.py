@@ -59,7 +59,7 @@ class BothRoles:
         """Read the loads from the metadata of a step. Called only if this is the only connector."""
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Give GPU blocks to other requests. The connector must first end copies from the blocks, or keep them."""
+        """Give GPU blocks to other requests. The connector must first end its copies from them, or keep the blocks."""
 
     def never_given_back(self) -> None: ...
 

@@ -44,7 +44,7 @@ class PrefetchingEngine(CacheEngine):
     """A worker's cache with asynchronous loading: a lookup with a hit fetches its chunks for one load.
 
     An eviction does not change fetched chunks: LMCache has references to them. delay: steps from lookup to answer.
-    fetched: {lookup: chunks}, which LMCache has in ended events of type LOADING.
+    fetched: {lookup: chunks}. LMCache keeps these chunks in ended events of type LOADING.
     """
 
     def __init__(self, *arguments: Any) -> None:

@@ -117,7 +117,7 @@ class LabEngine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def iterate(self) -> None:
-        """One iteration: schedule, load, compute, store, sample, update."""
+        """Make one iteration: schedule, load, compute, store, sample, update."""
         connector, events = self.connector, self.request_events
         events.steps += 1
         events.seconds += STEP
@@ -258,7 +258,7 @@ class LabEngine:
         self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
-        """Return True if no request has this id, or it has ended, and scheduler and worker know that."""
+        """Return True if no request has this id, or if scheduler and worker know that the request has ended."""
         known = self.requests.get(name)
         if known is None or any(name in output.num_scheduled_tokens for output, _ in self._answers):
             return known is None
@@ -279,7 +279,7 @@ class LabEngine:
         self.scheduler.max_num_scheduled_tokens = tokens
 
     def keep_blocks(self, how_many: int) -> None:
-        """Take free blocks until only `how_many` are free. A cached prefix loses its end first."""
+        """Take free blocks until only `how_many` are free. vLLM takes the last blocks of a cached prefix first."""
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:

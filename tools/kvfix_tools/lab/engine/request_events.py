@@ -143,7 +143,7 @@ class RequestEvents:
         return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
-        """Wrap the hooks of this instance, to record their answers. The wrappers call the hooks with their fixes."""
+        """Wrap the hooks of this instance, to record their answers. A wrapper calls its hook with kvfix's fixes."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
