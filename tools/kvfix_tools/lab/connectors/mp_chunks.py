@@ -26,7 +26,8 @@ class Chunks:
     def keep(self, windows: Sequence[int] = ()) -> None:
         """Set how many tokens of each window the server stores. A worker registers these numbers."""
         self.objects = stored_objects(self._options, windows)
-        self._all_null = _all_null(self._options, self.objects) if self._options.several_groups else None
+        #: Tells, by object and chunk, what the server does not store. Arguments: groups, number of chunks.
+        self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
         """Return the keys of the whole chunks up to `end`, and right contents. A key depends on all earlier tokens."""
@@ -95,14 +96,8 @@ class Chunks:
 
     def covered(self, groups: list[list[int]], chunks: int) -> bool:
         """Return True if each KV group has blocks for `chunks` chunks. Otherwise the server skips the transfer."""
-        return not self._all_null or all(
-            len(blocks) * slots.block_size >= chunks * self.size
-            for blocks, slots in zip(groups, self._slots[0], strict=True)
-        )
-
-    def not_stored(self, groups: list[list[int]], chunks: int) -> list[list[bool]]:
-        """Return, by object and chunk, True if the server does not store it."""
-        return self._all_null(groups, chunks) if self._all_null else [[False] * chunks]
+        lists = zip(groups, self._slots[0], strict=True)
+        return all(len(blocks) * slots.block_size >= chunks * self.size for blocks, slots in lists)
 
     def read(self, stored: StoredObject, groups: list[list[int]], number: int, rank: int) -> tuple[list[int], bool]:
         """Return the contents of the rank's slots for this object, and True if some of them are in null blocks."""
