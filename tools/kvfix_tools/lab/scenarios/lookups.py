@@ -51,7 +51,7 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 the engine dies when the request resumes
     ),
     "async-given-up-of-one-rank": scenario(
-        # Two answers begin the load: the second rank's to the second lookup, and the first rank's to the third.
+        # Two answers begin the load: the second rank answers the second lookup, and the first rank answers the third.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
@@ -82,7 +82,7 @@ SCENARIOS = {
     ),
     "async-lookup-timeout": asynchronous(
         [do.slow_lookups(99), do.keep_blocks(0), do.admit("r", prompt(300)), do.step()],  # match(0): the lookup is sent
-        do.step(),  # match(0): not known yet
+        do.step(),  # match(0): the answer is not known yet
         do.wait(4),  # seconds in which the worker does not answer; lookup_timeout_ms is 3,000
         do.step(),  # match(0): the lookup has timed out, so the answer is 0; no blocks are free
         do.step(),  # match(0) again
@@ -115,8 +115,8 @@ SCENARIOS = {
     "lookup-skips-computed": scenario(
         # LMCache has evicted the 256 tokens. vLLM has them, but too few free blocks for the request. Until blocks are
         # free, other requests take the blocks of the 256 tokens too, and the load comes short.
-        [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # including the prefix
-        [do.admit("r", prompt(600)), do.step()],  # match(288): hit 256, but LMCache has no chunk; no free blocks
+        [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the prefix
+        [do.admit("r", prompt(600)), do.step()],  # match(288): the hit is 256 without a chunk; no blocks are free
         [do.keep_blocks(0), do.step()],  # match(0) from the lookup cache: 256 are promised
         do.free_blocks(),
         shows="LAB002",

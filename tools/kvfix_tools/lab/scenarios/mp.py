@@ -89,7 +89,7 @@ SCENARIOS: dict[str, Any] = {
         options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        # The worker loses the server for a moment. These releases report this failure, but not mp-retrieve-false's.
+        # The worker loses the server briefly. These releases report that, but not the failure of mp-retrieve-false.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
         do.step(6),  # the load is in flight
         do.lose_loads(),
@@ -117,7 +117,7 @@ SCENARIOS: dict[str, Any] = {
         # The store of the first chunk ends early. The last chunk is still copied when the request ends.
         [do.admit("r", prompt(256)), do.run_until_finished("r")],
         do.step(),  # the worker learns of the end, and answers
-        do.keep_blocks(0),  # other requests take its blocks and write to them
+        do.keep_blocks(0),  # other requests take the blocks of "r" and write to them
         [do.step(4), do.free_blocks()],
         shows="LAB001 is stored under their key",
         hooks_rule="KVR009",
@@ -136,7 +136,7 @@ SCENARIOS: dict[str, Any] = {
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR009 read locks of the server",
         not_in_hooks=SERVER,
-        vllm=">=0.31.0",  # in earlier releases this request takes the connector's promise
+        vllm=">=0.31.0",  # earlier releases take the connector's promise for this request
     ),
     "mp-lora-not-in-key": mp_scenarios(
         [do.serve("before", prompt(140), lora="one"), do.admit("r", prompt(140), max_tokens=2, lora="other")],
@@ -145,7 +145,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-preempt-store-overwrite": mp_scenarios(
         [do.admit("r", prompt(200), max_tokens=20), do.step(4)],
         do.step(),  # the worker hands the store to the server, which copies some steps later
-        [do.preempt("r"), do.keep_blocks(0)],  # other requests take its blocks and write to them
+        [do.preempt("r"), do.keep_blocks(0)],  # other requests take the blocks of "r" and write to them
         [do.step(3), do.free_blocks()],
         shows="LAB001 is stored under their key",
         wrong=">=0.4.5,<0.5.6",
@@ -215,7 +215,7 @@ SCENARIOS: dict[str, Any] = {
         # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR004",
-        # before vLLM 0.31 this request takes the promise of the connector
+        # before 0.31, vLLM takes the promise of the connector for this request
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
         options=MP(num_blocks=60, max_num_batched_tokens=256, delay=0),
     ),
@@ -223,7 +223,7 @@ SCENARIOS: dict[str, Any] = {
         # Other requests write to the blocks, and the server stores their KV under the keys of the request.
         [do.admit("r", prompt(200), max_tokens=20), do.step(5)],  # the worker hands the store to the server
         [do.server_stops(), do.step()],  # the worker believes that the server is dead
-        [do.preempt("r"), do.keep_blocks(0)],  # other requests take its blocks and write to them
+        [do.preempt("r"), do.keep_blocks(0)],  # other requests take the blocks of "r" and write to them
         [do.step(2), do.server_goes_on(), do.step(4), do.free_blocks()],
         doc="A slow server misses a heartbeat: the worker does not wait for the store of a preempted request.",
         shows="LAB001 is stored under their key",

@@ -184,7 +184,7 @@ SCENARIOS = {
         [do.stored_elsewhere(prompt(128)), do.stored_elsewhere(prompt(128, seed=1))],
         [do.admit("running", prompt(16, seed=2), max_tokens=16), do.step()],
         [do.admit("low", prompt(140), max_tokens=2, priority=1), do.step()],
-        [do.admit("r", prompt(256, seed=1), max_tokens=2, priority=0), do.step(7)],  # both load
+        [do.admit("r", prompt(256, seed=1), max_tokens=2, priority=0), do.step(7)],  # "low" and "r" load
         do.budget(1),  # "running" uses the only token
         [do.step(5), do.budget(256)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
