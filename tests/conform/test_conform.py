@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvfix_tools.conform import contract
+from kvfix_tools.conform import verdicts
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from kvfix_tools.lab.options import Options
 from tests.conftest import RELEASES, Fresh, Once, run_forked
@@ -96,7 +96,7 @@ def test_connector_of_the_documentation_keeps_all(once: Once) -> None:
     """The connector breaks no rule. For a rule that is not applicable, the report gives the reason."""
     good = once(commanded, LMCACHE, "FolderConnector")
     assert (good["violations"], good["code"], good["seeds"]) == ([], 0, 6)
-    assert [each["rule"] for each in good["verdicts"]] == [rule.slug for rule in contract.RULES]
+    assert [each["rule"] for each in good["verdicts"]] == [rule.slug for rule in verdicts.RULES]
     assert [each["rule"] for each in good["verdicts"] if each["outcome"] != "ok"] == ["groups"]
     assert good["counts"]["loaded_tokens"] > 1000
     reasons = {case["name"]: case["reason"] for case in good["scenarios"] if case["outcome"] == "not applicable"}
@@ -137,14 +137,14 @@ def test_a_violation_has_its_schedule_in_table_and_junit(once: Once) -> None:
     assert "LAB001" in failure.attrib["message"]
     assert "new_weights()" in str(failure.text)
     assert done["code"] == 1
-    assert all(each in done["table"] for each in ("new_weights()", *(rule.slug for rule in contract.RULES)))
+    assert all(each in done["table"] for each in ("new_weights()", *(rule.slug for rule in verdicts.RULES)))
 
 
 def test_every_scenario_is_about_a_rule() -> None:
     names = [each.name for each in SCENARIOS]
     assert len(names) == len(set(names)) >= 30
     for each in SCENARIOS:
-        assert each.rule in contract.SLUGS
+        assert each.rule in verdicts.SLUGS
         assert set(each.proof) <= set(WITHOUT)
         assert set(each.needs) <= set(NEEDS)
 

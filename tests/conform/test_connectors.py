@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from kvfix_tools.conform import command, contract, scenarios, verdicts
+from kvfix_tools.conform import command, scenarios, verdicts
 from maintain import connectors
 from tests.conform.test_conform import LMCACHE
 from tests.conftest import Once
@@ -37,7 +37,7 @@ def test_each_connector_that_vllm_ships_is_in_the_table() -> None:
     assert {*shipped} - named == {"NixlConnector"}  # alias of NixlPullConnector
     assert [each.name for each in connectors.load()] == [each.name for each in connectors.SUBJECTS]
     for said in connectors.load():
-        assert list(said.verdicts) == [rule.slug for rule in contract.RULES], said.name
+        assert list(said.verdicts) == [rule.slug for rule in verdicts.RULES], said.name
         assert said.cannot or said.loaded, said.name
     assert not re.search("/tmp|site-packages", Path(connectors.FILE).read_text())
 

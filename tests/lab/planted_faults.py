@@ -20,7 +20,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
 }
 #: Paths from the engine to methods and objects in which faults are planted.
-COPIES, BUILD = "connector.offloading.ranks.0.copies", "scheduler.connector.build_connector_meta"
+COPIES, BUILD = "connector.offloading.ranks.0", "scheduler.connector.build_connector_meta"
 IN_SCHEDULER = "connector.in_scheduler.scheduler_manager"
 TIER = "connector.offloading.manager.secondary_tiers.0"
 
@@ -59,7 +59,7 @@ row(
 
 @fault("LAB001 Connector stores", on=("v1", "mp", *OFFLOADING, *SIMPLE, *BOTH), at=f"{COPIES}._submit", **LAST)
 def copy_takes_the_next_block(engine: Any, submit: Any, pieces: Any) -> Any:
-    memory = engine.connector.offloading.ranks[0].copies.gpu
+    memory = engine.connector.offloading.ranks[0].gpu
     start, block, end = memory.data_ptr(), memory.shape[1], memory.data_ptr() + memory.numel()
     return submit([(source + block * (start <= source < end - block), *more) for source, *more in pieces])
 

@@ -59,8 +59,8 @@ def mooncake_writes_into_the_next_block(
 @fault("LAB001", on=("nixl-offload",))
 def other_kv_comes_from_the_cpu(pair: Any) -> None:
     rank = pair.decode.connector.offloading.ranks[0]
-    wrap(rank.copies, "_swap", lambda swap, source, *more, **named: swap(source.flip(0), *more, **named))
-    rank.connector.worker._load_handler._swap_blocks_batch = rank.copies._swap
+    wrap(rank, "_swap", lambda swap, source, *more, **named: swap(source.flip(0), *more, **named))
+    rank.connector.worker._load_handler._swap_blocks_batch = rank._swap
 
 
 # with push, decode learns of a failed write only when its registration ends, after 480 s
@@ -114,7 +114,7 @@ def leases_are_over_at_once(pair: Any) -> None:
     wrap(worker, "start_load_kv", start_load_kv)
 
 
-@fault("KVR018", on=PULL, at="router._admit")
+@fault("KVR018", on=PULL, at="_admit")
 def a_request_is_sent_twice(pair: Any, admit: Any, engine: Any, name: str, tokens: Any, most: int, params: Any) -> None:
     admit(engine, name, tokens, most, dict(params))
     if engine is pair.decode:

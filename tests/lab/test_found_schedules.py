@@ -105,7 +105,7 @@ def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
     )
     pair.on("decode", "lookups_fail", 1)
     before, steps = pair.seconds, 0
-    pair.router.ask_decode("a", prompt(100), 5)
+    pair.ask_decode("a", prompt(100), 5)
     while not pair.decode.counts["lookups_unanswered"]:
         pair.step()
         steps += 1

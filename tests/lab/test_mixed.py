@@ -39,7 +39,7 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
     """Two engines share a cache. If one has KVF017, neither loads the other's stores. Return the loaded tokens."""
-    from kvfix_tools.lab.pair import one_side
+    from kvfix_tools.lab.pair import pair_engine as one_side
     from kvfix_tools.lab.pair.pair import Neighbours
 
     loaded = []
@@ -61,7 +61,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
     """Return the engines in which wrapped functions ran with the fix, and those without. Each call is in an engine."""
-    from kvfix_tools.lab.pair import one_side
+    from kvfix_tools.lab.pair import pair_engine as one_side
 
     ran: tuple[set[str], set[str]] = set(), set()
     choose = one_side._in_one
@@ -102,7 +102,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
     """Return whether the seed has violations, whether the release lacks some of them, and whether it lacks all."""
-    from kvfix_tools.lab.pair import one_side
+    from kvfix_tools.lab.pair import pair_engine as one_side
 
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])

@@ -15,8 +15,7 @@ from rich.table import Table
 from kvfix import catalogue
 from kvfix_tools import screen
 from kvfix_tools.command_options import Json, value
-from kvfix_tools.conform.contract import SLUGS
-from kvfix_tools.conform.verdicts import NOT_APPLICABLE, VIOLATED, Run, run
+from kvfix_tools.conform.verdicts import NOT_APPLICABLE, SLUGS, VIOLATED, Run, run
 from kvfix_tools.lab import releases, runner
 
 _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}

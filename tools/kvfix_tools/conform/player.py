@@ -1,11 +1,9 @@
 """Play schedules of scenarios and of the fuzzer on a connector. Importing this module imports vLLM."""
 
-import copy
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -15,10 +13,12 @@ from kvfix.ledger import Finding
 from kvfix_tools.conform import scenarios
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine import vllm_objects
-from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab.engine.lab_engine import LabEngine
 from kvfix_tools.lab.fuzz import fuzz
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.options import OF_VLLM, Options
+from kvfix_tools.lab.pair.pair import Pair
+from kvfix_tools.lab.pair.pair_engine import Engines
 from kvfix_tools.lab.steps import Step
 
 #: Steps of the fuzzer that only LMCache supports, or that need a way to make loads fail.
@@ -68,46 +68,24 @@ class Subject:
 
     def start(self) -> None:
         """Construct the connector in both roles, scheduler and worker. Raise the error if this fails."""
-        if "alone" in self.lacks:
-            importlib.import_module("kvfix_tools.lab.pair.pair").Pair(self.options()).close()
-        else:
-            Player(self.options()).played()
+        (Pair if "alone" in self.lacks else Player)(self.options()).close()
 
 
-class Player:
-    """A lab engine with the steps of scenarios."""
+class Player(Engines):
+    """A lab engine with the steps of scenarios. `gone`: the engines before each `restart`."""
 
     def __init__(self, options: Options) -> None:
+        self.gone: list[LabEngine] = []
         self.engine = LabEngine(options)
-        self._before: list[LabEngine] = []
 
-    def do(self, step: Step) -> None:
-        """Do a step. If its request is missing, as in a shrunk schedule, do nothing."""
-        if step.method in _OF_REQUEST and step.arguments[0] not in self.engine.requests:
-            return
-        arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
-        own = getattr(self, step.method, None)
-        if own is not None:
-            own(*arguments, **keywords)
-        else:
-            self.engine.do(step.method, *arguments, **keywords)
+    @property
+    def engines(self) -> Sequence[LabEngine]:  # type: ignore[override]
+        return [self.engine]
 
-    def end(self) -> None:
-        """Free all blocks, run all requests to their end, and check that no state is left."""
-        engine = self.engine
-        engine.free_blocks()
-        engine.unpause()
-        for session in fuzz.open_sessions(engine):
-            engine.end_input(session)
-        engine.run(2000)
-        engine.expect_all_ended()
-
-    def played(self) -> fuzz.Played:
-        engines = [*self._before, self.engine]
-        self.engine.connector.close()
-        counts = dict(sum((each.counts for each in engines[1:]), engines[0].counts))
-        findings = [found for each in engines for found in each.findings]
-        return fuzz.Played(findings, sum(each.steps for each in engines), counts, self.engine.log)
+    def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
+        """Do the step of this name. If its request is missing, as in a shrunk schedule, do nothing."""
+        if step not in _OF_REQUEST or arguments[0] in self.engine.requests:
+            getattr(self, step, partial(self.engine.do, step))(*arguments, **keywords)
 
     def admit(
         self, name: str, prompt: list[int], max_tokens: int = 1, in_other_connector: bool = False, **more: Any
@@ -140,7 +118,7 @@ class Player:
         """End the engine, and start another engine whose connector has the same folder."""
         before = self.engine
         before.connector.close(keep=True)
-        self._before.append(before)
+        self.gone.append(before)
         self.engine = LabEngine(dataclasses.replace(before.options, config=before.connector.config))
         self.engine.connector.folder = before.connector.folder
 
@@ -153,12 +131,13 @@ class Player:
 
 
 def play(schedule: Schedule) -> fuzz.Played:
-    player = Player(schedule.options)
-    with suppress(EngineDied):  # the findings include the engine's death
-        for step in schedule.steps:
-            player.do(Step(*step))
-        player.end()
-    return player.played()
+    return fuzz.played(Player(schedule.options), _play_steps, schedule, 2000)
+
+
+def _play_steps(player: Player, schedule: Schedule, end: int) -> None:
+    for step in schedule.steps:
+        Step(*step).play(player)
+    fuzz.ends(player.engine, end)
 
 
 def drawn(seed: int, subject: Subject) -> Schedule:
@@ -180,7 +159,7 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 def shortest(
     schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], fuzz.Played], done: fuzz.Played
 ) -> tuple[Sequence[Any], Finding, fuzz.Played]:
-    """Shrink a schedule with a finding of this signature. Return `schedule` itself if the result loses the finding."""
+    """Shrink a schedule with a finding of this signature. If the result loses the finding, return `schedule` itself."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
     again = player(found)
     for candidate, played in ((found, again), (schedule, done)):

@@ -64,7 +64,7 @@ class Scenario(NamedTuple):
     rule: str  # the rule of the contract that the scenario tests
     title: str
     schedule: Sequence[Step]  # methods of `Player`, of the lab's engine or of its connector
-    proof: tuple[str, ...] = ("loaded_tokens",)  # counts (request_events.py). If one is 0, the rule was not tested
+    proof: tuple[str, ...] = ("loaded_tokens",)  # counts (request_events.py). If a count is 0, the rule was not tested
     needs: tuple[str, ...] = ()  # keys of NEEDS
     options: dict[str, Any] = {}  # of the lab's engine, if they differ from their defaults
 

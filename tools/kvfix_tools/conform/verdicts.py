@@ -1,36 +1,66 @@
 """Test one connector: run the scenarios and the fuzzer, and give a verdict for each rule of the contract."""
 
-from __future__ import annotations
-
 import itertools
+import re
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfix_tools.conform.contract import RULES, SLUGS, of_finding
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from kvfix_tools.lab.engine.rules import WRONG_CONTENT, WRONG_TEXT
+from kvfix_tools.lab.options import Options
 
 if TYPE_CHECKING:
     from kvfix.ledger import Finding
     from kvfix_tools.conform.player import Subject
     from kvfix_tools.lab.fuzz.fuzz import Played
     from kvfix_tools.lab.fuzz.schedule import Schedule
-    from kvfix_tools.lab.options import Options
 
 _SHRINK, _SHRINK_ALL = 4.0, 30.0  # seconds to shrink one violation, and all violations together
 OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
 NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
 
 
+class Rule(NamedTuple):
+    """A rule of the contract. `_OF_CONTENT` says which rule wrong KV violates."""
+
+    slug: str
+    title: str
+    doc: str
+    proof: str  # a count (request_events.py). If the count is 0, the rule was not tested
+    codes: tuple[str, ...]  # rules of the lab and the ledger. A scenario that violates any of them violates this rule
+
+
+_TEXT = Path(__file__).with_name("contract.md").read_text(encoding="utf-8")
+_RULE = re.compile(r"## (\S+): (.+)\n\n((?:.+\n)+)\n- proof: (\w+)(?:\n- codes: (.+))?")
+RULES = tuple(
+    Rule(slug, title, doc, proof, tuple(codes.split())) for slug, title, doc, proof, codes in _RULE.findall(_TEXT)
+)
+SLUGS = {rule.slug: rule for rule in RULES}
+#: Rules about contents. Wrong KV in a scenario of such a rule violates this rule, and in any other scenario `granted`.
+_OF_CONTENT = {
+    "granted", "stored", "preempted", "aborted", "blocks-in-use", "failed-load", "reset", "groups", "ahead", "drafts",
+    "restart",
+}  # fmt: skip
+
+
+def of_finding(code: str, about: str) -> str:
+    """Return the rule that a finding violates. about: the rule of the scenario."""
+    if code == "KVR011" and about == "parameters":  # `parameters` is about exceptions
+        return about
+    content = about if about in _OF_CONTENT else "granted"
+    return next((rule.slug for rule in RULES if code in rule.codes), content)
+
+
 class Violation(NamedTuple):
     rule: str  # of the contract
-    code: str  # of the lab's or the ledger's rule
+    code: str  # of the rule of the lab or the ledger
     where: str  # scenario or fuzzer seed
     message: str
-    schedule: list[str]  # the shortest steps that show it
+    schedule: list[str]  # the shortest schedule that shows the violation
     options: dict[str, Any]  # of the lab's engine, if they differ from their defaults
     history: list[str]
 
@@ -52,7 +82,7 @@ class Verdict(NamedTuple):
 class Run:
     """The test of one connector, and its result. The caller has applied kvfix's fixes. cannot: why it did not run."""
 
-    def __init__(self, subject: Subject, shrinking: float = _SHRINK_ALL) -> None:
+    def __init__(self, subject: "Subject", shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject
         self._shrinking = shrinking
         self.cases: list[Case] = []
@@ -140,8 +170,8 @@ class Run:
             self.seeds += 1
 
     def _play(
-        self, where: str, about: str, schedule: Schedule, play: Callable[[Schedule], Played]
-    ) -> tuple[Played, list[Violation]]:
+        self, where: str, about: str, schedule: "Schedule", play: "Callable[[Schedule], Played]"
+    ) -> "tuple[Played, list[Violation]]":
         """Play a schedule, and add its violations to `found`. Return the result, and these violations."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
@@ -167,7 +197,7 @@ class Run:
 
 
 def run(
-    subject: Subject,
+    subject: "Subject",
     seconds: float,
     seeds: Iterable[int],
     progress: Callable[[str], None] = lambda what: None,
@@ -215,7 +245,7 @@ def _short(value: Any) -> str:
     return f"<{len(value)} tokens>" if isinstance(value, list) and len(value) > 8 else repr(value)
 
 
-def _history(done: Played, found: Finding) -> list[str]:
+def _history(done: "Played", found: "Finding") -> list[str]:
     """Return the last events of the finding's request, or of all requests if it has none."""
     of_all = not found.request
     events = [(step, event) for step, event in done.log if of_all or event.request in (found.request, "")]

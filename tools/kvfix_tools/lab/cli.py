@@ -7,17 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvfix_tools import screen
+from kvfix_tools.command_options import Json, value
 from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.fuzz.schedule import Schedule
-from kvfix_tools.lab.options import BY_NIXL, CONNECTORS, PAIRS, SHARED
+from kvfix_tools.lab.options import CONNECTORS, PAIRS, SHARED
 from kvfix_tools.lab.scenario import Scenario, scenarios
 
 if TYPE_CHECKING:
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LMCachePath = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="Use the LMCache release in this folder (pip install --no-deps --target DIR)."),
+    str | None, value("DIR", "Use the LMCache release in this folder (pip install --no-deps --target DIR).")
 ]
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
 
@@ -66,9 +63,9 @@ def run_scenarios(
         runner.prepare(lmcache_path)
     results = []
     for scenario in wanted:
-        if sys.stderr.isatty():
-            print(f"\r{scenario.slug:60}", end="\r", file=sys.stderr)
+        screen.progress(scenario.slug)
         results.append(runner.play(scenario, fixes))
+    screen.progress("")
     _print([result.as_json() for result in results], json, lambda: _print_results(wanted, results))
     raise typer.Exit(int(any(result.outcome == "violated" for result in results)))
 
@@ -77,20 +74,22 @@ def run_scenarios(
 def fuzz_connector(
     connector: Annotated[str, typer.Option(help=f"Play this connector: {', '.join(CONNECTORS)}.")] = "v1",
     server: Annotated[
-        str,
+        Literal["lab", "real"],
         typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
     ] = "lab",
     transfers: Annotated[
-        str, typer.Option(help="lab: a model of NIXL. real: NIXL moves the bytes, compared with the model.")
+        Literal["lab", "real"],
+        typer.Option(help="lab: a model of NIXL. real: NIXL moves the bytes, compared with the model."),
     ] = "lab",
-    seeds: Annotated[str, typer.Option(metavar="A:B", help="Play seeds A to B - 1, or one seed.")] = "0:1000000",
+    seeds: Annotated[str, value("A:B", "Play seeds A to B - 1, or one seed.")] = "0:1000000",
     seconds: Annotated[
         float, typer.Option(help="Play schedules for this many seconds. Shrinking takes more time.")
     ] = 60.0,
     steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
     mode: Annotated[
-        str, typer.Option(help="fix: apply the fixes. check: also check the rules, as kvfix run --mode check does.")
+        Literal["fix", "check"],
+        typer.Option(help="fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."),
     ] = "fix",
     fixes_in: Annotated[
         str,
@@ -103,17 +102,10 @@ def fuzz_connector(
     plain: Annotated[
         bool, typer.Option(help="Use default options only, without aborts, failed loads and evictions.")
     ] = False,
-    shrink: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Search this long for a shorter schedule of each violation. 0: do not."),
-    ] = 20.0,
+    shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule. 0: do not search.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
-    notes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Note progress in this file, and continue from it.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each minimal schedule into this folder.")
-    ] = None,
+    notes: Annotated[Path | None, value("FILE", "Note progress in this file, and continue from it.")] = None,
+    save: Annotated[Path | None, value("DIR", "Write each minimal schedule into this folder.")] = None,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
@@ -123,12 +115,8 @@ def fuzz_connector(
         drawn = range(int(first), int(last) if last else int(first) + 1)
         if connector not in CONNECTORS:
             raise ValueError(f"no connector {connector!r}; known: {', '.join(CONNECTORS)}")
-        if server not in ("lab", "real") or (server == "real" and connector != "mp"):
-            raise ValueError(f"no server {server!r} for {connector}; known: lab, and real for mp")
-        if transfers not in ("lab", "real"):
-            raise ValueError(f"no transfers {transfers!r}; known: lab, and real for {', '.join(BY_NIXL)}")
-        if mode not in ("fix", "check"):
-            raise ValueError(f"no mode {mode!r} here; known: fix, check")
+        if server == "real" and connector != "mp":
+            raise ValueError(f"no server 'real' for {connector}; known: lab, and real for mp")
         sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
         if fixes_in not in sides or (fixes_in != "both" and mode != "fix"):
             raise ValueError(
@@ -141,21 +129,14 @@ def fuzz_connector(
     if transfers == "real" and (lacks := releases.no_nixl()):
         print(f"kvfix lab fuzz: not checked: {lacks}", file=sys.stderr)
         raise typer.Exit(77)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True),
-        disable=json or not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        task = bar.add_task("importing vLLM", total=seconds)
-
-        def progress(played: int, made: int, kinds: int, took: float) -> None:
-            bar.update(task, completed=took, description=f"{played} seeds, {made} steps, {kinds} kinds of violation")
-
-        with runner.quiet():
-            from kvfix_tools.lab.fuzz import fuzz_run
-        gc.freeze()  # otherwise each garbage collection checks all imported objects, in half a second
-        with _refusing("fuzz"):
-            run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
-            done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)
+    screen.progress("importing vLLM")
+    with runner.quiet():
+        from kvfix_tools.lab.fuzz import fuzz_run
+    gc.freeze()  # otherwise each garbage collection checks all imported objects, in half a second
+    with _refusing("fuzz"):
+        run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
+        done = fuzz_run.fuzz(run, drawn, seconds, shrink, screen.progress, steps, jobs, notes)
+    screen.progress("")
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         for violation in done.violations:
@@ -215,10 +196,8 @@ def replay_recording(
 @app.command("continue")
 def continue_state(
     file: Annotated[Path, typer.Argument(help="A state, from `kvfix look PID --save FILE` or kvfix's watchdog.")],
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the shortest schedule that is stuck.")
-    ] = None,
-    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="Search this long for a shorter schedule.")] = 45.0,
+    save: Annotated[Path | None, value("FILE", "Write the shortest schedule that is stuck.")] = None,
+    shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule.")] = 45.0,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
@@ -245,6 +224,7 @@ def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
     except (OSError, ValueError) as error:
         about = f"{file}: " if file is not None else ""
         why = getattr(error, "strerror", None) or error
+        screen.progress("")
         print(f"kvfix lab {command}: {about}{why}", file=sys.stderr)
         raise typer.Exit(2) from None
 

@@ -1,7 +1,7 @@
 """`kvfix lab continue FILE`: rebuild the state of an engine from `kvfix look --save` or the watchdog, and continue it.
 
-A state has neither prompts nor the number of tokens to generate. First, loads fill the blocks of waiting requests, and
-running requests compute their tokens. Then the other requests arrive.
+The file has neither prompts nor numbers of tokens to generate, so the lab chooses them. First, loads fill the blocks of
+waiting requests, and running requests compute their tokens. Then the other requests arrive.
 """
 
 import json
@@ -22,7 +22,7 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.replay_recording import KINDS
 
-#: Tokens that each request still generates.
+#: Tokens that each request generates after the rebuilt state.
 GENERATED = 16
 #: MOST_STEPS: maximum steps to reach one condition. END: maximum steps until all requests have ended.
 MOST_STEPS, END = 400, 4000
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests. Without fixes, aborting any of them lets all others end. differs: differences from the state."""
+    """frees: requests whose abort, without fixes, lets all other requests end. differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome
@@ -135,7 +135,7 @@ def _loaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Builder:
-    """Makes the steps that lead to the state. `differs`: differences from the state."""
+    """Makes the steps that lead to the state. `differs`: how the rebuilt engine differs from the engine in the file."""
 
     def __init__(self, options: Options, engine: Engine) -> None:
         self.lab = LabEngine(options)
@@ -173,7 +173,7 @@ class _Builder:
                 and all(self._computed(row["id"]) for row in running)
             )
         )
-        self._do("budget", 0)  # no step admits a request
+        self._do("budget", 0)  # without tokens, a step admits no request
         for row in self._rows:
             if row not in running and row not in loaded:
                 self._admit(row, row["total"])
@@ -221,7 +221,7 @@ def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
     with runner.applied(fixes):
         engine = LabEngine(schedule.options)
         before = 0
-        with suppress(EngineDied):  # a finding has the error
+        with suppress(EngineDied):  # the error is also a finding
             for step in schedule.steps:
                 fuzz.move(engine, step)
             if abort:

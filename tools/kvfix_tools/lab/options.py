@@ -5,11 +5,9 @@ from typing import Any, NamedTuple
 
 
 class Known(NamedTuple):
-    """A connector that the lab knows."""
-
     #: The class that vLLM loads.
     name: str
-    #: module:class in the lab.
+    #: The lab's class for both roles of the connector, as module:class.
     side: str
     #: {distribution: (specifier of the releases that the lab plays, reason)}
     needs: dict[str, tuple[str, str]]
@@ -84,7 +82,7 @@ class Options:
     #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM. For
     #: any other connector: its name in vLLM, or my_package.connector:MyConnector (any_connector.py).
     connector: str = "v1"
-    #: For any other connector. config: its `kv_connector_extra_config`. lose: the function that drops its stored KV.
+    #: For a connector that the lab does not know. config: its `kv_connector_extra_config`. lose: function to drop KV.
     config: dict[str, Any] = field(default_factory=dict)
     lose: str = ""
     #: Number of layers of each KV group. Only a connector that the lab does not know can have more than one.
@@ -139,7 +137,7 @@ class Options:
     drafter: str = ""
     #: Number of drafts per step.
     drafts: int = 0
-    #: Percentage of right drafts.
+    #: Percentage of drafts that are the token which the model samples.
     acceptance: int = 0
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
@@ -148,7 +146,7 @@ class Options:
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py). 0: as many as the prefill engine has.
     decode_blocks: int = 0
-    #: peer_ranks: ranks of the pair's other engine; 0: the same number. kv_heads: the model's; ranks may share a head.
+    #: peer_ranks: ranks of the pair's other engine; 0: as many as here. kv_heads: of the model. Ranks may share a head.
     peer_ranks: int = 0
     kv_heads: int = 1
     #: multi: engines of a pair that also have LMCache's in-process connector. lmcache_first: vLLM asks LMCache first.

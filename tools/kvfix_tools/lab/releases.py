@@ -45,8 +45,8 @@ _DRAWN = {
     "offloading": _SINCE_0_5_6,
     "ranks": {**_SINCE_0_32, "lmcache": ">=0.4.5"},
 }
-#: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: their transfer
-#: context on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores is `pass` up to 0.5.5).
+#: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: releases whose
+#: transfer context waits for its stores on CUDA (LMCacheDrivenTransferContext.flush_inflight_stores, empty in 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
 #: Releases with which the lab plays a connector outside `KNOWN`: they call hooks in the lab's order, with its tensors.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
@@ -101,7 +101,7 @@ def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:
 
 
 def no_nixl() -> str:
-    """Return why NIXL cannot make transfers here, or "". NIXL needs its build for a release of CUDA."""
+    """Return why NIXL cannot make transfers here, or "". NIXL also needs a package that is built for a CUDA release."""
     if find_spec("nixl") and any(find_spec(f"nixl_cu{release}") for release in (12, 13)):
         return ""
     return "NIXL is not installed: pip install nixl nixl-cu12"

@@ -77,7 +77,7 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
 
 
 class _Player:
-    """Makes the events of a record happen in order. It has a method for each kind of event that it can make."""
+    """Makes the events of a record happen in order, with one method for each kind of event that the lab can cause."""
 
     def __init__(self, engine: LabEngine, events: list[Event]) -> None:
         self.engine = engine
@@ -165,7 +165,7 @@ class _Player:
                 return
             self.engine.budget(min(most, budget()) if budget is not None else most)
             self.engine.step()
-        self.short.append(f"nothing came of it in {MOST_STEPS} steps")
+        self.short.append(f"an event of the record did not happen within {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
         """Return a new seed. If vLLM had cached a prefix, return the seed of a request that had computed the prefix."""

@@ -65,7 +65,7 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Otherwise vLLM uses model runner V2 if it finds Triton. A seed plays differently with V2 (model.Group).
+    # Without this setting vLLM uses model runner V2 if it finds Triton. A seed plays differently with V2 (model.Group).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in needs:
         if installed_source.package_dir(dist) is None:

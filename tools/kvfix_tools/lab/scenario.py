@@ -38,8 +38,8 @@ class Scenario:
     """A schedule, and the rule that it must violate. The steps `run` and `expect_all_ended` follow the schedule.
 
     - shows: code of a finding, and a part of its message
-    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all that `needs` allows, or else all
-      that the lab plays. In all other releases that `needs` allows, the schedule must have no finding.
+    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all releases that `needs` allows. If
+      `needs` is empty too: all that the lab plays. In all other releases of `needs`, the schedule must have no finding.
     - not_in_hooks: why kvfix, which watches only hooks in an engine, does not report the bug; "": the hooks show the
       bug. By default, hooks show violations of the ledger's rules, but not of the lab's rules.
     - hooks_rule: the rule that the hooks show, if that is not `rule`
@@ -56,7 +56,7 @@ class Scenario:
     hooks_releases: tuple[str, ...] = ()
     #: The key of the scenario in SCENARIOS.
     name: str = ""
-    #: One sentence: what the schedule shows. "": the fix has only this scenario, and its title says this.
+    #: One sentence: what the schedule shows. "": the fix has no other scenario, so the title of the fix says it.
     doc: str = ""
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
     return Scenario(list(do.flat(parts)), shows, **more)
 
 
-#: The same for chunks of 256 tokens, which a step of 512 tokens covers.
+#: `scenario` with chunks of 256 tokens, and with steps of up to 512 tokens, so that one step computes a whole chunk.
 large_chunks = functools.partial(scenario, options=Options(chunk_size=256, max_num_batched_tokens=512))
 
 

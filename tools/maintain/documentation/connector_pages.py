@@ -6,8 +6,8 @@ The verdicts are from docs/connectors.json (`python -m maintain.connectors`). Th
 
 from itertools import groupby
 
-from kvfix_tools.conform.contract import RULES, Rule
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS
+from kvfix_tools.conform.verdicts import RULES, Rule
 from maintain import connectors as kit
 from maintain import released_findings
 from maintain.documentation.markdown import link, links, prose, table

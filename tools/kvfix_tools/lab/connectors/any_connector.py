@@ -35,12 +35,12 @@ from kvfix_tools.lab.options import Options
 
 #: Placeholder in the connector's configuration for a new, empty folder of each engine.
 FOLDER = "{dir}"
-#: Maximum steps in a row without a forward pass during a transfer. Each takes a millisecond or more.
+#: Maximum steps in a row without a forward pass during a transfer. Each such step takes a millisecond or more.
 PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """The reader for metadata that kvfix does not know: it reports the tokens that vLLM has granted as loads."""
+    """The reader for metadata that kvfix does not know. It reports all tokens that vLLM has granted as loads."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -97,8 +97,7 @@ class AnyWorker(Worker):
                     wrong = self._other_layers()
                 if self._config.speculative_config is not None:
                     _Runner.finalize_kv_connector()
-                self._failed = self._report.invalid_block_ids
-                self.owner.has_computed(wrong, self._failed)
+                self.owner.has_computed(wrong, self._report.invalid_block_ids)
             else:
                 answer = _Runner.kv_connector_no_forward(self._output, self._config)
                 self._report = answer.kv_connector_output or KVConnectorOutput()
@@ -114,7 +113,7 @@ class AnyWorker(Worker):
     def _other_layers(self) -> dict[int, int]:
         """Compute the layers after the first one. Return {block: first layer whose KV differs from that of layer 0}."""
         wrong: dict[int, int] = {}
-        for layer in list(self.memory.layers())[1:]:
+        for layer in self.memory.layers()[1:]:
             self._waits(layer)
             wrong = {**dict.fromkeys(self.memory.go_on(layer), layer), **wrong}
             self._saves(layer)
@@ -161,7 +160,7 @@ class AnyWorker(Worker):
 
 
 class AnyConnector(Connector):
-    """The scheduler and worker roles of the connector. `Contract` checks the answers and reports of both."""
+    """The scheduler and worker roles of the connector. `Contract` checks the answers and reports of both roles."""
 
     workers: Sequence[AnyWorker]
 
@@ -207,7 +206,7 @@ class AnyConnector(Connector):
         self._to_lose = True
 
     def handed_out(self) -> None:
-        """Lose stored tokens if `lose_stored` said so. Called before a worker gets the metadata of a step."""
+        """Drop the stored tokens after a step `lose_stored`. Called before a worker gets the metadata of a step."""
         if self._to_lose and self.reader.granted:
             self._to_lose = False
             module, _, name = self._options.lose.rpartition(":")
@@ -262,7 +261,7 @@ class AnyConnector(Connector):
         self.sending -= report.finished_sending or set()
 
     def _loaded(self, name: str, failed: set[int], wholly: bool = False) -> None:
-        """Record the end of the load. It brought the tokens before the first failed block."""
+        """Record the end of the load, which has brought the tokens before the first failed block."""
         load = self.loads.pop(name)
         size = self.groups[0].kv_cache_spec.block_size
         blocks = self.events.model.blocks(name)[load.start // size : -(-load.end // size)]
@@ -303,7 +302,7 @@ class AnyConnector(Connector):
                 self.events.violated(rules.NEVER_GIVEN_BACK, name, f"has ended, and keeps its blocks: {what}")
 
     def close(self, keep: bool = False) -> None:
-        """Shut the engine down. keep: do not remove its folder, which the next engine uses."""
+        """Shut the engine down. keep: keep the connector's folder, because the next engine uses it."""
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         try:
             for role in (self.in_scheduler, *(worker.called for worker in self.workers)):

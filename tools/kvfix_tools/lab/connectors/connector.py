@@ -1,7 +1,5 @@
 """The base class of the lab's connectors, which have the scheduler role and the worker roles in one process."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,21 +28,21 @@ _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_pl
 
 
 class Connector:
-    """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). Transfers become `events`."""
+    """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). Its transfers are `events`."""
 
-    scheduler: Scheduler
+    scheduler: "Scheduler"
     in_scheduler: Any
-    #: The worker of each rank. A MultiConnector has one worker.
-    workers: Sequence[Worker]
+    #: The worker of each rank. The lab plays a MultiConnector with one rank.
+    workers: "Sequence[Worker]"
     #: The reader of kvfix.connector_events.readers for the scheduler role.
     reader: Any
-    events: RequestEvents
+    events: "RequestEvents"
     #: The other connectors of a MultiConnector.
-    other: OtherConnector | None = None
+    other: "OtherConnector | None" = None
     offloading: Any = None
     _place = 0
 
-    def listen(self, events: RequestEvents) -> None:
+    def listen(self, events: "RequestEvents") -> None:
         self.events = events
         if self.offloading is not None:
             self.offloading.events = events
@@ -97,7 +95,7 @@ class Connector:
         return metadata if children is None else children[self._place]
 
     def kept(self) -> dict[str, set[str]]:
-        """Return {attribute: requests whose state it has}. Ended requests must not be among these requests."""
+        """Return {attribute: requests whose state the attribute has}. No request may be listed after its end."""
         of_others = {} if self.offloading is None else self.offloading.kept()
         return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
 
@@ -109,7 +107,7 @@ class Connector:
         """Return why this request must not be stored; "" if it may be stored."""
         return ""
 
-    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+    def evict(self, cache: "Cache", chunks: int, forced: bool) -> int:
         """Evict the oldest chunks, with `forced` also pinned ones. Return how many were evicted."""
         return cache.evict(chunks, forced)
 
@@ -164,11 +162,11 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """A connector that a MultiConnector asks first. The schedule sets its KV. The lab's engine makes its loads."""
+    """A connector that a MultiConnector asks first. The schedule sets its KV, and the lab's engine makes its loads."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        #: Requests whose KV the connector has: all full blocks before the last token.
+        #: Requests whose KV this connector has: the KV of all full blocks before the last token.
         self.has: set[str] = set()
         #: {request: (first token, end)} of granted loads that have not ended
         self.loads: dict[str, tuple[int, int]] = {}

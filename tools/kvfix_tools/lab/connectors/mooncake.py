@@ -73,10 +73,10 @@ class MooncakeSide(PairSide):
         return Network(options.delay, options.extra.get("kv_lease_duration", _LONG))
 
     def join(self) -> None:
-        self._host = self.network.host(self.name)
+        self._host = mooncake_network.Host(self.network, self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose blocks were kept for the peer. If the peer asks after the lease, it waits for its timeout.
+        #: Requests whose blocks were kept for the peer. A peer that asks after the lease waits until its own timeout.
         self._were_kept: set[str] = set()
         #: Transfers that the peer waits for.
         self._awaited: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class MooncakeSide(PairSide):
         self._ended: dict[str, float] = {}
 
     def raised(self, error: BaseException) -> None:
-        """Report the exception of a coroutine that no code waits for."""
+        """Report an exception that has ended a coroutine, because no code waits for the coroutine."""
         where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")
         self.events.violated(rules.COROUTINE_RAISED, "", where)
 
@@ -126,14 +126,14 @@ class MooncakeSide(PairSide):
         for request in self.events.model.requests.values():
             if request.is_finished():
                 self._ended.setdefault(_transfer_of(request), clock.now())
-        # the worker does not know all requests yet, or it may have dropped a request before decode asks for its KV
+        # The worker does not know all requests yet. With a short timeout, it may drop a request before decode asks.
         unknown = self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send
         if unknown or self.network.timeout < _LONG:
             return
         requests = self.events.model.requests
         had = {_transfer_of(request): name for name, request in requests.items()}
         open_now = {_transfer_of(request) for request in requests.values() if not request.is_finished()}
-        # An aborted prefill sends decode no message: decode waits. After the timeout prefill forgets the request.
+        # If a prefill is aborted, decode gets no message and waits. Prefill forgets the request after the timeout.
         known = {each: sent for each, sent in self._sends.items() if clock.now() < self._ended.get(each, inf) + _LONG}
         self._awaited.update(known)
         self._awaited = {transfer: sent for transfer, sent in self._awaited.items() if sent.ready._waiters}

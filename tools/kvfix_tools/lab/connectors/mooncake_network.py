@@ -26,8 +26,6 @@ from kvfix_tools.ledger import WriteBegun, WriteEnded
 
 #: Maximum rounds of a loop in one step.
 _MOST = 10_000
-#: Parts of zmq that the lab does not replace.
-_OF_ZMQ = "ROUTER", "DEALER", "RCVTIMEO", "Again", "ContextTerminated"
 #: Port of a producer's bootstrap server.
 PORT = 8998
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
@@ -35,6 +33,8 @@ _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connec
 
 class Loop(asyncio.SelectorEventLoop):
     """An event loop with the lab's time. It runs the callbacks that are due, and never waits."""
+
+    host: "Host"
 
     def time(self) -> float:
         return clock.now()
@@ -57,8 +57,10 @@ class Host:
         self.network = network
         self.name = name
         self.loop = Loop()
+        self.loop.host = self
         self.loop.set_exception_handler(lambda _, what: self.side.raised(what.get("exception") or Exception()))
         self.session = f"{name}:{network.port()}"
+        network.hosts[self.session] = self
         self.alive = True
         #: The connector of the engine.
         self.side: Any
@@ -76,26 +78,19 @@ class Host:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Replace `asyncio.run_coroutine_threadsafe`: begin at once, because no other thread runs the loop."""
-        done: Future[Any] = Future()
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            if task.cancelled():
-                done.cancel()
-                return
-            error = task.exception()
-            if error is None:
-                done.set_result(task.result())
-            else:
-                self.side.raised(error)
-                done.set_exception(error)
-
-        self.loop.create_task(work).add_done_callback(ended)
+        done = asyncio.run_coroutine_threadsafe(work, self.loop)
+        done.add_done_callback(self._ended)
         self.loop.go_on()
         return done
 
+    def _ended(self, work: Future[Any]) -> None:
+        error = None if work.cancelled() else work.exception()
+        if error is not None:
+            self.side.raised(error)
+
 
 class Write(NamedTuple):
-    """A write in flight. requests: (producer's, consumer's request) of each load. ended: called with the answer."""
+    """A write in flight. requests: (request of the producer, of the consumer) of each load. ended: gets the answer."""
 
     of: Host
     to: str
@@ -131,11 +126,6 @@ class Network(PairNetwork):
     @property
     def busy(self) -> bool:
         return bool(self._messages or self._writes)
-
-    def host(self, name: str) -> Host:
-        made = Host(self, name)
-        self.hosts[made.session] = made
-        return made
 
     def tick(self) -> None:
         self.now += 1
@@ -189,26 +179,17 @@ class Network(PairNetwork):
             write.ended(-1 if failed else 0)
 
 
-class Asyncio:
-    """asyncio with loops that run in the lab's steps."""
+def asyncio_module(host: Host) -> Any:
+    """Return asyncio with loops that run in the lab's steps."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def new_event_loop(self) -> Any:
-        self._host.loop.host = self._host  # type: ignore[attr-defined]
-        return self._host.loop
-
-    def run_coroutine_threadsafe(self, work: Any, loop: Any) -> Any:
-        return loop.host.run(work)
-
-    async def wait(self, tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+    async def wait(tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
         """Return lists of tasks in their given order. The order of asyncio's sets differs between runs."""
         done, pending = await asyncio.wait(tasks, **options)
         return [each for each in tasks if each in done], [each for each in tasks if each in pending]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio, name)
+    replaced: dict[str, Any] = {"new_event_loop": lambda: host.loop, "wait": wait}
+    replaced["run_coroutine_threadsafe"] = lambda work, loop: loop.host.run(work)
+    return SimpleNamespace(**{**vars(asyncio), **replaced})
 
 
 class Router:
@@ -254,7 +235,7 @@ class Dealer:
         self._came.put_nowait(message)
 
     async def send(self, message: bytes) -> None:
-        """Send a message. A message to an unused address never arrives."""
+        """Send a message. It is lost if no socket is bound to the address."""
         bound = self.host.network.bound.get(self._address)
         if bound is not None:
             self.host.network.send(bound.host, lambda: bound.take(self, message))
@@ -266,39 +247,20 @@ class Dealer:
             raise zmq.Again from None
 
 
-def httpx_module(network: Network) -> Any:
-    """Return a replacement for httpx: vLLM's own bootstrap server answers without a socket."""
+def transport(network: Network) -> httpx.MockTransport:
+    """Return a transport in which vLLM's own bootstrap servers answer without a socket."""
 
-    class AsyncClient:
-        def __init__(self, **_: Any) -> None: ...
+    async def answer(request: httpx.Request) -> httpx.Response:
+        server, asks = network.bootstrap.get(f"http://{request.url.netloc.decode()}"), request.url.path == "/query"
+        if server is None or (asks and network.fails("handshake")):
+            raise httpx.ConnectError("refused")
+        if asks:
+            content = {number: dataclasses.asdict(each) for number, each in (await server.query()).items()}
+        else:
+            content = await server.register_worker(server.payload(**json.loads(request.content)))
+        return httpx.Response(200, json=content)
 
-        async def __aenter__(self) -> Any:
-            return self
-
-        async def __aexit__(self, *_: Any) -> None: ...
-
-        async def post(self, url: str, json: Any) -> Any:
-            server = self._server(url, "/register")
-            return _answer(await server.register_worker(server.payload(**json)))
-
-        async def get(self, url: str) -> Any:
-            server = self._server(url, "/query", "handshake")
-            return _answer({number: dataclasses.asdict(each) for number, each in (await server.query()).items()})
-
-        @staticmethod
-        def _server(url: str, path: str, what: str = "") -> Any:
-            server = network.bootstrap.get(url.removesuffix(path))
-            if server is None or (what and network.fails(what)):
-                raise httpx.ConnectError("refused")
-            return server
-
-    kept = ("ConnectError", "TimeoutException", "RequestError", "HTTPStatusError")
-    return SimpleNamespace(AsyncClient=AsyncClient, **{name: getattr(httpx, name) for name in kept})
-
-
-def _answer(content: Any) -> Any:
-    text = json.dumps(content)
-    return SimpleNamespace(json=lambda: json.loads(text), raise_for_status=lambda: None)
+    return httpx.MockTransport(answer)
 
 
 def replace(host: Host) -> None:
@@ -306,16 +268,17 @@ def replace(host: Host) -> None:
     module: Any = import_module(_MODULE)
     network = host.network
     module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
-    module.asyncio = Asyncio(host)
+    module.asyncio = asyncio_module(host)
     module.threading = SimpleNamespace(Thread=Nothing, Event=threading.Event)
     threads = SimpleNamespace(submit=lambda *work: network.write(host, *work), shutdown=nothing)
     module.ThreadPoolExecutor = lambda **_: threads
     context = SimpleNamespace(host=host, socket=lambda _: Router(host), term=nothing)
-    module.zmq = SimpleNamespace(asyncio=SimpleNamespace(Context=lambda: context, Socket=Router))
-    vars(module.zmq).update({name: getattr(zmq, name) for name in _OF_ZMQ})
+    sockets = SimpleNamespace(Context=lambda: context, Socket=Router)
+    module.zmq = SimpleNamespace(**{**vars(zmq), "asyncio": sockets})
     module.make_zmq_socket = lambda context, address, *_, **__: nullcontext(Dealer(context.host, address))
-    module.httpx = httpx_module(network)
-    # engine.answer: the result of the write that has just ended
+    client = partial(httpx.AsyncClient, transport=transport(network))
+    module.httpx = SimpleNamespace(**{**vars(httpx), "AsyncClient": client})
+    # engine.answer: the result that the transfer engine returns for the write that has just ended
     engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
     engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
     engine.batch_transfer_sync_write = lambda *_: engine.answer

@@ -61,11 +61,11 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True: report failed loads by request, as vLLM needs with several KV groups. Some releases cannot do this.
+        #: True: report failed loads by request. vLLM needs that with several KV groups, and some releases cannot do it.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
-        """Register no KV memory, because the lab's server has the memory already."""
+        """Register no KV memory. The lab's server has the memory already."""
         self.adapter.register_kv_caches({})
         if hasattr(self.adapter, "_block_ids_per_group"):
             several = options.several_groups
@@ -75,7 +75,7 @@ class MPWorker(Worker):
             groups = self.in_worker._kv_cache_config.kv_cache_groups
             places = {name: at for at, name in enumerate(name for group in groups for name in group.layer_names)}
             sizes = module._resolve_per_layer_sw_sizes(groups, places, len(places))
-            self._server.chunks.keep([size for size in sizes if size > 0])  # of each sliding window or state
+            self._server.chunks.keep([size for size in sizes if size > 0])  # only windows and states have a size
 
     def get_finished(self, ended: set[str]) -> Any:
         if not self.unanswered:
@@ -114,7 +114,8 @@ class MP(Connector):
         released()
         self._replace(adapter)
         adapter.vllm_layout_hints = dict  # the real function needs the model
-        if not torch.cuda.is_available():  # vLLM's copy uses events, but a step has ended when its call returns
+        # vLLM's copy of the connector uses CUDA events. In the lab each call ends before it returns: events do nothing.
+        if not torch.cuda.is_available():
             event = SimpleNamespace(record=nothing, ipc_handle=lambda: b"")
             fakes = {"Event": lambda **_: event, "current_stream": nothing, "stream": lambda *_: nullcontext()}
             vars(torch.cuda).update(fakes)
@@ -153,7 +154,7 @@ class MP(Connector):
         return [number * chunks.size for number, key in enumerate(keys) if key not in chunks.cache]
 
     def lookup_times_out(self) -> None:
-        """A step: a lookup times out, and the scheduler's adapter treats the server as dead."""
+        """A step: the scheduler's adapter treats the server as dead, as after a lookup that has timed out."""
         adapter = self.scheduler_adapter
         for event in getattr(adapter, "_health_events", {"": getattr(adapter, "_health_event", None)}).values():
             event.clear()
@@ -195,7 +196,7 @@ class MP(Connector):
         return self.server.is_looking(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """Include unanswered lookups, although the connector of a real engine may keep them for a while."""
+        """Return kept state, with unanswered lookups. In a real engine, the connector may keep such lookups a while."""
         lookups = {
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")
@@ -212,7 +213,7 @@ class MP(Connector):
         }
 
     def expect_forgotten(self, name: str) -> None:
-        """A step: expect that no state of this request is kept, long after its end."""
+        """A step, long after the end of this request: expect that neither role nor the server has any state of it."""
         returned = set().union(*(worker.adapter._returned_finished for worker in self.workers))
         for where, names in {**self.kept(), "worker_adapter._returned_finished": returned}.items():
             if name in names:

@@ -11,7 +11,7 @@ from kvfix_tools.lab.options import Options
 
 
 class Chunks:
-    """The objects in `cache`. In all methods, `groups` are the blocks of a transfer in each KV group."""
+    """The objects in `cache`. In all methods, `groups` are the lists of blocks of a transfer, one for each KV group."""
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         self.cache = cache
@@ -26,9 +26,8 @@ class Chunks:
     def keep(self, windows: Sequence[int] = ()) -> None:
         """Set how many tokens of each window the server stores. A worker registers these numbers."""
         self.objects = stored_objects(self._options, windows)
-        #: True if a chunk has several objects.
-        self._several = len(self.objects) > 1 or len(self._slots) > 1
-        self._all_null = _all_null(self._options, self.objects) if self._options.several_groups else None
+        #: Tells, by object and chunk, what the server does not store. Arguments: groups, number of chunks.
+        self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
         """Return the keys of the whole chunks up to `end`, and right contents. A key depends on all earlier tokens."""
@@ -60,14 +59,12 @@ class Chunks:
                 self.cache[key] = self.right(stored, contents, number, rank)
 
     def lock(self, keys: list[Any], request_id: str) -> int:
-        """Return how many of these chunks, from the first on, are hit. Lock the objects that the hit needs."""
-        found = self.cache.pinned_prefix(keys, request_id)
-        if found and self._several:
-            while found and any(key not in self.cache for key in self._needed(keys, found)):
-                found -= 1
-            self.cache.unpin(request_id)
-            if found:
-                self.cache.pins[request_id] = self._needed(keys, found)
+        """Return the length of the hit: how many of the first chunks are cached. Lock the objects that a hit needs."""
+        found = most = self.cache.pinned_prefix(keys, request_id)
+        while found and any(key not in self.cache for key in self._needed(keys, found)):
+            found -= 1
+        if most:
+            self._keep_locked(request_id, self._needed(keys, found))
         return found
 
     def _needed(self, keys: list[Any], hit: int) -> list[object]:
@@ -84,9 +81,8 @@ class Chunks:
 
     def unlock(self, request_id: str, keys: list[Any], rank: int | None = None) -> None:
         """Release the request's locks on these chunks, in this rank or in all ranks."""
-        if self._several:
-            keys = [key for chunk in keys for _, of, key in self._keys(chunk) if rank in (None, of)]
-        self._keep_locked(request_id, [key for key in self.cache.pins.get(request_id, ()) if key not in keys])
+        unlocked = [key for chunk in keys for _, of, key in self._keys(chunk) if rank in (None, of)]
+        self._keep_locked(request_id, [key for key in self.cache.pins.get(request_id, ()) if key not in unlocked])
 
     def unlock_all(self, request_id: str, rank: int) -> None:
         of_ranks = [(key, key[0] if isinstance(key[0], int) else 0) for key in self.cache.pins.get(request_id, ())]
@@ -100,17 +96,11 @@ class Chunks:
 
     def covered(self, groups: list[list[int]], chunks: int) -> bool:
         """Return True if each KV group has blocks for `chunks` chunks. Otherwise the server skips the transfer."""
-        return not self._all_null or all(
-            len(blocks) * slots.block_size >= chunks * self.size
-            for blocks, slots in zip(groups, self._slots[0], strict=True)
-        )
-
-    def not_stored(self, groups: list[list[int]], chunks: int) -> list[list[bool]]:
-        """Return, by object and chunk, True if the server does not store it."""
-        return self._all_null(groups, chunks) if self._all_null else [[False] * chunks]
+        lists = zip(groups, self._slots[0], strict=True)
+        return all(len(blocks) * slots.block_size >= chunks * self.size for blocks, slots in lists)
 
     def read(self, stored: StoredObject, groups: list[list[int]], number: int, rank: int) -> tuple[list[int], bool]:
-        """Return the contents of the rank's slots for this object, and True if null blocks are among them."""
+        """Return the contents of the rank's slots for this object, and True if some of them are in null blocks."""
         found: list[int] = []
         null = False
         for group, kept in stored.parts:

@@ -29,12 +29,8 @@ from kvfix_tools.lab.options import Options
 _ENGINES = itertools.count()
 
 
-class RequestId(str):
-    """The id of a request of the lab."""
-
-
 class Client:
-    """LMCache's client. The lab waits for each answer. While the adapter waits, the lab's time passes."""
+    """LMCache's client. The lab waits for each answer. If the adapter waits for a future, the lab's time passes."""
 
     def __init__(self, server: "RealServer", client: Any) -> None:
         self._server = server
@@ -56,12 +52,12 @@ class Client:
 
     def query_prefetch_status(self, request_id: str) -> Any:
         """Wait for the answer, because the server reads from its disk in real time, not in the lab's steps."""
-        answer = self.send("wait_prefetch_status", RequestId(request_id), server_process.PATIENCE)
+        answer = self.send("wait_prefetch_status", self._server.unique(request_id), server_process.PATIENCE)
         self._server.found(request_id, answer.result())
         return answer
 
     def end_session(self, request_id: str) -> Any:
-        return self.send("end_session", RequestId(request_id))
+        return self.send("end_session", self._server.unique(request_id))
 
     def clear(self, force: bool = False) -> Any:
         """Clear the server's L1, and its disk, which the server does not clear (KVF121)."""
@@ -99,7 +95,7 @@ class RealServer(Server):
         self._before = self.process.locks()
         #: {request: (client, key) of its last lookup}
         self._lookups: dict[str, tuple[Client, Any]] = {}
-        #: _looking: requests whose hit was not asked for yet. _locked: {other request: chunks of its hit still locked}.
+        #: _looking: requests whose hit was not read yet. _locked: {request whose hit was read: chunks still locked}.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
         #: unanswered_lookups: the server answers them too late. _leases: requests whose lookup the adapter may drop.
@@ -110,12 +106,14 @@ class RealServer(Server):
         #: Chunks that were evicted from L1 and are on the server's disk.
         self._on_disk: set[Any] = set()
 
+    def unique(self, request_id: str) -> str:
+        """Return a request id that is unique on the server: each engine of the lab has requests r1 and r2."""
+        return f"{self.model_name}-{request_id}"
+
     def named(self, argument: Any) -> Any:
-        """Return the argument with a request name that is unique on the server: each engine of the lab has r1, r2."""
-        if isinstance(argument, RequestId):
-            return f"{self.model_name}-{argument}"
+        """Return the argument. If it is a key of a request, make its request id unique."""
         if hasattr(argument, "request_id"):
-            return dataclasses.replace(argument, request_id=f"{self.model_name}-{argument.request_id}")
+            return dataclasses.replace(argument, request_id=self.unique(argument.request_id))
         return argument
 
     def is_looking(self, request_id: str) -> bool:
@@ -133,7 +131,7 @@ class RealServer(Server):
         return self._future()
 
     def started_again(self) -> None:
-        """Reset the state after a restart: no locks, no lookups, and no worker until it registers again."""
+        """Reset the state after a restart: the new server has no locks, no lookups and no registered worker."""
         self._before = self.process.locks()
         self._looking.clear()
         self._locked.clear()
@@ -141,7 +139,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Drop lookups when the adapter treats the server as dead. Their locks time out after five minutes."""
+        """Note lookups that the adapter may drop, because it treats the server as dead. Locks end in five minutes."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:
@@ -187,7 +185,7 @@ class RealServer(Server):
         def load() -> Any:
             fails_after = self.failing[0].pop(key.request_id, None)
             if fails_after is not None:
-                self.events.may_fail.add("")  # other requests have locked these chunks too
+                self.events.may_fail.add("")  # loads of other requests need the deleted chunks too
                 self._delete(self._keys_from_start(key)[fails_after:], "all", force=True)
             answer = send()
             self.process.transfers_end()
@@ -197,7 +195,7 @@ class RealServer(Server):
         return self._answer_load_later(key, load, lambda answer: bool(answer[1]))
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """Let the server finish all transfers, but let the worker treat its loads as failed, without an answer."""
+        """Let the server finish all transfers. The worker gets no answer, and treats its loads as failed."""
         self.give_up(rank, unreported.union(self.loading))
         while self._later:
             self._later.popleft().action()
@@ -217,7 +215,7 @@ class RealServer(Server):
         return self.process.delete(keys, tier, force) if keys else 0
 
     def kept(self) -> dict[str, set[str]]:
-        """Return locks, and lookups whose answer the server still has. Only the lab knows their requests."""
+        """Return requests with locks or unread lookups. The server only counts them; the lab knows their requests."""
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
@@ -243,7 +241,7 @@ class RealWorker(MPWorker):
         connector: Any = import_module(type(self.in_worker).__module__)
         connector.vllm_layout_hints = lambda *_: {}  # a latent vector needs no layout hint
         layer = torch.zeros((options.num_blocks, options.block_size, 8), dtype=torch.uint8)
-        self.in_worker.register_kv_caches({kv_layout.LAYER.format(0): layer})  # this call shares its memory
+        self.in_worker.register_kv_caches({kv_layout.LAYER.format(0): layer})  # moves the layer to shared memory
         self.slots.put_in([SharedBlock(block) for block in layer.view(torch.int64).squeeze(-1).numpy()])
 
 
@@ -260,7 +258,7 @@ class RealMP(MP):
         server, its = self.server, released()
 
         class Heartbeat(its.HeartbeatThread):  # type: ignore[misc, name-defined]
-            """Replaces LMCache's thread. A heartbeat happens in a step, and only if it can change the state."""
+            """Replaces LMCache's thread. A step makes a heartbeat only if the heartbeat can change the state."""
 
             def start(self) -> None:
                 server.heartbeats.append(self)

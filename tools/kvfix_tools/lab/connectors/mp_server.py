@@ -40,7 +40,7 @@ class Heartbeat:
 
 
 def _client_without_socket() -> Any:
-    """Return LMCache's client of 0.5.6 and later, without its socket: the lab needs its code for a new connection."""
+    """Return LMCache's client of 0.5.6 and later, without a socket. Its code handles lost and new connections."""
     try:
         from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
     except ImportError:
@@ -52,7 +52,7 @@ def _client_without_socket() -> Any:
 
 
 class Due(NamedTuple):
-    """An action due in a step. load: (rank, request) of a load. late: the action if the worker has dropped the load."""
+    """An action due in a step. load: (rank, request) of a load. late: what to do if the worker has dropped the load."""
 
     step: int
     action: Callable[[], Any]
@@ -75,7 +75,7 @@ class Server:
         server = self
 
         class Future(MessagingFuture):  # type: ignore[misc]
-            """A future whose `wait` lets time pass: it runs the actions in flight in order."""
+            """A future whose `wait` lets time pass: `wait` runs the actions in flight, in their order."""
 
             def wait(self, timeout: float | None = None) -> bool:
                 while not self.query() and server._later and not server.down:
@@ -142,7 +142,7 @@ class Server:
 
     @contextmanager
     def disconnected(self, client: Any) -> Iterator[None]:
-        """In this context the client has lost its connection, and has noticed it."""
+        """In this context the client has lost its connection, and has noticed the loss."""
         queue = getattr(client, "_message_queue_client", None)
         if queue is not None:
             self.was_disconnected = True
@@ -267,7 +267,7 @@ class Server:
     def _answer_load_later(
         self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool], several_groups: bool = False
     ) -> Any:
-        """Return a future of `load`. brought: tells from its answer if the load has brought all tokens."""
+        """Return a future of `load`. brought: tells from the answer of `load` if the load has brought all tokens."""
         request_id, rank = key.request_id, key.worker_id or 0
         self.loading[request_id] += 1
 
@@ -294,7 +294,7 @@ class Server:
                 self._later.popleft().action()
 
     def give_up(self, rank: int, requests: set[str]) -> None:
-        """Note that the worker reports these loads as failed. The server still does them when they are due."""
+        """Note that the worker reports these loads as failed. The server still makes the loads when they are due."""
         for place, due in enumerate(self._later):
             if due.load is not None and due.load[0] == rank and due.load[1] in requests:
                 self._later[place] = Due(due.step, due.late or due.action)

@@ -59,7 +59,7 @@ def replace(network: Network) -> None:
     worker.ThreadPoolExecutor = lambda **_: network.executor()
     _be_rank()
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
-    worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise the process keeps only one core
+    worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise vLLM binds the process to one core
     if hasattr(worker, "check_nixl_version"):  # since 0.33
         worker.check_nixl_version = lambda _: None
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
@@ -99,7 +99,7 @@ class NixlWorker(PairWorker):
 
     def _note_expired(self, sent: set[str]) -> None:
         before = set(sent)
-        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # by then, a fix may have wrapped it
+        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # a fix may have wrapped the class's method
         self._expired = sent - before
 
     def get_finished(self, ended: set[str]) -> Any:
@@ -184,7 +184,7 @@ class NixlSide(PairSide):
 
 
 class PushWorker(NixlWorker):
-    """A worker in push mode, in which prefill writes into decode's blocks. It records the begin and end of a write."""
+    """A worker in push mode: prefill writes into decode's blocks. This class records when a write begins and ends."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -45,7 +45,7 @@ class Transfer:
 
 
 class Agent:
-    """A model of NIXL's agent (1.5) with the calls that vLLM makes. nixl_real.py compares this model with NIXL."""
+    """A model of NIXL's agent (1.5) with the calls that vLLM makes. fuzz.py compares this model with NIXL."""
 
     def __init__(self, network: "Network", name: str) -> None:
         self._network = network
@@ -124,7 +124,7 @@ class Agent:
     def prepare(
         self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
     ) -> None:
-        """Prepare a transfer. Raises AgentError for unknown or no descriptors, and if their numbers or bytes differ."""
+        """Prepare a transfer. Raises AgentError if a descriptor is unknown, or if lists differ in number or bytes."""
         mine, theirs = self._lists[local][1], self._lists[remote][1]
         if len(here) == len(there) > 0:
             pairs = zip(here, there, strict=True)
@@ -144,7 +144,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Begin. Raises AgentError if the peer has ended: then a part may have arrived (seen with nixl 1.5.1)."""
+        """Begin a transfer. Raises AgentError if the peer has ended. Parts may have arrived (seen with nixl 1.5.1)."""
         if not self._reaches(transfer.peer):
             spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)
@@ -166,7 +166,7 @@ class Agent:
         return any(transfer.state == "PROC" for transfer in self._transfers.values())
 
     def arrive(self, now: int) -> None:
-        """End the transfers that are due. They fail if the peer has ended."""
+        """End the transfers that are due. A transfer fails if its peer has ended."""
         for handle, transfer in self._transfers.items():
             if transfer.state == "PROC" and transfer.copy.due <= now:
                 self.finish(handle, transfer)
@@ -287,7 +287,7 @@ class Network(PairNetwork):
         yield made
 
     def listen(self, **thread: Any) -> Any:
-        """Replaces the thread that answers handshakes. Its stop event is set, so it answers one message and ends."""
+        """Replaces the thread that answers handshakes. Its stop event is set, so each call answers one message."""
         *arguments, ready, _, host, port = thread["args"]
         stopped = SimpleNamespace(is_set=lambda: True)
         listener = partial(thread["target"], *arguments, ready, stopped, host, port)
@@ -328,7 +328,7 @@ class Signal(threading.Event):
 
 
 class _Writer:
-    """Replaces the writer thread of push mode: run a round when it is woken, and in each step while it polls."""
+    """Replaces the writer thread of push mode: runs a round of its loop after a wake-up, and in each polling step."""
 
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network

@@ -99,7 +99,7 @@ class RealAgent(Agent):
             self._has_to_be_there(transfer.peer)
 
     def _has_to_be_there(self, peer: str) -> None:
-        """Raises AgentError if the process of the peer has ended, because NIXL may not know that yet."""
+        """Raises AgentError if the peer has ended. NIXL may not know that yet."""
         if not self._reaches(peer):
             self._network.counts["nixl_unaware"] += 1
             raise AgentError(GONE)

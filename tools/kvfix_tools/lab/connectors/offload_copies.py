@@ -23,9 +23,16 @@ from kvfix_tools.roundtrip import cuda_stand_in
 
 
 class Copies:
-    """The copies of one rank. gpu: the bytes of each block in the GPU memory."""
+    """The worker of one rank, which copies between the slots and the CPU memory. gpu: the bytes of each GPU block."""
+
+    #: The object of both roles to which this worker belongs.
+    owner: Any
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
+        self.rank = rank
+        #: failing: its keys are requests whose next load fails. failing_stores: requests whose next store fails.
+        self.failing: dict[str, int] = {}
+        self.failing_stores: set[str] = set()
         self._delay = 2 * options.delay + (options.rank_delay if rank else 0)
         self.gpu = byte_memory.tensor(slots, options, rank).view(torch.int8).flatten(1)
         self.now = 0
@@ -75,7 +82,7 @@ class Copies:
 
 
 class Event:
-    """Replaces a GPU event: done when the last copy before `record` is done. `stream.copies` is its rank's `Copies`."""
+    """Replaces a GPU event, done when the last copy before `record` is done. `stream.copies`: `Copies` of its rank."""
 
     _copy: byte_memory.Copy | None = None
 
@@ -123,7 +130,7 @@ class _Torch(cuda_stand_in.Torch):
 
 
 class CopyQueue(AtOnce):
-    """Replaces the queue to the copy thread. An exception ends the thread."""
+    """Replaces the queue to the copy thread. An exception ends the thread, so the queue runs nothing more."""
 
     copies: Copies
     died = False
@@ -163,7 +170,7 @@ def stand_in() -> None:
 
 
 class Tiers:
-    """The secondary tiers of the connector's `manager`: at most one. They report a result `delay` steps after its job.
+    """The secondary tiers of the connector's `manager`: at most one. It reports a result `delay` steps after its job.
 
     `submit_*` waits for the tier's threads. Otherwise it depends on timing whether a lookup in this step finds a file.
     """

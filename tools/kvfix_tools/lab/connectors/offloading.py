@@ -28,20 +28,6 @@ from kvfix_tools.roundtrip.backends.vllm_offload import offload
 _OTHERS = "others"
 
 
-class Copying:
-    """One worker of an offloading connector, which copies between the slots and the CPU memory of this rank."""
-
-    #: The object of both roles to which this worker belongs.
-    owner: Any
-
-    def __init__(self, rank: int, slots: Slots, options: Options) -> None:
-        self.rank = rank
-        self.copies = Copies(rank, slots, options)
-        #: failing: its keys are requests whose next load fails. failing_stores: requests whose next store fails.
-        self.failing: dict[str, int] = {}
-        self.failing_stores: set[str] = set()
-
-
 class BothRoles:
     """An offloading connector in the scheduler and worker roles, with the lab's memory."""
 
@@ -67,20 +53,20 @@ class BothRoles:
 
     def tick(self) -> None:
         for rank in self.ranks:
-            rank.copies.tick()
+            rank.tick()
 
     def take_due(self, metadata: Any) -> None:
         """Read the loads from the metadata of a step. Called only if this is the only connector."""
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Give GPU blocks to other requests. The connector must first end copies from the blocks, or keep them."""
+        """Give GPU blocks to other requests. The connector must first end its copies from them, or keep the blocks."""
 
     def never_given_back(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Rank(Copying):
+class Rank(Copies):
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         self.connector = in_worker.connector_worker
@@ -88,10 +74,10 @@ class Rank(Copying):
         self._failed: set[int] = set()
         spec = self.connector.spec
         spec.get_worker = spec.create_worker  # get_worker needs a GPU
-        self.connector.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
+        self.connector.register_kv_caches(kv_layout.kv_caches(options, self.gpu))
         worker = self.connector.worker
         for handler in (worker._store_handler, worker._load_handler):
-            self.copies.take(handler)
+            self.take(handler)
         #: The CPU memory of this rank, with a row for each chunk.
         self.chunks = worker._store_handler.dst_tensors[0].numpy()
         self._wrap(worker)
@@ -103,7 +89,7 @@ class Rank(Copying):
             name = self.connector._load_jobs[job]
             fails = self.failing.pop(name, None) is not None
             self._failed.update([job] if fails else [])
-            with self.copies.of_job(fails, lambda: self.owner.loaded(self.rank, name, to, fails)):
+            with self.of_job(fails, lambda: self.owner.loaded(self.rank, name, to, fails)):
                 return submit_load(job, source, to)
 
         def store(job: int, source: Any, to: Any) -> Any:
@@ -112,8 +98,8 @@ class Rank(Copying):
             fails = name in self.failing_stores
             self.failing_stores.discard(name)
             self._failed.update([job] if fails else [])
-            self.chunks[to.block_ids.tolist()] = NOTHING  # if only a part of the chunk is copied, the rest is empty
-            with self.copies.of_job(fails):
+            self.chunks[to.block_ids.tolist()] = NOTHING  # a copy of a part of the chunk leaves the rest empty
+            with self.of_job(fails):
                 return submit_store(job, source, to)
 
         def finished() -> Any:
@@ -124,7 +110,7 @@ class Rank(Copying):
         worker.submit_load, worker.submit_store, worker.get_finished = load, store, finished
 
     def contents(self, chunk: int, part: int, size: int) -> list[int]:
-        return contents_of(self.chunks[chunk, part * self.copies.gpu.shape[1] :], size)
+        return contents_of(self.chunks[chunk, part * self.gpu.shape[1] :], size)
 
 
 class Offloading(BothRoles):
@@ -211,7 +197,7 @@ class Offloading(BothRoles):
 
     @property
     def busy(self) -> bool:
-        copying = any(rank.copies.pending for rank in self.ranks)
+        copying = any(rank.pending for rank in self.ranks)
         return bool(self.scheduler._jobs or copying or self.manager.has_pending_work() or self.tiers.looking)
 
     def requests(self, loads: bool) -> set[str]:
@@ -232,13 +218,6 @@ def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) ->
         events.stored(name, list(tokens[: run[-1]]), run[0] - size, run[-1])
 
 
-class OffloadingWorker(Worker):
-    offloads = by_request = True
-
-    def __init__(self, rank: Any, slots: Slots, called: Any) -> None:
-        super().__init__(rank.rank, slots, called, called, None, rank.failing)
-
-
 class Alone(Connector):
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvfix-lab-") if options.tier == "fs" else None
@@ -249,7 +228,10 @@ class Alone(Connector):
         self.offloading = self._offloads(options, memories, self.in_scheduler, called)
         self.offloading.alone = True
         self.reader = self.offloading.reader
-        self.workers = [OffloadingWorker(*each) for each in zip(self.offloading.ranks, memories, called, strict=True)]
+        each_rank = zip(self.offloading.ranks, memories, called, strict=True)
+        self.workers = [Worker(own.rank, slots, worker, worker, None, own.failing) for own, slots, worker in each_rank]
+        for worker in self.workers:
+            worker.offloads = worker.by_request = True
 
     def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
         return int(self.offloading.evict(chunks, forced))

@@ -25,7 +25,7 @@ from kvfix_tools.lab.pair.pair_engine import PairSide
 
 
 class Counted:
-    """Counts loads of the connector between the engines and reports failed ones. LMCache's events do not have them."""
+    """Counts loads of the connector between the engines, and reports failed loads. They are no events of LMCache."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events, self.model = events, events.model

@@ -26,7 +26,7 @@ L1_OBJECTS = 96
 PAGE = 4096
 #: Maximum seconds for an answer.
 PATIENCE = 30.0
-#: A lock counts as leaked if the server has been idle for so many seconds.
+#: A lock counts as leaked if the server still has it after this number of idle seconds.
 LINGERING = 5.0
 #: The option of prctl(2) for the signal that a process gets when its parent dies.
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -141,7 +141,7 @@ class ServerProcess:
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """Return True if the server is idle and has no lock. If locks stay, wait: it counts a store to L2 late."""
+            """Return True if the server is idle without locks, or idle for LINGERING s: it counts L2 stores late."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             storage = state["storage_manager"]
@@ -175,11 +175,9 @@ class ServerProcess:
         return int(self.request("DELETE", "/cache/objects", {"keys": keys, "tier": tier, "force": force})["deleted"])
 
 
+_of_process = functools.cache(lambda pid: ServerProcess())
+
+
 def of_this_process() -> ServerProcess:
     """Return the only server of this process. A forked process gets its own."""
     return _of_process(os.getpid())
-
-
-@functools.cache
-def _of_process(pid: int) -> ServerProcess:
-    return ServerProcess()

@@ -7,8 +7,8 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
 
 from kvfix.connector_events import readers
-from kvfix_tools.lab.connectors.offload_copies import CopyQueue, stand_in
-from kvfix_tools.lab.connectors.offloading import BothRoles, Copying, note_stored
+from kvfix_tools.lab.connectors.offload_copies import Copies, CopyQueue, stand_in
+from kvfix_tools.lab.connectors.offloading import BothRoles, note_stored
 from kvfix_tools.lab.engine import kv_layout, rules
 from kvfix_tools.lab.engine.byte_memory import contents_of
 from kvfix_tools.lab.engine.kv_layout import KVGroup
@@ -16,14 +16,14 @@ from kvfix_tools.lab.engine.memory import NOTHING, Slots
 from kvfix_tools.lab.options import Options
 
 
-class Rank(Copying):
+class Rank(Copies):
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         stand_in()
         self._handler = handler = in_worker.worker_handler
-        in_worker.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
+        in_worker.register_kv_caches(kv_layout.kv_caches(options, self.gpu))
         self.thread: CopyQueue = handler._backend._queue
-        self.thread.copies = handler.load_stream.copies = handler.store_stream.copies = self.copies
+        self.thread.copies = handler.load_stream.copies = handler.store_stream.copies = self
         self._launch_copy, handler._backend.launch_copy = handler._backend.launch_copy, self._launch
         #: The CPU memory of this rank, with a row for each block.
         (memory,) = handler.cpu_kv_caches.values()
@@ -46,7 +46,7 @@ class Rank(Copying):
         if is_store:
             self.owner.store_begins(self.rank, event_idx, source)
             self.blocks[to] = NOTHING
-        with self.copies.of_job(bool(failing), done):
+        with self.of_job(bool(failing), done):
             self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
 
     def loading(self) -> set[str]:
@@ -136,7 +136,7 @@ class Offloading(BothRoles):
     @property
     def busy(self) -> bool:
         """Return True if a copy is in flight or not reported. Without fixes, a failed copy is never reported."""
-        under_way = any(rank.copies.pending for rank in self.ranks)
+        under_way = any(rank.pending for rank in self.ranks)
         return under_way or (self._manager.has_pending_stores() and not any(rank.thread.died for rank in self.ranks))
 
     def requests(self, loads: bool) -> set[str]:

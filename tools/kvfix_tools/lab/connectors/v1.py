@@ -249,7 +249,7 @@ class V1(Connector):
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:
-        """LMCache sends a request with `lmcache.skip_save` to its decoder too (0.5.6 vllm_v1_adapter.py:1109, 300)."""
+        """Return why not. `lmcache.skip_save` stops no send to a decoder (0.5.6 vllm_v1_adapter.py:1109, 300)."""
         if self._role == "kv_consumer":
             return "this instance is a kv_consumer"
         asked = request.kv_transfer_params or {}

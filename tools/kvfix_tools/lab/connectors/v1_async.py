@@ -44,7 +44,7 @@ class PrefetchingEngine(CacheEngine):
     """A worker's cache with asynchronous loading: a lookup with a hit fetches its chunks for one load.
 
     An eviction does not change fetched chunks: LMCache has references to them. delay: steps from lookup to answer.
-    fetched: {lookup: chunks}, which LMCache has in ended events of type LOADING.
+    fetched: {lookup: chunks}. LMCache keeps these chunks in ended events of type LOADING.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -165,7 +165,7 @@ class AsyncV1(V1):
         return first.union(*others) if others else first
 
     def kept(self) -> dict[str, set[str]]:
-        """Leave out aborted lookups, whether answered or not, because LMCache removes them at the next lookup."""
+        """Leave out aborted lookups, answered or not, because LMCache removes their state at the next lookup."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered

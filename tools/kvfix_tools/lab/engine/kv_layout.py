@@ -1,4 +1,4 @@
-"""KV groups, which have their own block lists and share a pool; the stored objects of a chunk; the layers' memory."""
+"""Describe KV groups (own block lists, one shared pool), the stored objects of a chunk, and the memory of layers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[Stored
 
 
 def page_bytes(options: Options) -> int:
-    """Return the bytes of the largest block in a layer."""
+    """Return the bytes that the largest block of any KV group has in a layer."""
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 

@@ -57,7 +57,7 @@ def side_class(options: Options) -> Any:
 
 
 class LabEngine:
-    """log: events. requests: all that arrived. counts: see counts.py. If the scheduler raises, the engine has ended."""
+    """log: events. requests: all that have arrived. counts: see counts.py. The engine ends if the scheduler raises."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
         """caches: the caches of another engine, by rank, to share; None: make new caches."""
@@ -96,7 +96,7 @@ class LabEngine:
         return side_class(options)(options, memories, self.caches)
 
     def answered(self, outputs: Any) -> None:
-        """Do nothing. Overridden to get the outputs of each step, which a real engine sends to its clients."""
+        """Do nothing. `PairEngine` overrides this to get a step's outputs, which a real engine sends to its clients."""
 
     @property
     def steps(self) -> int:
@@ -117,7 +117,7 @@ class LabEngine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def iterate(self) -> None:
-        """One iteration: schedule, load, compute, store, sample, update."""
+        """Make one iteration: schedule, load, compute, store, sample, update."""
         connector, events = self.connector, self.request_events
         events.steps += 1
         events.seconds += STEP
@@ -138,7 +138,7 @@ class LabEngine:
         connector.exchange()
         for worker, of_rank in zip(self.workers, self.executor.handed_out(metadata), strict=True):
             self._guard("start_load_kv", "", worker.start_step, of_rank, forward)
-        if connector.other is not None:  # the lab makes its loads
+        if connector.other is not None:  # the lab makes the loads of the MultiConnector's other connector
             for name, span in connector.other.loads.items():
                 self.model.fill(name, *span)
             self.counts["loaded_beside"] += len(connector.other.loads)
@@ -175,7 +175,7 @@ class LabEngine:
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
-        """Report if no request can move (LAB009). Answers to steps, and taken blocks, count as in flight."""
+        """Report if no request can move (LAB009). Unanswered steps and blocks of `take_blocks` count as in flight."""
         paused = bool(getattr(self.scheduler, "pause_state", 0))  # 0.15 has no pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():
@@ -203,7 +203,7 @@ class LabEngine:
             raise EngineDied(str(error)) from error
 
     def abort(self, name: str) -> None:
-        """The client has disconnected."""
+        """Abort this request, as when its client disconnects."""
         request = self.requests[name]
         doing = {_STATE[request.status], *self.connector.in_flight(name)} if request.status in _STATE else set()
         self._guard("finish_requests", name, self.scheduler.finish_requests, name, RequestStatus.FINISHED_ABORTED)
@@ -217,7 +217,7 @@ class LabEngine:
     # ------------------------------------------------------------------ requests
 
     def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
-        """A request arrives. more: arguments of vllm_objects.request."""
+        """Admit a new request. more: arguments of vllm_objects.request."""
         request = vllm_objects.request(self.options, name, prompt, max_tokens, **more)
         self.counts["ids_used_again"] += name in self.requests
         self.model.admit(name, request)
@@ -225,14 +225,14 @@ class LabEngine:
         self._guard("add_request", name, self.scheduler.add_request, request)
 
     def add_input(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
-        """A session, a request that was admitted as `resumable`, gets more input."""
+        """Give more input to a session. A session is a request that was admitted as `resumable`."""
         self.counts["inputs"] += 1
         more = vllm_objects.request(self.options, name, prompt, max_tokens, resumable=True)
         self._guard("add_request", name, self.scheduler.add_request, more)
         self.model.take_input()
 
     def serve(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
-        """A request arrives, and the engine runs until it has no work."""
+        """Admit a new request, and run the engine until it has no work."""
         self.admit(name, prompt, max_tokens, **more)
         self.run()
 
@@ -242,7 +242,7 @@ class LabEngine:
         self.reset_prefix_cache()
 
     def end_input(self, name: str) -> None:
-        """A session gets no more input. It ends at once if it waits for input."""
+        """End the input of a session. A session that waits for input ends at once."""
         self._guard("add_request", name, self.scheduler.add_request, vllm_objects.request(self.options, name, [1], 1))
         if self.requests[name].is_finished():
             self.request_events.check_text(name)
@@ -255,11 +255,10 @@ class LabEngine:
         self.scheduler.set_pause_state(states.PAUSED_ALL if everything else states.PAUSED_NEW)
 
     def unpause(self) -> None:
-        """Undo `pause`."""
         self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
-        """Return True if no request has this id, or it has ended, and scheduler and worker know that."""
+        """Return True if no request has this id, or if scheduler and worker know that the request has ended."""
         known = self.requests.get(name)
         if known is None or any(name in output.num_scheduled_tokens for output, _ in self._answers):
             return known is None
@@ -280,7 +279,7 @@ class LabEngine:
         self.scheduler.max_num_scheduled_tokens = tokens
 
     def keep_blocks(self, how_many: int) -> None:
-        """Take free blocks until only `how_many` are free. A cached prefix loses its end first."""
+        """Take free blocks until only `how_many` are free. vLLM takes the last blocks of a cached prefix first."""
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
@@ -310,7 +309,7 @@ class LabEngine:
             self.model.change_weights()
 
     def _reset(self, *running_and_connector: bool) -> bool:
-        """Return vLLM's answer; False if it raises because a waiting request has blocks (scheduler.py 0.32.0:2870)."""
+        """Return vLLM's answer, or False if vLLM raises: a waiting request has blocks (scheduler.py 0.32.0:2870)."""
         done = False
         with suppress(RuntimeError):
             done = self.scheduler.reset_prefix_cache(*running_and_connector)
@@ -322,7 +321,7 @@ class LabEngine:
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """Evict the oldest chunks. forced: also pinned ones, as when a pin times out. rank: whose cache (v1 only)."""
+        """Evict the oldest chunks of a rank (rank: v1 only). forced: also pinned chunks, as if their pins timed out."""
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:
@@ -365,7 +364,7 @@ class LabEngine:
     # ------------------------------------------------------------------ expectations
 
     def settle(self) -> None:
-        """After all requests have ended: make two more steps, then expect that the connector keeps no state of them."""
+        """After the end of all requests: make two steps, then expect that the connector has no state of a request."""
         self.step(2)
         for _ in range(IDLE):  # a transfer in flight holds its blocks
             if not self.scheduler.requests and not self.connector.busy():
@@ -395,7 +394,7 @@ class LabEngine:
             self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
 
     def expect_unharmed(self, name: str) -> None:
-        """Expect that this request did not end with an error: none of its own loads failed."""
+        """Expect that this request did not end with an error, because only loads of other requests have failed."""
         status = self.requests[name].status
         if status == RequestStatus.FINISHED_ERROR:
             self.request_events.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")

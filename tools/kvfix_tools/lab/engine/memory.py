@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-#: The content of a slot. NOTHING: it was never written. GARBAGE: a step wrote it after it had read wrong KV.
+#: The content of a slot. NOTHING: no step has written to the slot. GARBAGE: the step that wrote it had read wrong KV.
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
@@ -110,20 +110,6 @@ class Slots:
         block, offset = divmod(slot, self.block_size)
         return self._blocks[block][offset] ^ self._rank << _MARK
 
-    def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
-        """Return the first token of [0, until) whose slot has wrong content, or None."""
-        size = self.block_size
-        for start in range(0, until, size):
-            end = min(start + size, until)
-            number = start // size
-            if number >= len(blocks):
-                return start
-            held = self._blocks[blocks[number]]
-            right = contents[start:end]
-            if (held if end - start == len(held) else held[: end - start]) != right:
-                return start + first_difference(held, right)
-        return None
-
 
 class Block:
     """A block of slots in other memory, with the interface of a list of ints."""
@@ -153,10 +139,6 @@ class SlotsOfShard(Slots):
 
     def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
         super().write(blocks, start, self.own(list(contents), start))
-
-    def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
-        held, right = self.own(self.read(blocks, 0, until)), self.own(list(contents[:until]))
-        return None if held == right else first_difference(held, right)
 
     def put(self, slot: int, content: int) -> None:
         if slot % self._ranks == self._rank:

@@ -61,10 +61,9 @@ class Group:
 
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
         """Return the first token that the step reads and whose slot has wrong content, or None."""
-        slots, start, blocks = self._memories[rank], self.group.reads_from(done), self.rows[name]
-        if not self.group.number:
-            return slots.first_wrong(blocks, done, contents)
-        held, right = slots.read(blocks, start, done), self.group.right(contents[start:done])
+        slots, start = self._memories[rank], self.group.reads_from(done)
+        held = slots.own(slots.read(self.rows[name], start, done), start)
+        right = slots.own(self.group.right(contents[start:done]), start)
         return None if held == right else start + first_difference(held, right)
 
     def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:
@@ -159,7 +158,7 @@ class Drafter:
 
         - scheduled: the drafts of the scheduler, with -1 for each unknown token
         - right: the right contents, up to the last draft or further
-        - misled: the step has read wrong KV, so it samples none of the drafts
+        - misled: the step has read wrong KV, so it accepts no draft
         """
         options = self._options
         drafts = self._last.get(name, scheduled)[: len(scheduled)] if options.async_scheduling else scheduled
@@ -203,7 +202,7 @@ class Model:
         self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup]
     ) -> None:
         self._scheduler = scheduler
-        #: The first one is the group of full attention.
+        #: The KV groups. The first KV group is that of full attention.
         self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups]
         #: The memory of each rank. All ranks have the same block tables.
         self.memories = memories
@@ -223,7 +222,7 @@ class Model:
         self._ends: dict[str, tuple[int, int]] = {}
 
     def admit(self, name: str, request: Request) -> None:
-        """Begin the contents of a request. They depend on the LoRA adapter, the embeddings and the cache_salt."""
+        """Begin the right contents of a request, which depend on its LoRA adapter, embeddings and cache_salt."""
         self.requests[name], self.prefixes[name] = request, Prefix(self._seed(request))
         self._given[name] = request.num_prompt_tokens
         self._sessions.pop(name, None)

@@ -1,4 +1,4 @@
-"""Record the events, findings and counters of a run: of hook calls, of requests in each step, and of copies."""
+"""Record the events, findings and counters of a run, from hook calls, the requests of each step, and transfers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ class Liveness:
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: (blocks needed at vLLM's last count, True if for the whole request: kv_cache_manager.py 0.32.0:499, 540).
+        #: (blocks in vLLM's last count, True if it counted the whole request: kv_cache_manager.py 0.32.0:499, 540)
         self._counted = (0, False)
         #: The request that the scheduler found no blocks for, and how many blocks it needs.
         self._refused: tuple[Any, int] = (None, 0)
@@ -65,7 +65,8 @@ class Liveness:
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
         waiting = [self._waiting(request, undecided) for queue in queues for request in queue]
-        ended = len(scheduler.requests) - len(waiting) - len(scheduler.running)  # kept until their stores have ended
+        # vLLM keeps ended requests until their stores have ended
+        ended = len(scheduler.requests) - len(waiting) - len(scheduler.running)
         free = self._manager.block_pool.get_num_free_blocks()
         return liveness.State(tuple(waiting), free, len(scheduler.running), in_flight + ended, lookups)
 
@@ -80,7 +81,7 @@ class Liveness:
         if status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self._scheduler.finished_recving_kv_req_ids:
             waits_for = liveness.LOAD
         elif status.name in OUTSIDE_STATUSES or 0 < sessions >= self._scheduler.max_num_active_reqs:
-            waits_for = liveness.OUTSIDE  # vLLM admits no request if sessions that wait for input use all places
+            waits_for = liveness.OUTSIDE  # vLLM admits no request while `max_num_active_reqs` sessions wait for input
         elif name in undecided:
             waits_for = liveness.LOOKUP
         refused, needs = self._refused
@@ -142,7 +143,7 @@ class RequestEvents:
         return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
-        """Wrap the hooks of this instance, to record their answers. The wrappers call the hooks with their fixes."""
+        """Wrap the hooks of this instance, to record their answers. A wrapper calls its hook with kvfix's fixes."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
@@ -264,7 +265,7 @@ class RequestEvents:
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """Record that a rank has loaded `tokens` tokens up to `end`. With the last rank, record what all ranks have."""
+        """Record that a rank has loaded `tokens` tokens up to `end`. After the last rank, record the whole load."""
         arrived = self._arrived.setdefault(name, {})
         arrived[rank] = end, tokens
         if len(arrived) < self._ranks:
@@ -283,11 +284,9 @@ class RequestEvents:
             self.may_fail.discard(name)
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
-        """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if their load
-        failed.
+        """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if a load failed.
 
-        If stores skip cached chunks, do not record a store of an ended request: no event has the tokens of the last
-        step.
+        If stores skip cached chunks, record no store of an ended request, because no event has its last step's tokens.
         """
         request = self.model.requests[name]
         if not rank:
@@ -306,6 +305,6 @@ class RequestEvents:
         self.violated(rules.WRONG_CONTENT, name, message)
 
     def lookup_timed_out(self, name: str) -> None:
-        """Record a lookup that the scheduler has waited for until its timeout."""
+        """Record that the scheduler has waited for a lookup until the timeout of the lookup."""
         self.seconds += LOOKUP_TIMEOUT
         self.add(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 
 class LabRule(NamedTuple):
-    """A rule. code, name, doc: for users."""
-
     code: str
     name: str
     doc: str

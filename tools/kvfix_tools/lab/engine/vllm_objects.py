@@ -38,6 +38,7 @@ _MODEL: dict[str, Any] = {
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 1 << 20, "torch_dtype": "float32",
 }  # fmt: skip
+_init_none_hash = functools.cache(init_none_hash)
 #: True if sampled tokens are arrays, as in vLLM 0.11.
 _ARRAYS = "ndarray" in str(ModelRunnerOutput.__annotations__["sampled_token_ids"])
 
@@ -70,7 +71,7 @@ def _model(kv_heads: int) -> configs.ModelConfig:
 
 
 def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
-    """Return the configuration of speculative decoding: made for ngram, which has no draft model, then changed."""
+    """Return the configuration of speculative decoding. It begins as that of ngram, which needs no draft model."""
     if not options.drafter:
         return None
     config = configs.SpeculativeConfig(
@@ -213,11 +214,6 @@ def scheduler(options: Options, config: configs.VllmConfig) -> Scheduler:
     return made
 
 
-@functools.cache
-def _none_hash() -> None:
-    init_none_hash(sha256)
-
-
 def request(
     options: Options,
     name: str,
@@ -232,7 +228,7 @@ def request(
 
     lora: name of the LoRA adapter. embeddings: (their number, the value of all elements), used instead of a prompt.
     """
-    _none_hash()
+    _init_none_hash(sha256)
     parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))
     parameters.update_from_generation_config({}, 0)
     if lora:

@@ -1,7 +1,7 @@
 """The ranks of an engine. Each has the connector in the worker role, its own memory and its own part of the cache.
 
-A single worker shares the objects of the scheduler. Several workers get copies, as in other processes, and vLLM's own
-aggregator joins their reports.
+A single worker shares the objects of the scheduler. Several workers get copies, as if they were in other processes, and
+vLLM's own aggregator joins their reports.
 """
 
 import copy

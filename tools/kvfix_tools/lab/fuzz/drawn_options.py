@@ -16,8 +16,7 @@ _FAULTS = (*_NOT_WITH_SERVER, "sessions", "policy", "use_layerwise")
 class Dice(NamedTuple):
     """The random generators of a seed. lacks: settings, options and steps that are not drawn.
 
-    Each option has its own generator. So the other options and the steps of a seed stay the same if an option is not
-    drawn.
+    Each option has its own generator. So an option that is not drawn changes no other option and no step of the seed.
     """
 
     seed: object

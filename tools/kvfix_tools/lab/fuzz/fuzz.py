@@ -1,20 +1,24 @@
 """Play a random schedule on the real scheduler and connector, and shrink it. Reports of kvfix are findings too."""
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
+from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
-from kvfix_tools.lab.fuzz import nixl_compare, pair_schedule
+from kvfix_tools.lab.engine.memory import GARBAGE
+from kvfix_tools.lab.fuzz import pair_schedule
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.fuzz.schedule import DrawnStep, Schedule
-from kvfix_tools.lab.options import PAIRS
+from kvfix_tools.lab.options import PAIRS, Options
 from kvfix_tools.lab.pair.pair import Neighbours, Pair
 from kvfix_tools.lab.runner import let_leaks_be_reported, reported
 from kvfix_tools.lab.steps import prompt
@@ -37,17 +41,16 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
     """Play all steps, then free all blocks and run the engine until it has no work, for at most `end` steps."""
     options = schedule.options
     if options.real_transfers:  # play it with the model of NIXL too
-        done: Played = nixl_compare.play_both(options, lambda pair: _played(pair, _play_pair, schedule, end))
-        return done
+        return _play_both(options, lambda pair: played(pair, _play_pair, schedule, end))
     if options.connector in PAIRS:
-        return _played(Pair(options), _play_pair, schedule, end)
+        return played(Pair(options), _play_pair, schedule, end)
     if options.neighbours:
-        return _played(Neighbours(options), _play_neighbours, schedule, end)
-    return _played(LabEngine(options), _play_engine, schedule, end)
+        return played(Neighbours(options), _play_neighbours, schedule, end)
+    return played(LabEngine(options), _play_engine, schedule, end)
 
 
-def _played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
-    """Return the results of one or two engines. plays: returns the number of steps, or None for the engines' count."""
+def played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
+    """Return the results of one or two engines. plays: returns the number of steps; None: the engines count them."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
         steps = plays(engines, schedule, end)
@@ -58,14 +61,14 @@ def _played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: 
 def _play_engine(engine: LabEngine, schedule: Schedule, end: int) -> int | None:
     for step in schedule.steps:
         move(engine, step)
-    if not _ends(engine, end):
+    if not ends(engine, end):
         return None
     steps = engine.steps
     let_leaks_be_reported(engine)
     return steps
 
 
-def _ends(engine: LabEngine, end: int) -> bool:
+def ends(engine: LabEngine, end: int) -> bool:
     """Free all blocks and run the engine for at most `end` steps. Return True if it has no more work."""
     engine.free_blocks()
     engine.budget(engine.options.max_num_batched_tokens)
@@ -86,7 +89,7 @@ def _play_neighbours(two: Neighbours, schedule: Schedule, end: int) -> None:
                 move(engine, step)
     for engine in two.engines:
         with engine.running():
-            _ends(engine, end)
+            ends(engine, end)
 
 
 def _play_pair(pair: Pair, schedule: Schedule, end: int) -> None:
@@ -215,3 +218,75 @@ def _smaller(step: DrawnStep) -> list[DrawnStep]:
     if step[0] in ("admit", "ask"):
         return [(*step[:4], tokens, *step[5:]) for tokens in (1, 2, 5) if tokens < step[4]]
     return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []
+
+
+# ---------------------------------------------------------------------- real NIXL compared with the lab's model
+
+#: {what: its state}, for requests and the slots of an engine. If a slot of the model has garbage, because the source of
+#: a transfer changed or the peer has ended, NIXL may have any content in this slot.
+State = dict[str, Any]
+
+
+class Watched(Pair):
+    """Two engines. states: their state after each step."""
+
+    def __init__(self, options: Options) -> None:
+        self.states: list[State] = []
+        #: Number of the engines' steps at the last recorded state.
+        self._taken = -1
+        super().__init__(options)
+
+    def tick(self) -> None:
+        moves = self.network.busy or self.steps != self._taken
+        super().tick()
+        is_new = moves or self.network.busy  # otherwise both engines wait for a timeout
+        self._taken = self.steps
+        self.states.append(_state(self) if is_new else self.states[-1])
+
+
+def _state(pair: Pair) -> State:
+    state: State = {"findings": [found.code for found in pair.findings], "steps": pair.steps}
+    for engine in pair.engines:
+        for name, request in engine.requests.items():
+            last = request.output_token_ids[-1] if request.num_output_tokens else None
+            state[f"{name} of {engine.name}"] = request.status.name, request.num_output_tokens, last
+        slots = engine.slots
+        state[f"the blocks of {engine.name}"] = slots.read(range(len(slots)), 0, len(slots) * slots.block_size)
+    return state
+
+
+def _differences(was: State, has: State) -> list[tuple[str, Any, Any]]:
+    if was == has:
+        return []
+    found = []
+    for about in {**was, **has}:
+        one, other = was.get(about), has.get(about)
+        if one == other:
+            continue
+        if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) and about != "findings":
+            wrong = next((at for at, each in enumerate(one) if each not in (other[at], GARBAGE)), None)
+            if wrong is None:
+                continue
+            about, one, other = f"slot {wrong} of {about}", one[wrong], other[wrong]
+        found.append((about, one, other))
+    return found
+
+
+def _play_both(options: Options, play: Callable[[Pair], Played]) -> Played:
+    """Return the result of `play` with real NIXL. Its findings include the differences from the model."""
+    model = Watched(dataclasses.replace(options, real_transfers=False))
+    play(model)
+    real = Watched(options)
+    done = play(real)
+    states = enumerate(zip_longest(model.states, real.states, fillvalue={}))
+    events = enumerate(zip_longest(model.log, real.log))
+    in_states = ((step, *each) for step, (was, has) in states for each in _differences(was, has))
+    in_events = ((number, "the events", one, other) for number, (one, other) in events if one != other)
+    first = next(chain(in_states, in_events), None)
+    if first is None:
+        return done
+    step, about, one, other = first
+    rule, message = rules.DIFFERS_FROM_MODEL, f"step {step}: {about}: {other} with NIXL, {one} with its model"
+    return done._replace(
+        findings=[*done.findings, Finding(rule.code, rule.name, "violated", "", message, real.log[-1][1])]
+    )

@@ -19,7 +19,7 @@ from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine.counts import COUNTED
 from kvfix_tools.lab.fuzz.fuzz import play, shrink, signature
 from kvfix_tools.lab.fuzz.schedule import Schedule, draw
-from kvfix_tools.lab.pair import one_side
+from kvfix_tools.lab.pair import pair_engine
 from kvfix_tools.lab.runner import applied
 
 #: Seeds that a process plays before it returns its tally, in a second or two.
@@ -86,7 +86,7 @@ class Tally(msgspec.Struct):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The settings of a run. Equal runs play equal seeds in the same way."""
+    """The settings of a run. With equal settings, a seed plays in the same way."""
 
     connector: str
     fixes: bool
@@ -115,18 +115,18 @@ class Run(msgspec.Struct, frozen=True):
             return
         default = [fix.code for fix in catalogue.fixes() if not fix.opt_in]
         engine = "first" if self.fixes_in == "one" else self.fixes_in
-        with one_side.fixes_in(engine), applied(True, self.mode, default):
+        with pair_engine.fixes_in(engine), applied(True, self.mode, default):
             yield
 
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
         """Return the violations that the release does not show without fixes, if only one engine has the fixes.
 
-        With a fix, requests end at other times, so a bug of the release may hit other requests. So also leave out a
-        violation that the release shows after one step is removed from the schedule.
+        With a fix, requests end at other times, so a bug of the release may hit other requests. So also leave out each
+        violation that the release shows if any one step of the schedule is removed.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations
-        with one_side.as_released():
+        with pair_engine.as_released():
             if play(schedule).violations:
                 return []
             for at in range(len(schedule.steps)):
@@ -173,7 +173,7 @@ def fuzz(
     seeds: range,
     seconds: float,
     shrinking: float = 45.0,
-    progress: Callable[[int, int, int, float], None] = lambda *_: None,
+    progress: Callable[[str], None] = lambda _: None,
     most: float = math.inf,
     jobs: int = 1,
     notes: Path | None = None,
@@ -185,8 +185,8 @@ def fuzz(
     - jobs: number of processes
     - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
 
-    If only one of two engines has the fixes, a seed counts as `violated_as_released` if the release without fixes has
-    its violations.
+    If only one of two engines has the fixes, a seed counts as `violated_as_released` if the release shows all its
+    violations without fixes too.
     """
     start = time.monotonic()
     kept = Notes(releases.versions(), releases.code() if notes else "", run, seeds.start, Tally())
@@ -200,7 +200,8 @@ def fuzz(
             part = notes.with_name(notes.name + ".part")
             part.write_bytes(msgspec.json.encode(kept))
             part.replace(notes)
-        progress(tally.seeds, tally.steps, len(tally.found), tally.seconds)
+        found = f"{len(tally.found)} kinds of violation"
+        progress(f"{tally.seconds:.0f} s: {tally.seeds} seeds, {tally.steps} steps, {found}")
         if tally.steps >= most:
             break
     if run.fixes_in != "both":
@@ -220,24 +221,22 @@ def fuzz(
 def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
     """Yield tallies of the seeds in order. The first batch that runs out of time is the last one."""
     batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
-    here = ((batch, run.play(batch, until)) for batch in batches)
-    for batch, done in here if jobs == 1 else _in_processes(run, batches, until, jobs):
+    here = (run.play(batch, until) for batch in batches)
+    for done in here if jobs == 1 else _in_processes(run, batches, until, jobs):
         yield done
-        if done.seeds < len(batch):
+        if done.seeds < BATCH:
             return
 
 
-def _in_processes(run: Run, batches: Iterable[range], until: float, jobs: int) -> Iterator[tuple[range, Tally]]:
+def _in_processes(run: Run, batches: Iterable[range], until: float, jobs: int) -> Iterator[Tally]:
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-        ahead: deque[tuple[range, Future[Tally]]] = deque()
+        ahead: deque[Future[Tally]] = deque()
         try:
             for batch in batches:
-                ahead.append((batch, pool.submit(run.play, batch, until)))
+                ahead.append(pool.submit(run.play, batch, until))
                 if len(ahead) > 2 * jobs:
-                    first, future = ahead.popleft()
-                    yield first, future.result()
-            for first, future in ahead:
-                yield first, future.result()
+                    yield ahead.popleft().result()
+            yield from (future.result() for future in ahead)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -22,13 +22,13 @@ _FAULTS = {
     "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "ask_again": 1,
     "malform": 1, "fail": 2, "handshakes_take": 1, "restart": 1,
 }  # fmt: skip
-#: Weights in push mode. With requests in both engines at once, the engines can wait for each other.
+#: Weights in push mode. If both engines get requests at once, the engines can wait for each other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
 #: All steps, also "ends_at_once" for Mooncake, and "on", a step of one engine.
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 #: Steps of one engine.
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
-#: {step: attribute of the router that has the requests for this step}
+#: {step: attribute of the pair with the requests that the step can choose}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: (ranks of prefill, ranks of decode), if at least one engine has several ranks.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
@@ -182,9 +182,9 @@ def move(pair: "Pair", step: DrawnStep) -> None:
         name, seed, tokens, max_tokens, *more = rest
         pair.do(kind, name, prompt(tokens, seed), max_tokens, *more)
     elif kind == "ends_at_once":
-        pair.router.ends_at_once(rest[0], prompt(rest[2], rest[1]))
+        pair.ends_at_once(rest[0], prompt(rest[2], rest[1]))
     elif kind in ("abort", "send_again", "ask_again"):
-        names = _open(pair) if kind == "abort" else list(getattr(pair.router, _AGAIN[kind]))
+        names = _open(pair) if kind == "abort" else list(getattr(pair, _AGAIN[kind]))
         if names:
             pair.do(kind, names[rest[0] % len(names)])
     elif kind == "preempt":
@@ -201,7 +201,7 @@ def move(pair: "Pair", step: DrawnStep) -> None:
 
 
 def _open(pair: "Pair") -> list[str]:
-    waiting = pair.router.waiting
+    waiting = pair.waiting
     for engine in pair.engines:
         waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}
     return sorted(waiting)

@@ -6,7 +6,7 @@ from typing import Any
 
 Params = dict[str, Any]
 
-#: For LMCache's in-process connector: store nothing, or send the KV to a decoder.
+#: Parameters for LMCache's in-process connector: store nothing, or send the KV to a decoder.
 OF_LMCACHE: dict[str, dict[str, Any]] = {
     "skip_save": {"lmcache.skip_save": True},
     "prefill": {
@@ -16,7 +16,7 @@ OF_LMCACHE: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-#: For vLLM's OffloadingConnector.
+#: Parameters for vLLM's OffloadingConnector.
 OF_OFFLOADING: dict[str, dict[str, Any]] = {
     "load_little": {"max_load_tokens": 40},
     "load_nothing": {"max_load_tokens": 0},
@@ -77,7 +77,7 @@ OF_MOONCAKE: dict[str, Callable[[Params], Params]] = {
     "other_address": _with(remote_bootstrap_addr="http://nobody:1"),
     "odd_address": _with(remote_bootstrap_addr=1),
 }
-#: All faults: those above, and one that is not drawn.
+#: All faults. The fuzzer does not draw "other_tp_size".
 MALFORMED: dict[str, Callable[[Params], Params]] = {
     **OF_NIXL,
     **OF_MOONCAKE,

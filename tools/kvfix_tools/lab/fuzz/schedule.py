@@ -117,7 +117,7 @@ def draw(
 
 
 def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
-    """Draw the rank of a step. A silent server can affect all ranks, and all ranks share its cache."""
+    """Draw the rank of a step, or no rank. A silent server can affect all ranks, and all ranks share its cache."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do no step."""
+"""A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do nothing."""
 
 import dataclasses
 import itertools
@@ -18,8 +18,7 @@ from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
 from kvfix_tools.lab.engine.memory import Cache
 from kvfix_tools.lab.fuzz.parameters import MALFORMED, Params
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair import one_side
-from kvfix_tools.lab.pair.pair_engine import PairEngine, TwoEngines
+from kvfix_tools.lab.pair.pair_engine import Engines, PairEngine, running
 from kvfix_tools.lab.steps import continued
 
 _ROLES = {"prefill": "producer", "decode": "consumer"}
@@ -37,16 +36,18 @@ class _Asked(NamedTuple):
     at_once: bool
 
 
-class Router:
-    """The router, which works like vLLM's toy proxy. counts: its actions.
+class Pair(Engines):
+    """Two engines and their router, with the interface of one LabEngine for `fuzz.play` and scenarios.
 
-    The router lets prefill compute the prompt and one token, and sends the request with prefill's `kv_transfer_params`
-    to decode. In push mode it may send the request to both engines at once.
+    The router works like vLLM's toy proxy. It lets prefill compute the prompt and one token, and sends the request with
+    prefill's `kv_transfer_params` to decode. In push mode it may send the request to both engines at once.
     """
 
-    def __init__(self, pair: "Pair") -> None:
-        self._pair = pair
-        self.counts: Counter[str] = Counter()
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.network = side_class(options).make_network(options)
+        self.network.add = self.add
+        self.ask_at_once = partial(self.ask, at_once=True)
         self.asked: dict[str, _Asked] = {}
         #: _takes: steps from prefill's answer to the message for decode. _to_send: (due step, request, parameters).
         self._takes = 0
@@ -59,109 +60,6 @@ class Router:
         self._stops: dict[str, int] = {}
         #: {request: number of its ids}. vLLM adds a suffix to the router's id.
         self._ids: Counter[str] = Counter()
-        self.ask_at_once = partial(self.ask, at_once=True)
-
-    @property
-    def waiting(self) -> set[str]:
-        """Requests that prefill has answered and that decode does not have yet."""
-        return {each[1] for each in self._to_send}
-
-    def ask(
-        self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1, at_once: bool = False
-    ) -> None:
-        """Send a new request. prefill_tokens: tokens that prefill generates. at_once: send it to both engines."""
-        prefill = self._pair.prefill
-        self.asked[name] = _Asked(prompt, max_tokens, at_once)
-        self._admit(prefill, self._id(name), prompt, prefill_tokens, prefill.connector.for_prefill(name))
-        if at_once:
-            self.counts["at_once"] += 1
-            self._to_send.append((self._pair.network.now, name, prefill.connector.for_decode(name, None)))
-
-    def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
-        """Send a request only to decode."""
-        self._admit(self._pair.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
-
-    def ask_again(self, name: str) -> None:
-        """Abort a request in both engines, and send it again as a new request."""
-        self._pair.abort(name)
-        asked = self.asked[name]
-        self.counts["asked_again"] += 1
-        self.ask(name, asked.prompt, asked.max_tokens, at_once=asked.at_once)
-
-    def send_again(self, name: str) -> None:
-        """Send a request to decode again, as a router does that gets no answer."""
-        params = self.sent.get(name)
-        if params is not None:
-            self.counts["sent_again"] += 1
-            asked = self.asked[name]
-            self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
-
-    def ends_at_once(self, name: str, prompt: list[int]) -> None:
-        """Let the first generated token of this request end its text. The request has not arrived yet."""
-        self._stops[name] = continued(prompt, 1)[-1]
-
-    def router_takes(self, steps: int) -> None:
-        """From now on the router waits this number of steps between prefill's answer and its message to decode."""
-        self._takes = steps
-
-    def malform(self, what: str) -> None:
-        """Put this fault into the parameters of the next request for decode (MALFORMED)."""
-        self.malformed.append(what)
-
-    def forget(self, name: str) -> None:
-        self._to_send = [each for each in self._to_send if each[1] != name]
-
-    def answered(self, engine: PairEngine, output: Any) -> None:
-        name = output.request_id.rpartition("-")[0]
-        params = output.kv_transfer_params
-        aborted = "abort" in str(output.finish_reason).lower()
-        if engine is not self._pair.prefill or name not in self.asked or aborted:
-            return
-        if params is not None:
-            self.counts["leases"] += engine.connector.keeps(output.request_id)
-            self.counts["stored_tokens"] += params.get("remote_num_tokens", 0)
-        if not self.asked[name].at_once:
-            due = self._pair.network.now + self._takes
-            self._to_send.append((due, name, engine.connector.for_decode(name, params)))
-
-    def tick(self) -> None:
-        """Begin a step: send the messages that are due."""
-        now = self._pair.network.now
-        due = [each for each in self._to_send if each[0] <= now]
-        self._to_send = [each for each in self._to_send if each[0] > now]
-        for _, name, params in due:
-            asked = self.asked[name]
-            if params and self.malformed:
-                params = MALFORMED[self.malformed.pop(0)](params)
-                self.counts["malformed"] += 1
-                self._pair.may_fail()
-            elif params:
-                self.sent[name] = params
-            self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params or {}))
-
-    def _id(self, name: str) -> str:
-        self._ids[name] += 1
-        return f"{name}-{self._ids[name]:08x}"
-
-    def _admit(self, engine: PairEngine, name: str, prompt: list[int], most: int, params: Params | None) -> None:
-        if engine.is_free(name):
-            sampling: dict[str, Any] = {"extra_args": {"kv_transfer_params": params}} if params else {}
-            of_client = name.rpartition("-")[0]
-            if of_client in self._stops:
-                sampling["stop_token_ids"] = [self._stops[of_client]]
-            # each engine gets a copy: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
-            engine.do("admit", name, list(prompt), most, sampling=sampling)
-
-
-class Pair(TwoEngines):
-    """Two engines, with the interface of one LabEngine for `fuzz.play` and scenarios."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.network = side_class(options).make_network(options)
-        self.network.add = self.add
-        self.router = Router(self)
-        self.ask, self.ask_at_once = self.router.ask, self.router.ask_at_once
         self.seconds = 0.0
         self._counts: Counter[str] = Counter()
         self._starts = itertools.count(1)
@@ -206,32 +104,26 @@ class Pair(TwoEngines):
 
     @property
     def counts(self) -> Counter[str]:
-        counts: Counter[str] = self._counts + self.router.counts + self.network.counts
+        counts: Counter[str] = self._counts + self.network.counts
         for engine in (*self.gone, *self.engines):
             counts.update(engine.counts)
         return counts
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """Make the step of this name: a method of this class or of the router."""
-        getattr(self if hasattr(self, step) else self.router, step)(*arguments, **keywords)
+        getattr(self, step)(*arguments, **keywords)
 
     def abort(self, name: str) -> None:
         """The client of this request disconnects, and the router aborts the request in both engines."""
-        self.router.forget(name)
+        self._to_send = [each for each in self._to_send if each[1] != name]
         for engine in self.engines:
             for request in [each for each in engine.requests if each.rpartition("-")[0] == name]:
                 if not engine.requests[request].is_finished():
                     engine.do("abort", request)
 
     def add(self, event: Event) -> None:
-        """Add an event of a lease. If it violates a rule, this is a finding."""
+        """Add an event of a lease. If the event violates a rule, add a finding."""
         self._log.append((self.network.now, event))
         self._findings += [found for found in self._ledger.feed(event) if found.verdict == "violated"]
-
-    def answered(self, engine: PairEngine, output: Any) -> None:
-        if engine.connector.keeps(output.request_id):
-            self.add(Leased(output.request_id, None))
-        self.router.answered(engine, output)
 
     def step(self, times: int = 1, name: str = "") -> None:
         """Make `times` steps of both engines, or only of the engine `name`."""
@@ -255,7 +147,7 @@ class Pair(TwoEngines):
                 rules.THREAD_DIED, "", f"the {engine.name} engine answers no handshake any more"
             )
         self.network.dead_listeners.clear()
-        self.router.tick()
+        self._send_due()
 
     def may_fail(self) -> None:
         """From now on a load may bring fewer tokens than promised."""
@@ -279,7 +171,7 @@ class Pair(TwoEngines):
         """End all faults: from now on a failed load is a violation."""
         self._faults = False
         self.network.failing.update(dict.fromkeys(self.network.failing, 0))
-        self.router.malformed.clear()
+        self.malformed.clear()
         for engine in self.engines:
             engine.request_events.may_fail.discard("")
 
@@ -299,7 +191,7 @@ class Pair(TwoEngines):
         self.may_fail()
         setattr(self, name, self._start(name, blocks))
         if name == "decode":
-            self.router.sent.clear()  # a second decode engine of a request would read freed blocks: KVF340
+            self.sent.clear()  # a second decode engine of a request would read freed blocks: KVF340
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
         """Make a step of one engine."""
@@ -329,14 +221,14 @@ class Pair(TwoEngines):
             idle = 0 if self.network.busy or self._state() != before or self._leases_end_soon() else idle + 1
 
     def _leases_end_soon(self) -> bool:
-        """Return True if a lease keeps blocks and is short enough for the run to wait for it step by step."""
+        """Return True if a lease keeps blocks and is short enough that the run waits step by step until it ends."""
         seconds = self.options.extra.get("kv_lease_duration", getattr(self.network, "timeout", 30))
         return seconds <= _SOON and any(each.connector.leases for each in self.engines)
 
     def _busy(self) -> bool:
         schedulers = [engine.scheduler for engine in self.engines]
         work = any(each.has_unfinished_requests() or each.has_requests() for each in schedulers)
-        return work or bool(self.router.waiting or self.network.busy)
+        return work or bool(self.waiting or self.network.busy)
 
     def longest(self) -> float:
         """Seconds of the longest lease or timeout."""
@@ -380,13 +272,103 @@ class Pair(TwoEngines):
             events.leaked()
         return True
 
+    # ------------------------------------------------------------------ the router
+
+    @property
+    def waiting(self) -> set[str]:
+        """Requests that prefill has answered and that decode does not have yet."""
+        return {each[1] for each in self._to_send}
+
+    def ask(
+        self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1, at_once: bool = False
+    ) -> None:
+        """Send a new request. prefill_tokens: tokens that prefill generates. at_once: send it to both engines."""
+        self.asked[name] = _Asked(prompt, max_tokens, at_once)
+        self._admit(self.prefill, self._id(name), prompt, prefill_tokens, self.prefill.connector.for_prefill(name))
+        if at_once:
+            self._counts["at_once"] += 1
+            self._to_send.append((self.network.now, name, self.prefill.connector.for_decode(name, None)))
+
+    def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
+        """Send a request only to decode."""
+        self._admit(self.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
+
+    def ask_again(self, name: str) -> None:
+        """Abort a request in both engines, and send it again as a new request."""
+        self.abort(name)
+        asked = self.asked[name]
+        self._counts["asked_again"] += 1
+        self.ask(name, asked.prompt, asked.max_tokens, at_once=asked.at_once)
+
+    def send_again(self, name: str) -> None:
+        """Send a request to decode again, as a router does that gets no answer."""
+        params = self.sent.get(name)
+        if params is not None:
+            self._counts["sent_again"] += 1
+            asked = self.asked[name]
+            self._admit(self.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
+
+    def ends_at_once(self, name: str, prompt: list[int]) -> None:
+        """Before this request arrives: make the first token that it will generate a token that ends its text."""
+        self._stops[name] = continued(prompt, 1)[-1]
+
+    def router_takes(self, steps: int) -> None:
+        """From now on the router waits this number of steps between prefill's answer and its message to decode."""
+        self._takes = steps
+
+    def malform(self, what: str) -> None:
+        """Put this fault into the parameters of the next request for decode (MALFORMED)."""
+        self.malformed.append(what)
+
+    def answered(self, engine: PairEngine, output: Any) -> None:
+        if engine.connector.keeps(output.request_id):
+            self.add(Leased(output.request_id, None))
+        name = output.request_id.rpartition("-")[0]
+        params = output.kv_transfer_params
+        aborted = "abort" in str(output.finish_reason).lower()
+        if engine is not self.prefill or name not in self.asked or aborted:
+            return
+        if params is not None:
+            self._counts["leases"] += engine.connector.keeps(output.request_id)
+            self._counts["stored_tokens"] += params.get("remote_num_tokens", 0)
+        if not self.asked[name].at_once:
+            due = self.network.now + self._takes
+            self._to_send.append((due, name, engine.connector.for_decode(name, params)))
+
+    def _send_due(self) -> None:
+        now = self.network.now
+        due = [each for each in self._to_send if each[0] <= now]
+        self._to_send = [each for each in self._to_send if each[0] > now]
+        for _, name, params in due:
+            asked = self.asked[name]
+            if params and self.malformed:
+                params = MALFORMED[self.malformed.pop(0)](params)
+                self._counts["malformed"] += 1
+                self.may_fail()
+            elif params:
+                self.sent[name] = params
+            self._admit(self.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params or {}))
+
+    def _id(self, name: str) -> str:
+        self._ids[name] += 1
+        return f"{name}-{self._ids[name]:08x}"
+
+    def _admit(self, engine: PairEngine, name: str, prompt: list[int], most: int, params: Params | None) -> None:
+        if engine.is_free(name):
+            sampling: dict[str, Any] = {"extra_args": {"kv_transfer_params": params}} if params else {}
+            of_client = name.rpartition("-")[0]
+            if of_client in self._stops:
+                sampling["stop_token_ids"] = [self._stops[of_client]]
+            # each engine gets a copy: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
+            engine.do("admit", name, list(prompt), most, sampling=sampling)
+
 
 class Neighbour(LabEngine):
     """One of two engines that share LMCache's cache."""
 
     def __init__(self, options: Options, name: str, caches: list[Cache] | None = None) -> None:
         self.name = name
-        with one_side.running(name):
+        with running(name):
             super().__init__(options, caches)
 
     @contextmanager
@@ -395,11 +377,11 @@ class Neighbour(LabEngine):
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
-        with one_side.running(self.name):
+        with running(self.name):
             yield
 
 
-class Neighbours(TwoEngines):
+class Neighbours(Engines):
     """Two engines with these options: each loads chunks that the other one has stored."""
 
     engines: tuple[Neighbour, Neighbour]
@@ -412,10 +394,10 @@ class Neighbours(TwoEngines):
         """Return the engines that make this step. The number of a request selects its engine."""
         kind = step[0]
         if kind in ("step", "new_weights"):
-            return self.engines if kind == "step" else ()  # new weights: both engines would need them at once
+            return self.engines if kind == "step" else ()  # new weights must reach both engines at the same time
         if kind in ("admit", "configured", "session"):
             number = int(step[1].removeprefix("r"))
         if kind == "evict" and step[2]:
-            for engine in self.engines:  # loads of both engines may come short
+            for engine in self.engines:  # loads of both engines may bring fewer tokens than promised
                 engine.request_events.may_fail.add("")
         return (self.engines[number % 2],)

@@ -1,14 +1,19 @@
 """One of two engines, and the base classes of both engines, of their connector and of the network between them."""
 
+import functools
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from kvfix import clock
 from kvfix.connector_events import readers
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
+from kvfix.wrapping import WrappedFunction
 from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.engine import vllm_objects
 from kvfix_tools.lab.engine.lab_engine import STEP, LabEngine, side_class
@@ -17,13 +22,12 @@ from kvfix_tools.lab.engine.request_events import RequestEvents
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair import one_side
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.pair.pair import Pair
 
 
-class TwoEngines:
+class Engines:
     """The results of two engines, with the interface of one LabEngine. gone: engines before a restart."""
 
     engines: Sequence[LabEngine]
@@ -53,7 +57,7 @@ class TwoEngines:
 class PairNetwork:
     """The messages and transfers in flight between two engines. delay: steps of a transfer."""
 
-    #: Adds events of a lease to the ledger of both engines.
+    #: `Pair.add`, which adds an event of a lease to the common ledger of both engines.
     add: Callable[[Event], None]
 
     def __init__(self, delay: int) -> None:
@@ -70,10 +74,9 @@ class PairNetwork:
         self.writers_take = 0
 
     def fails(self, what: str) -> bool:
-        if not self.failing[what]:
-            return False
-        self.failing[what] -= 1
-        return True
+        fails = self.failing[what] > 0
+        self.failing[what] -= fails
+        return fails
 
 
 class PairSide(Connector):
@@ -91,7 +94,7 @@ class PairSide(Connector):
 
     @abstractmethod
     def join(self) -> None:
-        """Replace the connector's real communication by this network, for the engine that is made next."""
+        """Replace the connector's real communication by `network`, before the lab makes the engine."""
 
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         config = self.configured(options)
@@ -130,7 +133,7 @@ class PairSide(Connector):
         """Return the kv_transfer_params that the router sends to prefill."""
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
-        """Return prefill's parameters for decode. answer: those in prefill's answer; None: the router does not wait."""
+        """Return the parameters for decode. answer: parameters in prefill's answer; None: the router does not wait."""
         return answer
 
     @property
@@ -169,7 +172,7 @@ class PairWorker(Worker):
         self.begun()
 
     def begun(self) -> None:
-        """Called when all connectors have begun a step."""
+        """Do nothing. A worker overrides this for work after all connectors have begun a step."""
 
     def take_due(self, metadata: Any) -> None:
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
@@ -184,7 +187,7 @@ class PairEngine(LabEngine):
         self.name = name
         self._pair = pair
         self._engine_id = engine_id
-        with one_side.running(name):
+        with running(name):
             super().__init__(options)
 
     def _connected(self, options: Options, memories: Sequence[Slots]) -> Any:
@@ -197,16 +200,63 @@ class PairEngine(LabEngine):
                     self._pair.answered(self, output)
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        with one_side.running(self.name):
+        with running(self.name):
             super().do(step, *arguments, **keywords)
 
     def iterate(self) -> None:
-        """Make one iteration. While its scheduler waits for a lookup, time passes for both engines."""
+        """Make one iteration. If the scheduler waits for a lookup, this time passes for both engines."""
         events, pair = self.request_events, self._pair
         events.seconds = pair.seconds - STEP
         clock.now = lambda: events.seconds
-        with one_side.running(self.name):
+        with running(self.name):
             super().iterate()
         clock.now = lambda: pair.seconds
         if (waited := events.seconds - pair.seconds) > STEP:
             pair.time_passes(waited)
+
+
+# ---------------------------------------------------------------------- fixes in only one of two engines
+
+#: Both engines share the classes, and so the wrappers of kvfix. A wrapper checks which engine runs, also in callbacks.
+#: The name of the running engine, and of the engine with the fixes; "": none. asyncio copies them to its tasks.
+_RUNNING = ContextVar("_RUNNING", default="")
+_FIXED = ContextVar("_FIXED", default="")
+
+
+@contextmanager
+def _set(variable: ContextVar[str], name: str) -> Iterator[None]:
+    before = variable.set(name)
+    try:
+        yield
+    finally:
+        variable.reset(before)
+
+
+#: Return a context in which the engine of this name runs.
+running = functools.partial(_set, _RUNNING)
+
+
+@contextmanager
+def fixes_in(name: str) -> Iterator[None]:
+    """Fixes that are applied in this context act only in the engine of this name."""
+    add = WrappedFunction.add
+
+    def add_in_one(function: WrappedFunction, key: str, place: int, wrapper: Callable[..., Any]) -> None:
+        add(function, key, place, lambda inner: _in_one(inner, wrapper(inner)))
+
+    with _set(_FIXED, name), mock.patch.object(WrappedFunction, "add", add_in_one):
+        yield
+
+
+def _in_one(inner: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        fixes = _RUNNING.get() and _RUNNING.get() == _FIXED.get()
+        return (fixed if fixes else inner)(*args, **kwargs)
+
+    return chosen
+
+
+def as_released() -> Any:
+    """Return a context to use inside `fixes_in`. Engines that are made in this context do not have the fixes."""
+    return _set(_FIXED, "")

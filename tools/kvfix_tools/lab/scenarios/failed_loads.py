@@ -9,7 +9,7 @@ from kvfix_tools.lab.steps import Step, prompt
 
 
 def _poisoned(rank: int) -> list[Step]:
-    """Let a load of 128 tokens fail in this rank. Then let request `r` hit what the step has stored."""
+    """Let a load of 128 tokens fail in this rank. Then let request `r` hit the KV that the failed step has stored."""
     failing = [do.fail_load("failing", rank=rank), do.store("failing", prompt(300))]
     return [do.store("first", prompt(128)), *failing, do.admit("r", prompt(300))]
 
@@ -41,7 +41,7 @@ SCENARIOS = {
         shows="LAB008 is not what the model says",
         not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.15"},
-        needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
+        needs={"lmcache": ">=0.4.1"},  # in earlier releases the engine dies at this request (KVF008)
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": scenario(
@@ -107,7 +107,7 @@ SCENARIOS = {
         [do.store("sharing", prompt(260)), do.admit("r", prompt(300))],
         doc="A load fails with speculative decoding: vLLM collects the failed blocks before `wait_for_save` runs.",
         shows="LAB001 the step reads token 128 of",
-        needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
+        needs={"lmcache": ">=0.4.1"},  # in earlier releases the engine dies at this request (KVF008)
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
     "failed-load-stored-under-way": scenario(
@@ -116,7 +116,7 @@ SCENARIOS = {
         do.admit("r", prompt(324), max_tokens=4),
         doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",
         shows="LAB001",
-        needs={"lmcache": ">=0.4.1"},  # earlier releases die of this request (KVF008)
+        needs={"lmcache": ">=0.4.1"},  # in earlier releases the engine dies at this request (KVF008)
         options=Options(max_num_batched_tokens=64, async_scheduling=True),
     ),
     "layerwise-load-finds-a-part": _layerwise(

@@ -7,7 +7,7 @@ from kvfix_tools.lab.scenario import WORKER, Options, large_chunks, scenario
 from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
-#: match(n): vLLM asks for a hit, with n computed tokens. match(0) sends a lookup, which times out (after 3,000 ms).
+#: A lookup times out after 3,000 ms. In this file, match(n) means that vLLM asks for a hit with n computed tokens.
 TIMED_OUT = do.step(), do.wait(4), do.step()
 FETCH = {"enable_async_loading": True}
 asynchronous = partial(
@@ -29,7 +29,7 @@ SCENARIOS = {
     ),
     "async-abort-while-other-loads": scenario(
         [do.serve("first", prompt(300)), do.step(3), do.reset_prefix_cache(), do.admit("r", prompt(300), max_tokens=2)],
-        do.step(2),  # looked up; the OffloadingConnector is granted the load
+        do.step(2),  # LMCache has fetched the hit, but vLLM lets the OffloadingConnector load
         do.abort("r"),
         doc="A request is aborted while OffloadingConnector loads for it: LMCache keeps the chunks that it fetched.",
         shows="KVR009 fetched chunks of the worker",
@@ -51,7 +51,7 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 the engine dies when the request resumes
     ),
     "async-given-up-of-one-rank": scenario(
-        # Two answers begin the load: the second rank's to the second lookup, and the first rank's to the third.
+        # Two answers begin the load: the second rank answers the second lookup, and the first rank answers the third.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
@@ -66,7 +66,7 @@ SCENARIOS = {
         # The client stops waiting after `lookup_timeout_ms`, but before 0.4.1 it does not cancel the lookup.
         [do.stored_elsewhere(prompt(256)), do.slow_lookups(3), do.admit("r", prompt(300))],
         [TIMED_OUT, do.slow_lookups(0)],
-        do.serve("next 1", prompt(300, seed=1)),  # the answer arrives; other lookups would remove it
+        do.serve("next 1", prompt(300, seed=1)),  # the late answer arrives; another lookup would remove the answer
         do.admit("next 2", prompt(300, seed=2)),
         doc="A lookup times out and the request ends without it: LMCache keeps the late answer and the fetched chunks.",
         shows="KVR009 fetched chunks of the worker",
@@ -82,9 +82,9 @@ SCENARIOS = {
     ),
     "async-lookup-timeout": asynchronous(
         [do.slow_lookups(99), do.keep_blocks(0), do.admit("r", prompt(300)), do.step()],  # match(0): the lookup is sent
-        do.step(),  # match(0): not known yet
-        do.wait(4),  # the worker is busy; lookup_timeout_ms is 3,000
-        do.step(),  # match(0): timed out, 0; no free blocks
+        do.step(),  # match(0): the answer is not known yet
+        do.wait(4),  # seconds in which the worker does not answer; lookup_timeout_ms is 3,000
+        do.step(),  # match(0): the lookup has timed out, so the answer is 0; no blocks are free
         do.step(),  # match(0) again
         do.free_blocks(),
         doc="A lookup times out while no blocks are free: the next `get_num_new_matched_tokens` raises KeyError.",
@@ -115,8 +115,8 @@ SCENARIOS = {
     "lookup-skips-computed": scenario(
         # LMCache has evicted the 256 tokens. vLLM has them, but too few free blocks for the request. Until blocks are
         # free, other requests take the blocks of the 256 tokens too, and the load comes short.
-        [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # including the prefix
-        [do.admit("r", prompt(600)), do.step()],  # match(288): hit 256, but LMCache has no chunk; no free blocks
+        [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the prefix
+        [do.admit("r", prompt(600)), do.step()],  # match(288): the hit is 256 without a chunk; no blocks are free
         [do.keep_blocks(0), do.step()],  # match(0) from the lookup cache: 256 are promised
         do.free_blocks(),
         shows="LAB002",

@@ -6,7 +6,6 @@ from typing import Any
 
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import MEMORY, SERVER, Options, Scenario, mp_scenarios, scenario
-from kvfix_tools.lab.scenarios.requests import NEW_WEIGHTS
 from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
@@ -15,6 +14,7 @@ mp = partial(scenario, options=MP(num_blocks=60, max_num_batched_tokens=256))
 windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
 states = partial(scenario, needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"})
 silent = partial(scenario, needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"})
+NEW_WEIGHTS = (do.serve("first", prompt(128), max_tokens=4), do.new_weights(), do.admit("r", prompt(200), max_tokens=4))
 
 
 def _window_freed(max_tokens: int, doc: str) -> Scenario:
@@ -81,7 +81,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-failed-load-blames-others": mp_scenarios(
         # With kv_load_failure_policy=fail, vLLM's default, "other" ends with an error.
-        do.admit("other", prompt(90), max_tokens=20),  # five blocks, one chunk
+        do.admit("other", prompt(90), max_tokens=20),  # fills five blocks and one chunk
         [do.step(4), do.stored_elsewhere(prompt(128))],
         do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
         [do.step(2), do.lose_loads(), do.expect_unharmed("other")],
@@ -89,7 +89,7 @@ SCENARIOS: dict[str, Any] = {
         options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        # The worker loses the server for a moment. These releases report this failure, but not mp-retrieve-false's.
+        # The worker loses the server briefly. These releases report that, but not the failure of mp-retrieve-false.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
         do.step(6),  # the load is in flight
         do.lose_loads(),
@@ -117,7 +117,7 @@ SCENARIOS: dict[str, Any] = {
         # The store of the first chunk ends early. The last chunk is still copied when the request ends.
         [do.admit("r", prompt(256)), do.run_until_finished("r")],
         do.step(),  # the worker learns of the end, and answers
-        do.keep_blocks(0),  # other requests take its blocks and write to them
+        do.keep_blocks(0),  # other requests take the blocks of "r" and write to them
         [do.step(4), do.free_blocks()],
         shows="LAB001 is stored under their key",
         hooks_rule="KVR009",
@@ -136,7 +136,7 @@ SCENARIOS: dict[str, Any] = {
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR009 read locks of the server",
         not_in_hooks=SERVER,
-        vllm=">=0.31.0",  # in earlier releases this request takes the connector's promise
+        vllm=">=0.31.0",  # earlier releases take the connector's promise for this request
     ),
     "mp-lora-not-in-key": mp_scenarios(
         [do.serve("before", prompt(140), lora="one"), do.admit("r", prompt(140), max_tokens=2, lora="other")],
@@ -144,8 +144,8 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-preempt-store-overwrite": mp_scenarios(
         [do.admit("r", prompt(200), max_tokens=20), do.step(4)],
-        do.step(),  # computed and handed over; the server copies some steps later
-        [do.preempt("r"), do.keep_blocks(0)],  # other requests take its blocks and write to them
+        do.step(),  # the worker hands the store to the server, which copies some steps later
+        [do.preempt("r"), do.keep_blocks(0)],  # other requests take the blocks of "r" and write to them
         [do.step(3), do.free_blocks()],
         shows="LAB001 is stored under their key",
         wrong=">=0.4.5,<0.5.6",
@@ -190,7 +190,7 @@ SCENARIOS: dict[str, Any] = {
     # ------------------------------------------------------------------ failures of the server, and single releases
     "mp-heartbeat-never-starts": mp(
         [do.stored_elsewhere(prompt(128)), do.admit("before", prompt(140, seed=1)), do.step()],
-        [do.lookup_times_out(), do.run(), do.step()],  # a heartbeat would have found the server before this step
+        [do.lookup_times_out(), do.run(), do.step()],  # with a heartbeat, the adapter would trust the server again
         [do.serve("r", prompt(140)), do.settle(), do.expect_hit("r")],
         shows="LAB006",
         not_in_hooks=SERVER,
@@ -203,7 +203,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-load-after-given-up": silent(
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140))],
-        do.step(5),  # looked up, found, granted; the load is in flight
+        do.step(5),  # the hit is found and granted, and the load is in flight
         [do.server_stops(), do.step(2)],  # the worker reports that the load has failed; vLLM frees the blocks
         do.admit("other", prompt(200, seed=1), max_tokens=10),
         [do.admit("another", prompt(200, seed=2), max_tokens=10), do.step(2), do.server_goes_on()],
@@ -215,15 +215,15 @@ SCENARIOS: dict[str, Any] = {
         # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR004",
-        # before vLLM 0.31 this request takes the promise of the connector
+        # before 0.31, vLLM takes the promise of the connector for this request
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
         options=MP(num_blocks=60, max_num_batched_tokens=256, delay=0),
     ),
     "mp-preempted-while-silent": silent(
         # Other requests write to the blocks, and the server stores their KV under the keys of the request.
-        [do.admit("r", prompt(200), max_tokens=20), do.step(5)],  # computed and handed over
+        [do.admit("r", prompt(200), max_tokens=20), do.step(5)],  # the worker hands the store to the server
         [do.server_stops(), do.step()],  # the worker believes that the server is dead
-        [do.preempt("r"), do.keep_blocks(0)],  # other requests take its blocks and write to them
+        [do.preempt("r"), do.keep_blocks(0)],  # other requests take the blocks of "r" and write to them
         [do.step(2), do.server_goes_on(), do.step(4), do.free_blocks()],
         doc="A slow server misses a heartbeat: the worker does not wait for the store of a preempted request.",
         shows="LAB001 is stored under their key",
@@ -248,7 +248,7 @@ SCENARIOS: dict[str, Any] = {
         wrong={"lmcache": ">=0.5.6"},
     ),
     "mp-store-after-given-up": silent(
-        [do.admit("r", prompt(200)), do.step(6)],  # computed, handed over and ended; vLLM keeps its blocks
+        [do.admit("r", prompt(200)), do.step(6)],  # the request ends; vLLM keeps its blocks until the store is done
         [do.server_stops(), do.step(2)],  # the worker reports that the store is done; vLLM frees the blocks
         do.keep_blocks(0),  # other requests take these blocks and write to them
         [do.step(), do.server_goes_on(), do.step(4), do.free_blocks()],
