@@ -1,6 +1,6 @@
 """Records of long runs are complete and as expected: docs/matrix.json (`make matrix`), docs/released.json.
 
-`python -m maintain.released_findings` writes docs/released.json. Its rows can be reproduced.
+`python -m maintain released_findings` writes docs/released.json. Its rows can be reproduced.
 """
 
 from pathlib import Path

@@ -1,13 +1,16 @@
-"""Write docs/connectors.json by `kvfix conform` on vLLM's connectors: python -m maintain.connectors [NAME...]"""
+"""Write docs/connectors.json by `kvfix conform` on vLLM's connectors: python -m maintain connectors [NAME...]"""
 
 import json
 import math
 import sys
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from kvfix import installed_source
+from kvfix_tools.command_options import Names
 from kvfix_tools.conform import command, verdicts
 
 SEEDS, LIMIT = 20, 900  # seeds of the fuzzer, and maximum seconds for a connector
@@ -73,7 +76,7 @@ def ask(subject: Subject) -> Said:
     return Said(subject.name, outcomes, done.counts.get("loaded_tokens", 0), done.cannot, done.stand_in)
 
 
-def main(names: list[str]) -> None:
+def main(names: Annotated[Names, typer.Argument()] = None) -> None:
     command.prepare()
     from kvfix_tools.conform.player import Subject as Played
 
@@ -87,7 +90,3 @@ def main(names: list[str]) -> None:
             said = [known[subject.name]._asdict() for subject in SUBJECTS if subject.name in known]
             whole = {"vllm": installed_source.version("vllm"), "connectors": said}
             FILE.write_text(json.dumps(whole, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,7 +5,6 @@ connector, without and with the fixes. Then it edits functions as a next release
 behaviour, and plays all again. Exit 1 if an outcome is worse with the fixes than without.
 """
 
-import argparse
 import ast
 import json
 import math
@@ -13,16 +12,18 @@ import os
 import random
 import re
 import shutil
-import sys
 import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 import kvfix
 from kvfix import applicability, catalogue
+from kvfix_tools.command_options import Names
 from kvfix_tools.lab import runner
 from maintain import fingerprints
 from maintain.scenario_matrix import VLLM, answer_of
@@ -217,32 +218,24 @@ def as_line(row: dict[str, Any]) -> str:
     return f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(found) or 'none'}"
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m maintain.drill")
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--connector", action="append", choices=CONNECTORS)
-    parser.add_argument("--edits", type=int, default=30)
-    options = parser.parse_args(arguments)
-    connectors = options.connector or CONNECTORS
+def main(connector: Annotated[Names, typer.Option()] = None, steps: int = 100_000, edits: int = 30) -> int:
+    if not set(connector or ()) <= set(CONNECTORS):
+        raise typer.BadParameter(f"--connector is one of {', '.join(CONNECTORS)}")
     is_worse = False
     with tempfile.TemporaryDirectory(prefix="kvfix-drill-", dir=".cache") as folder:
-        for edits in sorted({0, options.edits}):
+        for number in sorted({0, edits}):
             edited, made = None, list[str]()
-            if edits:
+            if number:
                 edited = Path(folder).resolve()
-                made = edit_packages(edited, VLLM / newest("vllm"), LMCACHE / newest("lmcache"), edits)
+                made = edit_packages(edited, VLLM / newest("vllm"), LMCACHE / newest("lmcache"), number)
             title = f"vLLM {newest('vllm')} and LMCache {newest('lmcache')} as unknown releases, {len(made)} edits"
             print(f"\n{title}\n{HEAD}", flush=True)
             refused: dict[str, str] = {}
-            for connector in connectors:
-                row = in_its_process(connector, options.steps, edited)
+            for each in connector or CONNECTORS:
+                row = in_its_process(each, steps, edited)
                 print(as_line(row), flush=True)
                 refused |= row["refused"]
                 is_worse |= bool(row["worse_scenarios"] or row["worse_seeds"])
             print("\n".join(f"  {code} refused: {reason}" for code, reason in sorted(refused.items())))
             print("\n".join(f"  edited: {each}" for each in made))
     return int(is_worse)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

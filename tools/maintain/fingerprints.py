@@ -1,14 +1,13 @@
 """`make fingerprints`: write fingerprints of all fixed functions and hashes of their files to
 `kvfix/fingerprints.json`.
 
-    python -m maintain.fingerprints lmcache .cache/lmcache/*
+    python -m maintain fingerprints lmcache .cache/lmcache/*
 
 Each folder has one release, as `pip install --no-deps --target FOLDER` makes it, or is `site-packages`. Entries of
 other releases stay in the file.
 """
 
 import json
-import sys
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,17 +93,8 @@ def modules_of_fixes(dist: str) -> dict[str, list[str]]:
     return {module: sorted(names) for module, names in sorted(found.items())}
 
 
-def main(arguments: list[str]) -> int:
-    if len(arguments) < 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    dist, *folders = arguments
+def main(dist: str, folders: list[Path]) -> None:
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    taken = dict(take(dist, Path(folder)) for folder in folders)
+    taken = dict(take(dist, folder) for folder in folders)
     FILE.write_text(json.dumps(merge(known, dist, taken), indent=1) + "\n")
     print(f"{FILE}: {dist} {', '.join(sorted(taken, key=Version))}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

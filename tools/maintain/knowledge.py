@@ -4,7 +4,6 @@ kvfix reads the JSON: Python 3.10 has no reader for TOML, and one JSON file load
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,19 @@ FOLDER = FILE.with_suffix("")
 RETIRED, MESSAGES, TABLES = "retired.toml", "messages.toml", ("connectors.toml", "words.toml")
 
 
-class Mistake(ValueError):
-    """kvfix cannot read a record. The text names the file and the record."""
-
-
 def records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of this file, each checked against the schema (`Problem`)."""
+    """Return the records of this file, each checked against the schema (`Problem`). End if one is wrong."""
     try:
         tables = tomllib.loads(file.read_text())
     except tomllib.TOMLDecodeError as error:
-        raise Mistake(f"{file.name}: {error}") from None
+        raise SystemExit(f"knowledge: {file.name}: {error}") from None
     made = []
     for name, table in tables.items():
         try:
             record = {"name": name, **table}
             msgspec.convert(record, Problem)
         except (TypeError, msgspec.ValidationError) as error:
-            raise Mistake(f"{file.name}: [{name}]: {error}") from None
+            raise SystemExit(f"knowledge: {file.name}: [{name}]: {error}") from None
         made.append(record)
     return made
 
@@ -53,15 +48,5 @@ def compiled() -> str:
     return f'{{"problems": [\n{rows}\n],\n{json.dumps(others, indent=0)[2:]}\n'
 
 
-def main() -> int:
-    try:
-        text = compiled()
-    except Mistake as mistake:
-        print(f"knowledge: {mistake}", file=sys.stderr)
-        return 1
-    FILE.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main() -> None:
+    FILE.write_text(compiled())

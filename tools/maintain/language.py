@@ -1,4 +1,4 @@
-"""Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
+"""Check that texts are plain English: `python -m maintain language`, which `make lint` runs.
 
 The command prints `file:line: problem`, and exits with 1 if anything is wrong. It reads the files of PAGES, and
 the docstrings in the files of MODULES. It skips tables, headings and code blocks. A code span and a link each count as
@@ -7,7 +7,6 @@ one word.
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,7 +115,3 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
             start = start if lines else number
             lines.append(_ITEM.sub("", line) if not lines else line)
         is_comment = is_comment and "-->" not in line
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """`make peers`: run vLLM's and LMCache's own tests without kvfix, with its fixes, and in mode strict.
 
-    python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew]
+    python -m maintain peers [lmcache|vllm] [--mode fix|strict] [--anew]
 
 `--anew` runs the tests (.cache/peers) without kvfix, and writes the tests that do not pass to
 tests/peers/<dist>-<release>.json. If any other test fails with kvfix, it runs again alone, with kvfix and without. It
@@ -8,7 +8,6 @@ counts if it fails only with kvfix. tests/peers/exceptions.json has the tests th
 if another test fails, or if an exception does not fail.
 """
 
-import argparse
 import json
 import os
 import re
@@ -18,14 +17,15 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
 
 from kvfix import catalogue, installed_source
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "tests/peers"
 EXCEPTIONS = KEPT / "exceptions.json"
-MODES = ("fix", "strict")
 #: Folders of tests that use the scheduler, a connector or the cache.
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
 #: {dist: {file that is not run: reason}}
@@ -178,28 +178,23 @@ def show(result: dict[str, Any]) -> None:
         print(f"  passes with kvfix only: {name}")
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m maintain.peers", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("dists", nargs="*", choices=["lmcache", "vllm", []], help="default: both")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--anew", action="store_true", help="run the tests without kvfix first, and write what fails")
-    wanted = parser.parse_args(arguments)
+def main(
+    dist: Annotated[Literal["lmcache", "vllm"] | None, typer.Argument()] = None,
+    mode: Literal["fix", "strict"] | None = None,
+    anew: Annotated[bool, typer.Option("--anew")] = False,
+) -> int:
     results = []
-    for each in map(suite, wanted.dists or ("lmcache", "vllm")):
-        if wanted.anew or not each.file.exists():
+    for each in map(suite, [dist] if dist else ("lmcache", "vllm")):
+        if anew or not each.file.exists():
             print(f"{each.dist} {each.release}, without kvfix ...", file=sys.stderr)
             take(each)
-        for mode in wanted.mode:
-            print(f"{each.dist} {each.release}, {mode} ...", file=sys.stderr)
-            result = compare(each, mode)
-            meant, red = exceptions(each.dist, mode), {name: name.partition("[")[0] for name in result["red"]}
+        for acts in [mode] if mode else ("fix", "strict"):
+            print(f"{each.dist} {each.release}, {acts} ...", file=sys.stderr)
+            result = compare(each, acts)
+            meant, red = exceptions(each.dist, acts), {name: name.partition("[")[0] for name in result["red"]}
             result["meant"] = {name: meant[test] for name, test in red.items() if test in meant}
             result["not meant"] = {name: "" for name, test in red.items() if test not in meant}
             result["no more"] = {name: why for name, why in meant.items() if name not in red.values()}
             results.append(result)
             show(result)
     return int(any(result["not meant"] or result["no more"] or result["not run"] for result in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """`make release`: build source archive and wheel in dist/, and test the wheel in an empty environment.
 
-    python -m maintain.release [FOLDER]
+    python -m maintain release [FOLDER]
 
 The wheel is built from the source archive. A few commands run in an environment that has only the wheel, without vLLM
 and LMCache. Exit 1 if a command does not work.
@@ -14,6 +14,9 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 ROOT = Path(__file__).parents[2]
 #: The log of an engine that the bug of KVF001 ended.
@@ -61,14 +64,9 @@ def failures(programs: Path, version: str) -> Iterator[str]:
             yield f"{program} {' '.join(arguments)}: exit {done.returncode}\n{(done.stdout + done.stderr).decode()}"
 
 
-def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0]) if arguments else ROOT / "dist"
+def main(folder: Annotated[Path, typer.Argument()] = ROOT / "dist") -> int:
     sdist, wheel = build(folder)
     with tempfile.TemporaryDirectory() as place:
         found = list(failures(install(wheel, Path(place, "venv")), wheel.name.split("-")[1]))
     print("\n".join([*found, str(sdist), f"{wheel}: {'does not work' if found else 'tried in an empty environment'}"]))
     return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

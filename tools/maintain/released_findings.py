@@ -1,6 +1,6 @@
 """Write docs/released.json: the findings of the fuzzer without fixes, and the fixes for them.
 
-    python -m maintain.released_findings [CONNECTOR...]
+    python -m maintain released_findings [CONNECTOR...]
 
 A fix belongs to a finding if a schedule still shows the finding with all fixes except this one. For each kind of
 finding, kvfix tries the first schedules until one names a fix.
@@ -12,12 +12,14 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import typer
 
 from kvfix import catalogue
 from kvfix.session import session
+from kvfix_tools.command_options import Names
 from kvfix_tools.lab import releases, runner
 from maintain.scenario_matrix import VLLM, answer_of
 
@@ -123,7 +125,7 @@ def answer(connector: str) -> None:
     print(json.dumps(asdict(look(connector, STEPS))))
 
 
-def main(connectors: list[str]) -> None:
+def main(connectors: Annotated[Names, typer.Argument()] = None) -> None:
     pythons = {"": Path(sys.executable)}
     pythons |= {release: VLLM / release / "bin/python" for release in NEWER.read_text().split()}
     known = {(run.connector, run.versions["vllm"]): run for run in (load() if FILE.exists() else [])}
@@ -137,7 +139,3 @@ def main(connectors: list[str]) -> None:
             FILE.write_text(
                 dump([known[each] for each in sorted(known, key=lambda each: (order.index(each[0]), each[1]))])
             )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

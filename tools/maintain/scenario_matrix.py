@@ -1,7 +1,7 @@
 """`make matrix`: play all scenarios with several vLLM releases and all LMCache releases, and write docs/matrix.json.
 
     make matrix                                  only new or changed pairs
-    python -m maintain.scenario_matrix --again   all pairs
+    python -m maintain scenario_matrix --again   all pairs
 
 `requirements/matrix` makes the environments .cache/vllm/<release>. In docs/matrix.json, a row of `outcomes` names all
 LMCache releases with this outcome, and `code` is a digest of the fixes and the lab.
@@ -15,8 +15,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from packaging.version import Version
 
 import kvfix
@@ -110,10 +111,7 @@ def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any
             yield release, json.loads(line) if line else {"why": "the process of this vLLM ended"}
 
 
-def main(arguments: list[str]) -> int:
-    if not {"--again"}.issuperset(arguments):
-        print(f"what is `{' '.join(arguments)}`? Give --again, or nothing", file=sys.stderr)
-        return 2
+def main(again: Annotated[bool, typer.Option("--again")] = False) -> int:
     code, own = digest(), installed_source.version("vllm").partition("+")[0]
     pythons = {own: Path(sys.executable)}
     for release in [release for file in VLLM_RELEASES for release in file.read_text().split()]:
@@ -122,7 +120,7 @@ def main(arguments: list[str]) -> int:
     before = load(FILE.read_text()) if FILE.exists() else {}
     pairs = {pair: known for pair, known in before.items() if pair[0] in pythons and pair[1] in wanted}
     for vllm, python in pythons.items():
-        stale = [name for name in wanted if "--again" in arguments or pairs.get((vllm, name), {}).get("code") != code]
+        stale = [name for name in wanted if again or pairs.get((vllm, name), {}).get("code") != code]
         for lmcache, answer in play(python, stale) if stale else ():
             about = {"date": datetime.date.today().isoformat(), "python": answer.pop("python", ""), "code": code}
             pairs[vllm, lmcache] = {**about, **answer}
@@ -134,7 +132,3 @@ def main(arguments: list[str]) -> int:
     found = [*deviations(pairs), *(f"{pair}: not played" for pair in missing)]
     print("\n".join(found) or f"{len(pairs)} pairs, all as expected")
     return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

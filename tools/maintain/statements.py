@@ -3,8 +3,8 @@
 `kvfix_tools/diagnose/statements.json` has logging statements and assertion texts that the grammar reads. `checks.json`
 has exceptions, assertions and logged errors. Entries of other releases stay in the files.
 
-    python -m maintain.statements lmcache DIR/0.3.1 DIR/0.3.2 ...
-    python -m maintain.statements vllm DIR/0.9.2=.../site-packages ...
+    python -m maintain statements lmcache DIR/0.3.1 DIR/0.3.2 ...
+    python -m maintain statements vllm DIR/0.9.2=.../site-packages ...
 """
 
 import ast
@@ -189,7 +189,3 @@ def _write(file: Path, data: dict[str, Any], text_of: Callable[[Any], str]) -> N
 def _lines(brackets: str, rows: Iterable[str]) -> str:
     """Return a list or an object of JSON with one row in each line."""
     return f"{brackets[0]}\n" + ",\n".join(rows) + f"\n{brackets[1]}"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

@@ -1,6 +1,6 @@
 """`make gpu-bundle`: folders with everything that a GPU host without a package index needs (README.md).
 
-    python -m maintain.gpu.bundle [FOLDER]
+    python -m maintain gpu.bundle [FOLDER]
 
 Folder 1 holds kvfix, LMCache, the Python part of vLLM, small packages and the scripts. Folders 2 and 3 hold compiled
 files of vLLM.
@@ -13,6 +13,9 @@ import tempfile
 import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from maintain import release
 
@@ -103,8 +106,7 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
     return written
 
 
-def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0]) if arguments else ROOT / ".cache/gpu-bundle"
+def main(folder: Annotated[Path, typer.Argument()] = ROOT / ".cache/gpu-bundle") -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as place:
         wheels = Path(place)
@@ -118,8 +120,3 @@ def main(arguments: list[str]) -> int:
         sizes = make(folder, sorted([*wheels.glob("*.whl"), *parts.glob("*.whl")]))
     for number, size in sorted(sizes.items()):
         print(f"{folder}/{number}  {size / (1 << 20):.1f} MiB")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
