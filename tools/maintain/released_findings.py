@@ -6,10 +6,9 @@ A fix belongs to a finding if a schedule still shows the finding with all fixes 
 finding, kvfix tries the first schedules until one names a fix.
 """
 
-import json
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,10 +64,6 @@ def load() -> list[Found]:
     return msgspec.json.decode(FILE.read_bytes(), type=list[Found])
 
 
-def dump(found: list[Found]) -> str:
-    return json.dumps([asdict(run) for run in found], indent=1) + "\n"
-
-
 def look(connector: str, steps: int) -> Found:
     from kvfix_tools.lab.fuzz import fuzz_run
 
@@ -122,7 +117,7 @@ def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]
 
 def answer(connector: str) -> None:
     runner.prepare(str(Path(".cache/lmcache") / CONNECTORS[connector]))
-    print(json.dumps(asdict(look(connector, STEPS))))
+    print(msgspec.json.encode(look(connector, STEPS)).decode())
 
 
 def main(connectors: Annotated[Names, typer.Argument()] = None) -> None:
@@ -136,6 +131,5 @@ def main(connectors: Annotated[Names, typer.Argument()] = None) -> None:
             run = msgspec.convert(answer_of(python, code), Found)
             known[connector, run.versions["vllm"]] = run
             order = list(CONNECTORS)
-            FILE.write_text(
-                dump([known[each] for each in sorted(known, key=lambda each: (order.index(each[0]), each[1]))])
-            )
+            runs = [known[each] for each in sorted(known, key=lambda each: (order.index(each[0]), each[1]))]
+            FILE.write_bytes(msgspec.json.format(msgspec.json.encode(runs), indent=1) + b"\n")
