@@ -10,7 +10,7 @@ other releases stay in the file.
 import json
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.version import Version
 
@@ -21,11 +21,8 @@ from kvfix_tools.doctor.packages import Packages
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
 
 
-class Taken(NamedTuple):
-    """The data of one release. functions: {target: fingerprint}. files: {module: hash of its file}."""
-
-    functions: dict[str, str]
-    files: dict[str, str]
+#: The data of one release: {target: fingerprint}, {module: hash of its file}
+Taken = tuple[dict[str, str], dict[str, str]]
 
 
 def take(dist: str, folder: Path) -> tuple[str, Taken]:
@@ -33,15 +30,15 @@ def take(dist: str, folder: Path) -> tuple[str, Taken]:
     package = Packages([str(folder)]).get(dist)
     if package is None or not package.version:
         raise ValueError(f"{folder} holds no distribution of {dist}")
-    taken = Taken({}, {})
+    functions, files = dict[str, str](), dict[str, str]()
     for target in (target for fix in catalogue.fixes() for target in fix.targets if target.dist == dist):
         path = package.file(target.module)
         if path is not None:
-            taken.files[target.module] = installed_source.file_hash(path)
+            files[target.module] = installed_source.file_hash(path)
             fingerprint = installed_source.fingerprint(path, target.function)
             if fingerprint is not None:
-                taken.functions[target.name] = fingerprint
-    return package.version, taken
+                functions[target.name] = fingerprint
+    return package.version, (functions, files)
 
 
 def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:

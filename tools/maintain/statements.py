@@ -138,13 +138,9 @@ def take_checks(table: statements.Table, release: str, package: Path) -> None:
 
 def _ranges(numbers: Iterable[int]) -> list[int]:
     """Return the first and last number of each run: [0, 1, 2, 7] becomes [0, 2, 7, 7]."""
-    made: list[int] = []
-    for number in sorted(numbers):
-        if made and made[-1] == number - 1:
-            made[-1] = number
-        else:
-            made += [number, number]
-    return made
+    found = set(numbers)
+    firsts, lasts = (sorted(each for each in found if each + step not in found) for step in (-1, 1))
+    return [end for run in zip(firsts, lasts, strict=True) for end in run]
 
 
 def as_data(table: statements.Table) -> dict[str, object]:
