@@ -145,13 +145,12 @@ def edit_packages(folder: Path, vllm: Path, lmcache: Path, number: int) -> list[
     fixed = {target.name: target for fix in catalogue.fixes() if fix.fixable for target in fix.targets}
     targets = [target for _, target in sorted(fixed.items())]
     chance.shuffle(targets)
-    kinds = list(EDITS)
     made: list[str] = []
     for target in targets:
         path = places[target.dist].joinpath(*target.module.split(".")).with_suffix(".py")
-        kind = kinds[len(made) % len(kinds)]
-        if len(made) < number and path.is_file() and edit(path, target.function, EDITS[kind], places[target.dist]):
-            made.append(f"{target.name}: {kind}")
+        change = EDITS[len(made) % len(EDITS)]
+        if len(made) < number and path.is_file() and edit(path, target.function, change, places[target.dist]):
+            made.append(f"{target.name}: {change.__name__}")
     return made
 
 
@@ -204,11 +203,7 @@ def move_branch(node: ast.FunctionDef, package: Path) -> bool:
     return False
 
 
-EDITS: dict[str, Callable[[ast.FunctionDef, Path], bool]] = {
-    "a parameter renamed": rename_parameter,
-    "a default added": add_default,
-    "a branch moved": move_branch,
-}
+EDITS = (rename_parameter, add_default, move_branch)
 HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse"
 
 
