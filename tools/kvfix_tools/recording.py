@@ -90,7 +90,9 @@ def parsed(name: str, texts: Iterable[bytes]) -> Recording:
                 head = line
             elif kind == "event":
                 place = msgspec.convert([line[field] for field in Entry._fields[:-1]], tuple[int, int, int, str])
-                entries.append(Entry(*place, event(line)))
+                event = _EVENTS[str(line["event"])]
+                values = {**event._field_defaults, **line}
+                entries.append(Entry(*place, msgspec.convert([values[field] for field in event._fields], event)))
             else:
                 lines.setdefault(kind, []).append(line)
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -98,10 +100,3 @@ def parsed(name: str, texts: Iterable[bytes]) -> Recording:
     if head is None:
         raise ValueError("the file is empty")
     return Recording(name, head, lines, entries)
-
-
-def event(line: dict[str, Any]) -> events.Event:
-    """Return the event of a line. Raise KeyError or msgspec.ValidationError if this kvfix does not have the event."""
-    kind = _EVENTS[str(line["event"])]
-    values = {**kind._field_defaults, **line}
-    return msgspec.convert([values[field] for field in kind._fields], kind)  # type: ignore[no-any-return]
