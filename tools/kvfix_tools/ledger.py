@@ -1,7 +1,7 @@
 """The ledger with the events and rules that only tools use.
 
-No single process of an engine sees these events: only the records of several processes, or the lab, show them. The
-decorator `rule` adds the rules to the rules of `kvfix.ledger`. Import RULES from this module to get all rules.
+No single process of an engine sees these events. Only the lab, or the records of several processes together, show
+them. The decorator `rule` adds the rules to RULES of `kvfix.ledger`. Import RULES from this module to get all rules.
 """
 
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ class WriteBegun(NamedTuple):
 
 
 class WriteEnded(NamedTuple):
-    """The worker's write to its peer has ended or failed: it does not read the request's kept blocks any more."""
+    """The worker's write to its peer has ended or failed. The worker no longer reads the request's kept blocks."""
 
     request: str
 
@@ -81,7 +81,7 @@ class WriteEnded(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The peer reports that it has written into the request's blocks. awaited: True if the request waits for this."""
+    """The peer reports a write into the request's blocks. awaited: True if the request waits for this write."""
 
     request: str
     awaited: bool

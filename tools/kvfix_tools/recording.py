@@ -1,4 +1,4 @@
-"""Read recorder files, which kvfix/connector_events/dump.py writes, and bundles of them (`kvfix dump`)."""
+"""Read recorder files, which kvfix/connector_events/dump.py writes, and bundles of these files (`kvfix dump`)."""
 
 import tarfile
 import zlib

@@ -1,4 +1,4 @@
-"""The console for tables, errors, the progress on a terminal, and suggestions for mistyped names."""
+"""Print tables, errors and the progress on a terminal, and suggest known names for mistyped names."""
 
 import sys
 from collections.abc import Iterable
@@ -27,6 +27,6 @@ def progress(what: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean NAME?" with the known name nearest to this name, in any case; "" if none is near."""
+    """Return " Did you mean NAME?" with the most similar known name, in any case; "" if no name is similar."""
     spelled = {each.lower(): each for each in known}
     return "".join(f" Did you mean {spelled[each]}?" for each in get_close_matches(name.lower(), spelled, n=1))
