@@ -1,4 +1,4 @@
-"""Write docs/connectors.json by `kvfix conform` on vLLM's connectors: python -m maintain connectors [NAME...]"""
+"""Run `kvfix conform` on vLLM's connectors, and write docs/connectors.json: python -m maintain connectors [NAME...]"""
 
 import json
 import math
@@ -35,7 +35,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
 
 
 class Said(NamedTuple):
-    """The result of one connector. verdicts: by rule. loaded: tokens. cannot: why it could not be run."""
+    """The result of a connector. verdicts: {rule: verdict}. loaded: number of tokens. cannot: why it cannot run."""
 
     name: str
     verdicts: dict[str, str]
@@ -72,7 +72,7 @@ def main(names: Annotated[Names, typer.Argument()] = None) -> None:
     command.prepare()
     from kvfix_tools.conform.player import Subject
 
-    _ = Subject("ExampleConnector").lacks  # let vLLM inspect its models here, so that no process has to
+    _ = Subject("ExampleConnector").lacks  # vLLM inspects its models here once, and not in each forked process
     known = {each.name: each for each in load()} if FILE.exists() else {}
     for name in SUBJECTS:
         if not names or name in names:

@@ -3,8 +3,8 @@
 
     python -m maintain fingerprints lmcache .cache/lmcache/*
 
-Each folder has one release, as `pip install --no-deps --target FOLDER` makes it, or is `site-packages`. Entries of
-other releases stay in the file.
+Each folder has one release. It is a `site-packages`, or made by `pip install --no-deps --target FOLDER`. The program
+keeps entries of other releases in the file.
 """
 
 import json
@@ -26,7 +26,7 @@ Taken = tuple[dict[str, str], dict[str, str]]
 
 
 def take(dist: str, folder: Path) -> tuple[str, Taken]:
-    """Return (version, data) of the release in this folder. Raises ValueError if there is none."""
+    """Return (version, data) of the release in this folder. Raise ValueError if the folder has no release."""
     package = Packages([str(folder)]).get(dist)
     if package is None or not package.version:
         raise ValueError(f"{folder} holds no distribution of {dist}")
@@ -56,19 +56,19 @@ def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:
 
 
 def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str, Any]:
-    """Add or replace the releases of `taken` in `known`. Sort them, so that the file changes little."""
+    """Return `known` with the releases of `taken` added or replaced, and sorted, so that the file changes little."""
     mine = without(known.get(dist, {"releases": [], "functions": {}, "files": {}}), taken)
     functions, files = mine["functions"], mine["files"]
     for release, (its_functions, its_files) in taken.items():
         for target, fingerprint in its_functions.items():
             functions.setdefault(target, {}).setdefault(fingerprint, []).append(release)
-        for module, file_hash in its_files.items():  # keep the first release that has this file
+        for module, file_hash in its_files.items():  # keep only the oldest release that has this file
             hashes = files.setdefault(module, {})
             hashes[file_hash] = min(release, hashes.get(file_hash, release), key=Version)
     for found in functions.values():
         for its in found.values():
             its.sort(key=Version)
-    # Remove a function without a release: no fix needs it any more.
+    # Leave out a function without a release, because no fix needs this function any more.
     functions = {name: _ordered(found, lambda its: its[0]) for name, found in sorted(functions.items()) if found}
     files = {module: _ordered(hashes, str) for module, hashes in sorted(files.items()) if hashes}
     releases = sorted([*mine["releases"], *taken], key=Version)
@@ -81,7 +81,7 @@ def _ordered(found: dict[str, Any], release: Callable[[Any], str]) -> dict[str, 
 
 
 def modules_of_fixes(dist: str) -> dict[str, list[str]]:
-    """Return {module of the distribution: modules of the fixes that fix a function of it}."""
+    """Return {module of the distribution: modules of the fixes that change a function of this module}."""
     found: dict[str, set[str]] = {}
     for fix in catalogue.fixes():
         for target in fix.targets if fix.fixable else ():

@@ -1,6 +1,6 @@
 """`make knowledge`: compile the known problems, `diagnose/knowledge/*.toml`, to `diagnose/knowledge.json`.
 
-kvfix reads the JSON: Python 3.10 has no reader for TOML, and one JSON file loads in milliseconds.
+kvfix reads the JSON, because Python 3.10 has no reader for TOML, and a JSON file loads in milliseconds.
 """
 
 import json
@@ -14,12 +14,12 @@ from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.problems import Problem
 
 FOLDER = FILE.with_suffix("")
-#: Files without records: retired codes, messages of the grammar, and other tables.
+#: Files that have no records of problems, but retired codes, messages of the grammar, and other tables.
 RETIRED, MESSAGES, TABLES = "retired.toml", "messages.toml", ("connectors.toml", "words.toml")
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of this file, each checked against the schema (`Problem`). End if one is wrong."""
+    """Return the records of this file. End the program if a record does not fit the schema (`Problem`)."""
     try:
         tables = tomllib.loads(file.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -36,7 +36,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def compiled() -> str:
-    """Return the JSON with one record in a line: files sorted by name, records in the order of their file."""
+    """Return the JSON with a line for each record: files sorted by name, records in the order of their file."""
     files = sorted(file for file in FOLDER.glob("*.toml") if file.name not in (RETIRED, MESSAGES, *TABLES))
     rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
     gone = tomllib.loads((FOLDER / RETIRED).read_text())

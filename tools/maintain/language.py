@@ -18,11 +18,11 @@ MAX_WORDS = 30
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/*.md")
 MODULES = ("patches/**/*.py", "tools/**/*.py", "tests/**/*.py")
 
-#: A statement that starts with one of these makes the reader wait for its subject.
+#: A statement that starts with one of these words makes the reader wait for its subject.
 OPENERS = ("Of", "What", "That", "Which", "Whether")
 _OPENER = re.compile(rf"\W*({'|'.join(OPENERS)})\b")
 
-#: A phrase that is hard to read at night, and a plain replacement.
+#: {phrase that is hard to read at night: plain replacement}
 PHRASES = {
     "beside": "next to; with; in addition to",
     "anew": "again",
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def texts(root: Path) -> Iterator[tuple[Path, int, str]]:
-    """Yield each checked text: its file, its first line number, and the text."""
+    """Yield (file, number of the first line, text) of each text to check."""
     for page in _files(root, PAGES):
         yield page, 1, page.read_text()
     for module in _files(root, MODULES):
@@ -99,7 +99,7 @@ def violations(text: str, first: int = 1) -> Iterator[tuple[int, str]]:
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (number of its first line from 0, text) of each paragraph and list item of prose."""
+    """Yield (number of the first line, counted from 0; text) of each paragraph and each list item of prose."""
     tokens = MarkdownIt().enable("table").parse(_FIELD.sub("- ", text))
     for opening, token in pairwise(tokens):
         if opening.type == "paragraph_open" and token.map:

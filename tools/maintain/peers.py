@@ -1,11 +1,11 @@
-"""`make peers`: run vLLM's and LMCache's own tests without kvfix, with its fixes, and in mode strict.
+"""`make peers`: run vLLM's and LMCache's own tests without kvfix, with kvfix's fixes, and in mode strict.
 
     python -m maintain peers [lmcache|vllm] [--mode fix|strict] [--anew]
 
 `--anew` runs the tests (.cache/peers) without kvfix, and writes the tests that do not pass to
-tests/peers/<dist>-<release>.json. If any other test fails with kvfix, it runs again alone, with kvfix and without. It
-counts if it fails only with kvfix. tests/peers/exceptions.json has the tests that shall fail, with the reason. Exit 1
-if another test fails, or if an exception does not fail.
+tests/peers/<dist>-<release>.json. A test that passes without kvfix but fails with kvfix runs again alone, with kvfix
+and without. tests/peers/exceptions.json names tests that must fail with kvfix, and the reasons. Exit 1 if any other
+test again fails only with kvfix, or if a test of exceptions.json does not fail.
 """
 
 import json
@@ -26,12 +26,12 @@ from kvfix import catalogue, installed_source
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "tests/peers"
 EXCEPTIONS = KEPT / "exceptions.json"
-#: Folders of tests that use the scheduler, a connector or the cache.
+#: {dist: folders with tests of the scheduler, the connectors or the cache}
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
-#: {dist: {file that is not run: reason}}
+#: {dist: {file of tests that kvfix does not run: reason}}
 LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
-EVERYWHERE = {"lmcache.v1.memory_management"}  # do not select tests by these modules: nearly all tests import them
-#: {model of the tests: its configuration}. The tests read only the configuration.
+EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import these modules, so they select no tests
+#: {model that the tests name: its configuration}. The tests read nothing else of a model.
 MODELS: dict[str, dict[str, Any]] = json.loads((KEPT / "models.json").read_text())
 
 
@@ -43,12 +43,12 @@ class Suite(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """The file for the result without kvfix: the number of passed tests, and the outcomes of all other tests."""
+        """The file with the result without kvfix: the number of passed tests, and the outcomes of all other tests."""
         return KEPT / f"{self.dist}-{self.release}.json"
 
 
 def suite(dist: str) -> Suite:
-    """Return the suite of this distribution. Raises SystemExit if its tests are missing."""
+    """Return the suite of this distribution. Raise SystemExit if the folder with its tests is missing."""
     release = installed_source.version(dist).partition("+")[0]
     folder = ROOT / ".cache/peers" / f"{dist}-{release}"
     if not folder.is_dir():
@@ -72,7 +72,7 @@ def importing(dist: str, folder: Path, modules: Iterable[str]) -> list[str]:
 
 
 def hub(folder: Path) -> dict[str, str]:
-    """Make a cache of Hugging Face's hub with MODELS, without a download. Return environment variables to use it."""
+    """Write MODELS into a cache of Hugging Face's hub. Return environment variables for this cache."""
     for model, config in MODELS.items():
         base = folder / "hub" / f"models--{model.replace('/', '--')}"
         for file, text in (
@@ -86,7 +86,7 @@ def hub(folder: Path) -> dict[str, str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process that runs the tests. folder: for its files."""
+    """Return environment variables for a process that runs the tests. folder: place for kvfix's dumps."""
     return {
         "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0",
         "KVFIX_DUMP_DIR": str(folder),
@@ -95,7 +95,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) -> dict[str, str]:
-    """Return {test: passed, skipped or failed}. mode: of kvfix; "": without kvfix. tests: default: all."""
+    """Run tests (default: all). Return {test: passed, skipped or failed}. mode: of kvfix, or "" without kvfix."""
     with tempfile.TemporaryDirectory(prefix="kvfix-peers-") as place:
         outcomes = Path(place, "outcomes")
         env = {
@@ -118,7 +118,7 @@ def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) 
 
 
 def read(file: Path) -> dict[str, str]:
-    """Return {test: outcome} from the plugin's file. pytest reports each phase of a test: the worst outcome counts."""
+    """Return {test: outcome} from the plugin's file. pytest reports each phase of a test. The worst outcome counts."""
     order = ("passed", "skipped", "failed")
     found: dict[str, str] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -138,12 +138,12 @@ def take(suite: Suite) -> None:
 
 
 def baseline(suite: Suite) -> dict[str, Any]:
-    """Return the result without kvfix: the number of "passed" tests, and {test: outcome} of those "not passed"."""
+    """Return the result without kvfix: {"passed": number of tests, "not passed": {test: outcome}}."""
     return dict(json.loads(suite.file.read_text()))
 
 
 def compare(suite: Suite, mode: str) -> dict[str, Any]:
-    """Return the tests that fail only in this mode of kvfix, and the number of passed tests."""
+    """Run the suite in this mode of kvfix. Return the tests that fail only with kvfix, and other numbers for `show`."""
     begun, kept = time.monotonic(), baseline(suite)
     found = run(suite, mode)
     red = [name for name, outcome in found.items() if outcome == "failed" and name not in kept["not passed"]]
@@ -161,7 +161,7 @@ def compare(suite: Suite, mode: str) -> dict[str, Any]:
 
 
 def exceptions(dist: str, mode: str) -> dict[str, str]:
-    """Return {test without its parameters: reason why it is meant to fail in this mode}."""
+    """Return {test without parameters: why the test must fail in this mode}."""
     known = json.loads(EXCEPTIONS.read_text()) if EXCEPTIONS.exists() else []
     return {each["test"]: each["why"] for each in known if each["dist"] == dist and mode in each["modes"]}
 

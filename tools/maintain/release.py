@@ -19,12 +19,12 @@ from typing import Annotated
 import typer
 
 ROOT = Path(__file__).parents[2]
-#: The log of an engine that the bug of KVF001 ended.
+#: The log of an engine that died of the bug of KVF001.
 LOG = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Build (source archive, wheel) in this folder. Raises subprocess.CalledProcessError."""
+    """Build (source archive, wheel) in this folder. Raise subprocess.CalledProcessError if the build fails."""
     sdist = _built(ROOT, "sdist", folder)
     with tempfile.TemporaryDirectory() as unpacked:
         with tarfile.open(sdist) as archive:
@@ -47,7 +47,7 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def failures(programs: Path, version: str) -> Iterator[str]:
-    """Yield each command that does not work in this environment, and `maintain` if the wheel wrongly contains it."""
+    """Yield each command that does not work in this environment. One command fails if the wheel contains `maintain`."""
     log = gzip.decompress(LOG.read_bytes())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     no_maintain = ["python", "-c", "import importlib.util as u; print('maintain:', u.find_spec('maintain'))"]

@@ -4,7 +4,7 @@
     python -m maintain scenario_matrix --again   all pairs
 
 `requirements/matrix` makes the environments .cache/vllm/<release>. In docs/matrix.json, a row of `outcomes` names all
-LMCache releases with this outcome, and `code` is a digest of the fixes and the lab.
+LMCache releases with this outcome. `code` is a digest of the fixes and the lab.
 """
 
 import datetime
@@ -27,19 +27,19 @@ from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
-#: Releases of vLLM that have an environment: first those with a build for the CPU, then those with only Python files.
+#: Files that list releases of vLLM with an environment: releases built for the CPU, and releases as Python files only.
 VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-python-only.txt")
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: The script that plays the pairs of one vLLM release, in this release's environment.
 PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
-LIMIT = 300  # seconds for the import of vLLM, and for one pair, which takes about ten seconds
+LIMIT = 300  # maximum seconds for the import of vLLM, and for one pair, which usually takes ten seconds
 
-#: {(vllm, lmcache): {"date", "python", "code", and "outcomes" or, if the pair could not be played, "why"}}
+#: {(vllm, lmcache): {"date", "python", "code", "outcomes"}}. A pair that cannot be played has "why" and no "outcomes".
 Pairs = dict[tuple[str, str], dict[str, Any]]
 
 
 def digest() -> str:
-    """Return a digest of the code that the outcomes depend on, without vLLM and LMCache."""
+    """Return a digest of the code of kvfix on which the outcomes depend."""
     return hashlib.sha256(code().encode() + PROCESS.read_bytes()).hexdigest()[:12]
 
 
@@ -57,7 +57,7 @@ def load(text: str) -> Pairs:
 
 
 def dump(pairs: Pairs) -> str:
-    """Return the text of docs/matrix.json: sorted, with one line for all LMCache releases that have the same values."""
+    """Return the text of docs/matrix.json. It is sorted. A line has all LMCache releases with the same values."""
     runs: dict[str, list[str]] = {}
     outcomes: dict[str, list[str]] = {}
     for (vllm, lmcache), pair in sorted(pairs.items(), key=lambda each: (Version(each[0][0]), Version(each[0][1]))):
@@ -88,7 +88,7 @@ def deviations(pairs: Pairs) -> list[str]:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Return environment variables for a process with another vLLM, without fixes. first: folders for PYTHONPATH."""
+    """Return environment variables for a process with another vLLM, without fixes. first: begins PYTHONPATH."""
     packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
     others = {name: value for name, value in os.environ.items() if name != "KVFIX"}
     return {**others, "PYTHONPATH": os.pathsep.join([*map(str, first), *packages])}
@@ -102,7 +102,7 @@ def answer_of(python: Path, code: str, *first: Path) -> Any:
 
 
 def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Play these LMCache releases with the vLLM of this interpreter. Yield each result at once."""
+    """Play these LMCache releases with this interpreter's vLLM. Yield (release, result) after each release."""
     command = [str(python), "-m", f"maintain.{PROCESS.stem}", str(LIMIT), *(str(LMCACHE / name) for name in releases)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""docs/diagnose.svg: the output of kvfix-diagnose for the log of a real engine that died, as a picture for the README.
+"""Make docs/diagnose.svg for the README: the output of kvfix-diagnose for the log of a real engine that died.
 
 python -m maintain documentation.diagnose_picture tests/diagnose/logs/crash-0.3.10.log.gz > docs/diagnose.svg
 """
