@@ -74,7 +74,7 @@ class Compared(NamedTuple):
     """The comparison of a scheduler's record and a rank's record.
 
     pairs: (index in the scheduler's events, index in the rank's events) of each event that both records have, in order.
-    differs: (index of the scheduler's previous paired event, event) for each load that is in one record only.
+    differs: (index of the scheduler's previous paired event, event) for each load that only one of the records has.
     unknown: number of the scheduler's loads that kvfix does not compare. They are before the first or after the last
         pair, or were aborted before the rank started them. With `enable_fault_tolerance`, vLLM goes on after a rank
         failed, and aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
@@ -179,7 +179,7 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """Merge the files of each process into one recording. A file has only the last events before it was written."""
+    """Merge the files of each process into one recording. A file has only the last events before kvfix wrote it."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)

@@ -74,7 +74,7 @@ def make(root: Path) -> "MCPServer[Any]":
 
     @server.tool()
     async def doctor(command: list[str] | None = None) -> dict[str, Any]:
-        """Check a set-up before the launch. command: e.g. ["vllm", "serve", "MODEL", ...]; it is not run."""
+        """Check a set-up before the launch. command: e.g. ["vllm", "serve", "MODEL", ...]. kvfix does not run it."""
         return await _run("doctor", "--json", *(["--", *command] if command else []))
 
     @server.tool()

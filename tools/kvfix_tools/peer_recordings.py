@@ -25,7 +25,7 @@ NOTICE = 1_000_000_000
 
 
 class Link(NamedTuple):
-    """Request `reader` of engine `reads` reads the blocks of request `kept`, which engine `keeps` holds for it."""
+    """Request `reader` of engine `reads` reads the blocks of request `kept` that engine `keeps` holds for it."""
 
     reads: Engine
     reader: str

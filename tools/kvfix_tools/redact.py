@@ -10,7 +10,7 @@ from kvfix.redact import HIDDEN, is_secret
 
 
 def text(words: str) -> str:
-    """Return a text without its secrets. It may be a line of a log, or a whole file."""
+    """Return a text without its secrets. The text may be a line of a log or a whole file."""
     if words.lstrip()[:1] in ("{", "["):
         with suppress(ValueError, RecursionError):
             return json.dumps(_walked(json.loads(words)), ensure_ascii=False)

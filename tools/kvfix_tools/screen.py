@@ -10,7 +10,7 @@ _COLUMNS = 10_000  # columns without a terminal. rich would assume 80 columns an
 
 
 def console() -> Console:
-    """Return a console for stdout. Without a terminal it cuts nothing and prints no colour."""
+    """Return a console for stdout. Without a terminal the console cuts nothing and prints no colour."""
     return Console() if sys.stdout.isatty() else Console(width=_COLUMNS)
 
 

@@ -1,4 +1,4 @@
-"""`make drill`: test kvfix with releases of vLLM and LMCache that it does not know.
+"""`make drill`: test kvfix with releases of vLLM and LMCache that kvfix does not know.
 
 The drill removes the newest vLLM and LMCache from the fingerprints. It plays every scenario and N fuzzed steps of each
 connector, without and with the fixes. Then the drill edits functions as a new release would, but keeps their behaviour.

@@ -121,7 +121,7 @@ def _say(text: str) -> None:
 
 
 def _give_up_stdout() -> None:
-    """Discard buffered output, because Python would write it at exit and fail again."""
+    """Discard buffered output, because Python would try to write the output at exit, and fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -171,7 +171,7 @@ def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool
 
 
 def _is_written(path: str, text: str) -> bool:
-    """Write a complete file, or leave the old file as it is. Write directly to a pipe or to /dev/stdout."""
+    """Write the file completely, or do not change it. Write directly to a pipe or to /dev/stdout."""
     whole = Path(path) if os.path.exists(path) and not os.path.isfile(path) else Path(f"{path}.part")
     try:
         whole.write_text(text, encoding="utf-8")

@@ -27,7 +27,7 @@ State = TypeVar("State")
 _REQUEST_LINES = 5000
 #: Maximum number of separate findings. More crashes of one rule are counted in a single finding.
 FINDINGS = 1000
-#: Every traceback violates this rule of the ledger. Other findings report the traceback, so kvfix ignores the rule.
+#: Every traceback violates this rule of the ledger. kvfix ignores it, because other findings report tracebacks.
 _EXCEPTION = "exception-left-hook"
 #: (rule of the ledger, kind of DEBUG line that the rule needs, values in this line)
 _HIDDEN = (("KVR004", "due", "granted and loaded tokens"), ("KVR007", "storing", "stored and skipped tokens"))
@@ -51,7 +51,7 @@ class Diagnosis:
         self.failures = Failures()
         #: True if the input has a line that vLLM's or LMCache's logger wrote.
         self.is_own = False
-        #: {rule of the ledger: number of events that it could not check}
+        #: {rule of the ledger: number of events that the rule could not check}
         self.unknowns: Counter[str] = Counter()
         self.debug = False
         self.requests = Requests(self.ledger)

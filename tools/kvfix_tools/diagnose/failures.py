@@ -1,4 +1,4 @@
-"""Failures that no finding explains: the first error of a log, and the package whose code raised it."""
+"""Find the failures that no finding explains: the first error of a log, and the package whose code raised it."""
 
 import re
 from functools import lru_cache
@@ -47,7 +47,7 @@ class Failures:
         self.last: dict[str, LogLine] = {}
         #: {file of a process that shuts down and has not worked again: time of the first line about the shutdown}
         self.closing: dict[str, float | None] = {}
-        #: Length of `lines` when the engine last worked. The engine survived these failures.
+        #: Length of `lines` when the engine last worked. The engine survived the failures in these lines.
         self._survived = 0
         #: True if the engine worked after it last waited for a worker.
         self.worked_since_wait = False
@@ -139,7 +139,7 @@ def _terminates(line: LogLine) -> bool:
 
 
 def _while_ending(line: LogLine) -> bool:
-    """Return True for an exception in `__del__`, which Python ignores. It usually follows another failure."""
+    """Return True for an exception in `__del__`, which usually follows another failure. Python ignores it."""
     frames = line.fields.get("frames") or [("", 0, "")]
     return bool(frames[0][2] == "__del__")
 

@@ -18,7 +18,7 @@ from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_line import LogLine
 
 BLOCK = 256 << 10
-#: kvfix skips files with these suffixes in a folder. It reads every file that the user names.
+#: kvfix skips files with these suffixes in a folder, but reads every file that the user names.
 _NOT_LOGS = (".json", ".html", ".py", ".so", ".bin", ".safetensors", ".png", ".zip", ".tar")
 
 

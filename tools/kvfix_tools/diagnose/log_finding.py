@@ -38,7 +38,7 @@ class LogFinding:
         self.severity = Severity.NOTE if answer.note else rule.severity
         #: Number of lines that the diagnosis had taken when the problem began.
         self.began = math.inf
-        #: True if a program other than vLLM and LMCache may have logged the line. Without an engine, it is only a note.
+        #: True if another program may have logged the line. In a log without an engine, the finding is only a note.
         self.is_foreign = False
         #: Another finding, which is the cause of this finding.
         self.follows: LogFinding | None = None

@@ -104,7 +104,7 @@ def checks() -> dict[str, tuple[list[str], Table]]:
 
 
 def said_of(line: LogLine, release_of: Callable[[str], str | None]) -> str:
-    """Return the end of a sentence: why the code failed, and which releases have it. "" for unknown code."""
+    """Return the end of a sentence: why the code failed, and which releases have this code; or ""."""
     for dist, (releases, table) in checks().items():
         found = [each for each in table if _shows(each, dist, line)]
         # Other releases may have the same code in another file. Count these releases too.

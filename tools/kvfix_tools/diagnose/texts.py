@@ -66,8 +66,8 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 class Headless(enum.IntEnum):
     """The lines without a logger's prefix that count: NONE, only lines that are WHOLE messages, or ALL lines.
 
-    A line without a prefix counts in an engine's log. It also counts as a whole message in an input with few other
-    lines. In a manifest, in documentation or in another program's log, the words of a message are no message.
+    A line without a prefix counts in an engine's log. In an input with few other lines, only a whole message counts.
+    In a manifest, in documentation or in another program's log, a line with the words of a message does not count.
     """
 
     NONE = 1

@@ -78,7 +78,7 @@ def _quoted(fix: Fix) -> list[str]:
 
 
 def _kind(span: str) -> str:
-    """Return the kind of line to which this text belongs; "" if there is none."""
+    """Return the kind of line to which this text belongs; "" if the text belongs to no kind."""
     for message in grammar.MESSAGES:
         literal = message.literal.decode().strip()
         if len(literal) > 12 and literal in span:

@@ -1,4 +1,4 @@
-"""Stages `serve` and `verify`: two `vllm serve` with LMCache, one without kvfix and one with kvfix's fixes.
+"""Stages `serve` and `verify`: start two `vllm serve` with LMCache, one without kvfix and one with kvfix's fixes.
 
 `serve` uses LMCache's multi-process connector, which loads correct KV even without kvfix. The stage runs `kvfix look`
 and `kvfix dump` under load. Then it compares the throughput of both servers in alternating runs.

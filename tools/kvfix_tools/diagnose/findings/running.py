@@ -14,7 +14,7 @@ POLLS = 1000
 
 
 class _Head:
-    """The request whose lookup vLLM repeats: its fields, and the counts of lookups and transfers before them."""
+    """The request whose lookup vLLM repeats. asked, done: numbers of lookups and transfers at its first lookup."""
 
     fields: Fields = {}
     asked = done = 0

@@ -105,7 +105,7 @@ def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
 
 
 def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
-    """Return (record, answer) for a log without errors. It may quote a worker's error or report the engine's death."""
+    """Return (record, answer) for a log without an error that quotes a worker's error or reports an engine's death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
         return None, None
