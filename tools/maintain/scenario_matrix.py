@@ -45,14 +45,13 @@ def digest() -> str:
 
 def load(text: str) -> Pairs:
     whole, pairs = json.loads(text), Pairs()
-    for run in whole["runs"]:
-        for lmcache in run["lmcache"].split():
-            pair = {name: value for name, value in run.items() if name not in ("vllm", "lmcache")}
-            pairs[run["vllm"], lmcache] = pair if "why" in pair else {**pair, "outcomes": []}
-    for row in whole["outcomes"]:
-        for lmcache in row["lmcache"].split():
-            outcome = {name: value for name, value in row.items() if name not in ("vllm", "lmcache")}
-            pairs[row["vllm"], lmcache]["outcomes"].append(outcome)
+    for row in (*whole["runs"], *whole["outcomes"]):
+        vllm, releases = row.pop("vllm"), row.pop("lmcache").split()
+        for lmcache in releases:
+            if "scenario" in row:
+                pairs[vllm, lmcache]["outcomes"].append(dict(row))
+            else:
+                pairs[vllm, lmcache] = dict(row) if "why" in row else {**row, "outcomes": []}
     return pairs
 
 

@@ -155,12 +155,10 @@ def as_data(table: statements.Table) -> dict[str, object]:
 
 
 def main(dist: str, folders: list[str]) -> None:
-    data, kept = (
-        json.loads(file.read_text()) if file.exists() else {} for file in (statements.FILE, statements.CHECKS)
-    )
-    known = statements.known() if data else {}
-    table: Table = {(row.message, row.template, row.level, row.file): dict(row.lines) for row in known.get(dist, [])}
-    found = statements.table(kept[dist]) if dist in kept else {}
+    data, kept = (json.loads(file.read_text()) for file in (statements.FILE, statements.CHECKS))
+    known = statements.known()[dist]
+    table: Table = {(row.message, row.template, row.level, row.file): dict(row.lines) for row in known}
+    found = statements.table(kept[dist])
     for folder in folders:
         name, _, place = folder.partition("=")
         release, package = Path(name).name, Path(place or name) / dist
