@@ -20,7 +20,7 @@ _PAGE = (
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
 #: Maximum number of findings to show in full without --all.
 SHOWN = 4
-#: Maximum number of characters of a cause. The cause of every record is shorter, but a fix's may be longer.
+#: Maximum number of characters of a cause without --all. kvfix shows only the first sentences of a longer cause.
 _LONGEST = 460
 #: Kinds of lines that report a lookup, a load or a store.
 _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
