@@ -157,7 +157,7 @@ def _is_failure(line: LogLine) -> bool:
         return True
     if fields["level"] not in ("error", "critical") or _is_dead(line.body):
         return False
-    if fields["logger"] == "vllm" and line.body[:1].isspace():  # a traceback whose beginning is missing
+    if fields["logger"] == "vllm" and line.body[:1].isspace():  # the traceback of this line lacks its beginning
         return False
     # These errors are no failures: vLLM's dump of a failed step's input, and the API server's line above an exception.
     return "dump_input.py" not in fields["place"] and b"Engine Exception caught." not in line.body
@@ -199,4 +199,4 @@ def owner(frames: list[Frame]) -> str:
                 return name
         if path.startswith("/"):
             return "your own code"
-    return "code whose path is not in the log"  # `.../file.py`
+    return "code whose path is not in the log"  # a frame has only `.../file.py`

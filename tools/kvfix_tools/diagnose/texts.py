@@ -1,4 +1,4 @@
-"""Parse the text of a single line, with or without LMCache's frame.
+"""Parse the text of a single line, with or without LMCache's frame: `[2026-11-21 01:41:27,007] LMCache INFO: `.
 
 The result for a line does not depend on other lines, so kvfix caches it.
 """
