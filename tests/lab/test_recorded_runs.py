@@ -1,6 +1,6 @@
 """The records of long runs, docs/matrix.json and docs/released.json, are complete and as expected.
 
-`make matrix` writes docs/matrix.json. `python -m maintain.released_findings` writes docs/released.json.
+`python -m maintain released_findings` writes docs/released.json. Its rows can be reproduced.
 """
 
 from pathlib import Path

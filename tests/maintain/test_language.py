@@ -1,4 +1,4 @@
-"""`python -m maintain.language`: the check of `make lint` for plain English."""
+"""`python -m maintain language`: the check of `make lint` for plain English."""
 
 from pathlib import Path
 

@@ -196,7 +196,7 @@ def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 #: If more test files than this import a changed module, only those named after a changed file run.
 MANY = 20
-#: This test depends on time, and fails on a busy machine. `python -m maintain.peers` runs a failed test again, alone.
+#: This test depends on time, and fails on a busy machine. `python -m maintain peers` runs a failed test again, alone.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 
 

@@ -1,4 +1,4 @@
-"""The command `kvfix`: its subcommands and their options. Slow modules are imported when their subcommand runs.
+"""Define the command `kvfix`, its subcommands and their options. A slow module is imported when its subcommand runs.
 
 Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable input, 77 could not be checked here.
 """
@@ -73,7 +73,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 
 @app.callback()
 def main_options(version: Version = False) -> None:
-    """Take the options that stand before the command."""
+    """Declare the options that a user types before the command."""
 
 
 _AUDIT = """With --mode check: vLLM recomputes this fraction of the hits, 0 to 1, and kvfix compares the result with the

@@ -2,7 +2,7 @@
 
 Clocks of two machines differ. `Clock` bounds the difference by two facts: a rank begins a load after the scheduler
 ordered the load, and before the scheduler learns that the load ended. A worker does its loads and stores in the
-scheduler's order. So kvfix can match the two records without clocks.
+scheduler's order. So kvfix can match the records of scheduler and worker without clocks.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from kvfix_tools.recording import Recording
 
 
 class Part(NamedTuple):
-    """One connector in one process."""
+    """The recording of one connector in one process."""
 
     recording: Recording
     line: dict[str, Any]
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     @property
     def boot(self) -> str:
-        """Id of the machine's boot. The monotonic clock, which gives the times, starts at the boot."""
+        """Id of the machine's boot. The recorded times are from the monotonic clock, which starts at the boot."""
         return str(self.recording.head.get("boot", ""))
 
     @property
@@ -58,13 +58,13 @@ class Clock(NamedTuple):
     high: int | None
 
     def text(self, other: str) -> str:
-        """Return the offset from the clock of `other`, and its bounds."""
+        """Return words for `ahead` relative to the clock that `other` names, and for the bounds."""
         low, high = (f"{value / 1e9:+.6f}" if value is not None else "?" for value in (self.low, self.high))
         return f"{self.ahead / 1e9:+.6f} s relative to {other}, between {low} and {high}"
 
     @classmethod
     def within(cls, ahead: int, lows: list[int], highs: list[int]) -> "Clock":
-        """Return a clock. If `ahead`, which comes from the wall clocks, is out of bounds, take the nearest bound."""
+        """Return a clock. `ahead` comes from the wall clocks. If it is outside the bounds, take the nearest bound."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
         return cls(ahead if high is None else min(ahead, high), low, high)
@@ -73,11 +73,11 @@ class Clock(NamedTuple):
 class Compared(NamedTuple):
     """The comparison of a scheduler's record and a rank's record.
 
-    pairs: (index in the scheduler's events, index in the rank's events) of each event in both records, in order.
-    differs: (index of the scheduler's previous paired event, event) for each load that is in one record only.
-    unknown: number of the scheduler's loads before the first or after the last pair, and of loads whose request was
-        aborted before the rank started them. With `enable_fault_tolerance`, vLLM continues after a step in which a
-        rank failed, and aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
+    pairs: (index in the scheduler's events, index in the rank's events) of each event that both records have, in order.
+    differs: (index of the scheduler's previous paired event, event) for each load that only one of the records has.
+    unknown: number of the scheduler's loads that kvfix does not compare. They are before the first or after the last
+        pair, or were aborted before the rank started them. With `enable_fault_tolerance`, vLLM goes on after a rank
+        failed, and aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
     """
 
     pairs: list[tuple[int, int]]
@@ -155,7 +155,7 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
         counts: dict[tuple[str, str], int] = {}
         for number, line in recording.connectors.items():
             role = line.get("role")
-            if not role:  # the scheduler itself
+            if not role:  # the entry is vLLM's scheduler, not a connector
                 continue
             # A MultiConnector may have two connectors of one class. On one GPU both roles are in one process.
             counts[line["name"], role] = nth = counts.get((line["name"], role), -1) + 1
@@ -166,7 +166,7 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
 
 
 def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
-    """Return the engine with these parts. Raise ValueError if two processes claim one rank: these are two engines."""
+    """Return the engine with these parts. Raise ValueError if two processes claim the same rank."""
     schedulers = [part for part in parts if part.is_scheduler]
     workers = {part.rank: part for part in parts if not part.is_scheduler}
     if len(schedulers) > 1 or len(workers) + len(schedulers) != len(parts):
@@ -179,7 +179,7 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """Merge the files of each process into one recording. A file has only the last events before it was written."""
+    """Merge the files of each process into one recording. A file has only the last events before kvfix wrote it."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)
@@ -195,7 +195,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of the clock. A request ends after each rank has begun its load, unless it is aborted."""
+    """Return lower bounds of `ahead`. A request that is not aborted ends after each rank has begun its load."""
     bounds, ended = [], dict[str, list[int]]()
     for at, entry in enumerate(scheduler.entries):
         if isinstance(entry.event, ev.Finished) and not entry.event.aborted:
@@ -239,7 +239,7 @@ def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return pairs of indexes of equal events; [] if their orders contradict: the records are of different engines."""
+    """Return pairs of indexes of equal events; [] if their orders contradict, because the engines then differ."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}
@@ -255,7 +255,7 @@ def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list
                     break
                 found.add((here, there))
                 here, there = here + step, there + step
-    # Pairs may contradict each other, e.g. if one of two equal loads is missing.
+    # Pairs may contradict each other, e.g. if one of the records lacks one of two equal loads.
     ones, others = (Counter(pair[side] for pair in found) for side in (0, 1))
     kept = [(one, other) for one, other in sorted(found) if ones[one] == others[other] == 1]
     return kept if all(a[1] < b[1] for a, b in pairwise(kept)) else []

@@ -21,7 +21,7 @@ from kvfix_tools.ledger import RULES, Rule
 
 
 class Entry(NamedTuple):
-    """The explanation of one code. facts: for --json. text: for people."""
+    """The explanation of one code. facts: printed with --json. text: printed without --json."""
 
     code: str
     name: str
@@ -72,7 +72,7 @@ def _of_rule(rule: Rule | lab_rules.LabRule) -> Entry:
 
 
 def _of_problem(problem: Problem) -> Entry:
-    """Return the entry of a finding in logs. If it has no cause of its own, use the cause of its first fix."""
+    """Return the entry of a finding in logs. If the record has no cause, use the cause of the first fix."""
     first = catalogue.find(problem.fixes[0]) if problem.fixes else None
     cause = problem.why or (" ".join(first.section("Cause").split()) if first else "")
     facts = {
@@ -100,7 +100,7 @@ def _joined(*paragraphs: str) -> str:
 
 
 def _listed(heading: str, lines: Iterable[str]) -> str:
-    """Return a list below its heading, or "" for no line."""
+    """Return the lines below their heading, or "" if there are no lines."""
     listed = [f"  {line}" for line in lines]
     return "\n".join([heading, *listed]) if listed else ""
 

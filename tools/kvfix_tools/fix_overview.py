@@ -1,4 +1,4 @@
-"""The connector, the effect and the releases of each fix."""
+"""Find the connectors and the releases that have the bug of a fix."""
 
 import json as jsonlib
 import os
@@ -14,7 +14,7 @@ from kvfix_tools import screen
 from kvfix_tools.doctor import command_line
 
 _V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"
-#: {prefix of a module name: connector}. The longest prefix wins. "": every connector.
+#: {prefix of a module name: connector}. The longest prefix wins. "" means every connector.
 _CONNECTORS = {
     "lmcache.": _V1,
     "lmcache.integration.vllm.lmcache_mp": _MP,
@@ -30,7 +30,7 @@ _CONNECTORS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.mooncake": "MooncakeConnector",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading": "OffloadingConnector",
 }
-#: {another name of a connector in vLLM: its name in the table}
+#: {another name that vLLM has for a connector: the connector's name in _CONNECTORS}
 _ALIASES = {
     "LMCacheConnectorV1Dynamic": _V1,
     "NixlPullConnector": "NixlConnector",
@@ -89,13 +89,13 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=512)
 def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
-    """Return the releases that have the bug and whose fingerprints kvfix knows."""
+    """Return the releases of this distribution with the bug. kvfix knows the fingerprints of these releases."""
     wrong = (applicability.wrong_releases(each) for each in fix.targets if each.dist == dist and not each.helper)
     return frozenset[str]().union(*wrong)
 
 
 def first_right(fix: Fix, dist: str) -> str | None:
-    """Return the first known release after the last release with the bug; None if kvfix knows none."""
+    """Return the first known release after the last release with the bug; None if kvfix does not know one."""
     wrong = wrong_releases(fix, dist)
     known = applicability.fingerprints()[dist]["releases"]
     return next((each for each in known if wrong and Version(each) > max(map(Version, wrong))), None)

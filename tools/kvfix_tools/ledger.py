@@ -1,7 +1,7 @@
 """The ledger with the events and rules that only tools use.
 
-No single process of an engine sees these events: only the records of several processes, or the lab, show them. The
-decorator `rule` adds the rules to the rules of `kvfix.ledger`. Import RULES from this module to get all rules.
+No single process of an engine sees these events. Only the lab, or the records of several processes together, show
+them. The decorator `rule` adds the rules to RULES of `kvfix.ledger`. Import RULES from this module to get all rules.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class LeaseRead(NamedTuple):
 class NotReturned(NamedTuple):
     """Request `reader` of the peer does not need the kept blocks any more, but no release message has arrived.
 
-    loaded: True if `reader` has loaded the blocks, False if it has ended without loading them. expired: True if the
+    loaded: True if `reader` has loaded the blocks, False if `reader` ended without loading. expired: True if the
     lease timed out, False if the blocks are still kept. Only the records of both engines together show this event.
     """
 
@@ -62,7 +62,7 @@ class NotReturned(NamedTuple):
 
 
 class WriteBegun(NamedTuple):
-    """The worker begins to write the kept blocks of the request into blocks of request `reader` of its peer."""
+    """The worker begins to write the kept blocks of the request into blocks of the peer's request `reader`."""
 
     request: str
     reader: str
@@ -72,7 +72,7 @@ class WriteBegun(NamedTuple):
 
 
 class WriteEnded(NamedTuple):
-    """The worker's write to its peer has ended or failed: it does not read the request's kept blocks any more."""
+    """The worker's write to its peer has ended or failed. The worker no longer reads the request's kept blocks."""
 
     request: str
 
@@ -81,7 +81,7 @@ class WriteEnded(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The peer reports that it has written into the request's blocks. awaited: True if the request waits for this."""
+    """The peer reports a write into the request's blocks. awaited: True if the request waits for this write."""
 
     request: str
     awaited: bool
@@ -115,8 +115,8 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
 
     A read that ends after the lease may have loaded KV of another request, which now has the blocks. Each read sends a
     release message (nixl/pull_worker.py 0.32.0:546). If the lease timed out, no release message had arrived, so the
-    read ended later. The rule does not compare clocks. It cannot tell a write that ended in the step of the timeout
-    from a write that went on (push_worker.py 0.32.0:818).
+    read ended later. The rule compares no clocks, so it cannot tell a write that ended in the step of the timeout from
+    a write that went on (push_worker.py 0.32.0:818).
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:
@@ -130,7 +130,7 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
 
 @rule("KVR018", "lease-read-twice", LeaseRead)
 def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
-    """Only one request of the peer reads the kept blocks. Its release message frees them.
+    """Only one request of the peer reads the kept blocks. This request's release message frees the blocks.
 
     The second reader may load KV of another request, which now has the blocks (nixl/pull_worker.py 0.32.0:684).
     """
@@ -144,10 +144,10 @@ def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
 
 @rule("KVR020", "written-after-lease", WriteBegun)
 def written_after_lease(history: History, event: WriteBegun) -> Outcome:
-    """An engine writes blocks to its peer only while it keeps them.
+    """An engine writes blocks to its peer only while it keeps these blocks.
 
     vLLM frees blocks that are reported as sent (vllm/v1/core/sched/scheduler.py 0.32.0:3234), and other requests write
-    into them. The peer then receives KV of another request, and takes it for the KV of the prompt.
+    into them. The peer then receives KV of another request, and takes this KV for the KV of the prompt.
     """
     if history.lease_ended is None:
         return None
@@ -156,7 +156,7 @@ def written_after_lease(history: History, event: WriteBegun) -> Outcome:
 
 @rule("KVR021", "lease-ends-while-written", ev.LeaseEnded)
 def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
-    """An engine keeps the blocks that it writes to its peer until the write is done, even if their lease ends."""
+    """An engine keeps blocks that it writes to its peer until the write is done, even if the lease ends."""
     begun = _last(history, WriteBegun, WriteEnded)
     if not isinstance(begun, WriteBegun):
         return None
@@ -167,14 +167,14 @@ def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
 def written_unawaited(history: History, event: Written) -> Outcome:
     """A peer writes only into blocks of a request that waits for the write.
 
-    Otherwise another request may have the blocks, and its KV is overwritten.
+    Otherwise another request may have the blocks, and the peer overwrites the KV of this request.
     """
     return None if event.awaited else violated("the peer has written into blocks of a request that does not wait")
 
 
 @rule("KVR025", "lease-not-returned", NotReturned)
 def lease_not_returned(history: History, event: NotReturned) -> Outcome:
-    """A request for which a peer keeps blocks releases them, also if it ends before it reads them.
+    """A request releases the blocks that a peer keeps for it, even if the request ends before it reads the blocks.
 
     Without the release message the peer keeps the blocks until their timeout, and other requests cannot use them. The
     default timeout is 30 s (nixl/base_scheduler.py 0.32.0:73). After a failed load vLLM sends no release message: this
@@ -187,7 +187,7 @@ def lease_not_returned(history: History, event: NotReturned) -> Outcome:
 
 @rule("KVR026", "read-of-freed-blocks", LeaseRead)
 def read_of_freed_blocks(history: History, event: LeaseRead) -> Outcome:
-    """A peer reads only blocks that are kept for it. vLLM frees the blocks of other requests when they end."""
+    """A peer reads only blocks that are kept for it. vLLM frees all other blocks when their request ends."""
     if history.finished is None or history.lease is not None:
         return None
     if not history.recorded_from_start:

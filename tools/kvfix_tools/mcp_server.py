@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +65,7 @@ def make(root: Path) -> "MCPServer[Any]":
         """Find the three fixes, known problems or rules that best match a description, and how to confirm each.
 
         A match is not a diagnosis. For a log use `diagnose`."""
-        return await _run("search", "--json", "--", f"{text}\n")  # with a newline it names no file
+        return await _run("search", "--json", "--", f"{text}\n")  # a name of a file has no newline
 
     @server.tool()
     async def status() -> dict[str, Any]:
@@ -73,7 +74,7 @@ def make(root: Path) -> "MCPServer[Any]":
 
     @server.tool()
     async def doctor(command: list[str] | None = None) -> dict[str, Any]:
-        """Check a set-up before the launch. command: e.g. ["vllm", "serve", "MODEL", ...]; it is not run."""
+        """Check a set-up before the launch. command: e.g. ["vllm", "serve", "MODEL", ...]. kvfix does not run it."""
         return await _run("doctor", "--json", *(["--", *command] if command else []))
 
     @server.tool()
@@ -103,15 +104,11 @@ async def _run(*arguments: str) -> dict[str, Any]:
     except TimeoutError:
         process.kill()
         return {"exit_code": None, "answer": None, "errors": f"kvfix {arguments[0]} took more than {_LIMIT} s"}
-    text = out.decode("utf-8", "replace")
-    if len(text) > _LONGEST:
-        return {
-            "exit_code": process.returncode,
-            "answer": text[:_LONGEST],
-            "errors": f"the answer has {len(text)} characters and was cut to {_LONGEST}. Ask with brief=true",
-        }
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        answer = text
-    return {"exit_code": process.returncode, "answer": answer, "errors": errors.decode("utf-8", "replace")[:4000]}
+    answer, said = out.decode("utf-8", "replace"), errors.decode("utf-8", "replace")[:4000]
+    if len(answer) > _LONGEST:
+        said = f"the answer has {len(answer)} characters and was cut to {_LONGEST}. Ask with brief=true"
+        answer = answer[:_LONGEST]
+    else:
+        with suppress(ValueError):
+            answer = json.loads(answer)
+    return {"exit_code": process.returncode, "answer": answer, "errors": said}

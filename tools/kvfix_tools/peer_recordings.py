@@ -1,8 +1,8 @@
 """Combine the recordings of several engines: find the requests that read blocks which another engine keeps for them.
 
-The `kv_transfer_params` of a decode request name the engine and the request whose blocks it reads, and the event
-ReadsFrom records both. Two facts order the records without clocks. A lease begins before the router can forward its
-parameters. A request of the peer arrives at the peer before the peer sends a release message for it.
+The `kv_transfer_params` of a decode request name the engine and the request whose blocks the decode request reads. The
+event ReadsFrom records both. Two facts order the records without clocks. A lease begins before the router forwards the
+lease's parameters. A request arrives at the peer before the peer sends the request's release message.
 """
 
 import functools
@@ -18,14 +18,14 @@ from kvfix.ledger import events as ev
 from kvfix_tools.engine_recordings import Clock, Engine, Part
 from kvfix_tools.ledger import LeaseRead, NotReturned
 
-#: cmpl-ID-0 or chatcmpl-ID, and a random suffix of vLLM. ID is the router's X-Request-Id.
+#: vLLM's id of a request: cmpl-ID-0 or chatcmpl-ID, and a random suffix. ID is the router's X-Request-Id.
 _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
-#: Maximum nanoseconds from sending a release message until the other engine, if it makes steps, has read it.
+#: Maximum nanoseconds from sending a release message until an engine that makes steps has read the message.
 NOTICE = 1_000_000_000
 
 
 class Link(NamedTuple):
-    """Request `reader` (engine `reads`) reads blocks of request `kept`, which engine `keeps` holds for it."""
+    """Request `reader` of engine `reads` reads the blocks of request `kept` that engine `keeps` holds for it."""
 
     reads: Engine
     reader: str
@@ -34,7 +34,7 @@ class Link(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A request of the peer that reads kept blocks, as recorded by its own engine.
+    """A request of the peer that reads kept blocks. Its own engine has recorded these facts.
 
     loaded: the request has loaded the blocks.
     failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
@@ -58,7 +58,7 @@ class RouterLog:
         self._lines = path.read_bytes().splitlines()
 
     def lines(self, request: str) -> list[int]:
-        """Return the numbers of lines with the router's id of a request. vLLM's id of the request contains this id."""
+        """Return the numbers of lines with the router's id of a request. vLLM's id contains the router's id."""
         found = _OF_CLIENT.match(request)
         wanted = (found[1] if found else request).encode()
         return [number for number, line in enumerate(self._lines, 1) if wanted in line]
@@ -77,7 +77,7 @@ class Peers:
         self.engines = engines
         self.router = router
         self.links: list[Link] = []
-        #: {(reading engine, name of an engine that is not on record): number of requests}
+        #: {(name of the reading engine, name of an engine without a recording): number of requests}
         self.missing: Counter[tuple[str, str]] = Counter()
         names = {(engine.name, event.name): event.request for engine in engines for event in _events(engine, ev.Leased)}
         for reads in engines:
@@ -115,7 +115,7 @@ class Peers:
         return Clock.within(there.mono_at_wall_0 - here.mono_at_wall_0, lows, highs)
 
     def findings(self) -> Iterator[tuple[Finding, Engine, list[tuple[str, Entry]]]]:
-        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]). Include "unknown" ones."""
+        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]), also "unknown" findings."""
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
@@ -196,7 +196,7 @@ def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Itera
 
 
 def _lost(readers: Sequence[Reader], until: int) -> Reader | None:
-    """Return a reader whose release message is missing; None unless all readers were done NOTICE before `until`."""
+    """Return a reader without a release message. None unless all readers were done at least NOTICE before `until`."""
     times = [each.done for each in readers if each.done is not None and not each.failed]
     if not times or len(times) < len(readers) or max(times) + NOTICE >= until:
         return None
@@ -222,7 +222,7 @@ def _first(entries: list[Entry], kind: type) -> Entry | None:
 
 
 def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
-    """Return (end of the lease by the scheduler's clock, True if it expired). Only workers record the second fact."""
+    """Return (end of the lease by the scheduler's clock, True if the lease expired). Only workers record expiry."""
     ends = [
         (part, entry.mono, entry.event.expired) for part, entry in entries if isinstance(entry.event, ev.LeaseEnded)
     ]

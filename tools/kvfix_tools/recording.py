@@ -1,4 +1,4 @@
-"""Read recorder files, which kvfix/connector_events/recorder.py writes, and bundles of them (`kvfix dump`)."""
+"""Read recorder files, which kvfix/connector_events/recorder.py writes, and bundles of these files (`kvfix dump`)."""
 
 import tarfile
 import zlib
@@ -89,7 +89,9 @@ def parsed(name: str, texts: Iterable[bytes]) -> Recording:
                 head = line
             elif kind == "event":
                 place = msgspec.convert([line[field] for field in Entry._fields[:-1]], tuple[int, int, int, str])
-                entries.append(Entry(*place, event(line)))
+                event = _EVENTS[str(line["event"])]
+                values = {**event._field_defaults, **line}
+                entries.append(Entry(*place, msgspec.convert([values[field] for field in event._fields], event)))
             else:
                 lines.setdefault(kind, []).append(line)
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -97,10 +99,3 @@ def parsed(name: str, texts: Iterable[bytes]) -> Recording:
     if head is None:
         raise ValueError("the file is empty")
     return Recording(name, head, lines, entries)
-
-
-def event(line: dict[str, Any]) -> events.Event:
-    """Return the event of a line. Raise KeyError or msgspec.ValidationError if this kvfix does not have the event."""
-    kind = _EVENTS[str(line["event"])]
-    values = {**kind._field_defaults, **line}
-    return msgspec.convert([values[field] for field in kind._fields], kind)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from kvfix import redact
@@ -9,10 +10,10 @@ from kvfix.redact import HIDDEN, is_secret
 
 
 def text(words: str) -> str:
-    """Return a text without its secrets. It may be a line of a log, or a whole file."""
-    loaded = _json(words)
-    if loaded is not None:
-        return json.dumps(_walked(loaded), ensure_ascii=False)
+    """Return a text without its secrets. The text may be a line of a log or a whole file."""
+    if words.lstrip()[:1] in ("{", "["):
+        with suppress(ValueError, RecursionError):
+            return json.dumps(_walked(json.loads(words)), ensure_ascii=False)
     return redact.text(words)
 
 
@@ -38,16 +39,6 @@ def command(words: Iterable[str]) -> list[str]:
         hide = is_first = is_option and not equals and is_secret(option)
         shown.append(f"{option}={setting(option, value)}" if is_option and equals else text(word))
     return shown
-
-
-def _json(words: str) -> Any:
-    if words.lstrip()[:1] not in ("{", "["):
-        return None
-    try:
-        loaded = json.loads(words)
-    except (ValueError, RecursionError):
-        return None
-    return loaded if isinstance(loaded, dict | list) else None
 
 
 def _walked(value: Any) -> Any:

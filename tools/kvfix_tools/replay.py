@@ -1,7 +1,7 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
 A ledger checks the events of each process. With recordings of several processes, kvfix compares each rank's loads with
-the scheduler's. It checks a load in both records, and the end of a lease, with the scheduler's events only.
+the scheduler's. If both records have a load or the end of a lease, only the scheduler's ledger checks it.
 peer_recordings.py checks the blocks that one engine keeps for another.
 """
 
@@ -24,8 +24,8 @@ from kvfix_tools.recording import Recording
 class Judged(NamedTuple):
     """A finding, and the entry at which it was found.
 
-    part: the process of the engine, if several were read. history: (label of the process, entry) of each entry, if the
-    finding is about several engines.
+    part: the recorded process, if kvfix read several recordings. history: (label of the process, entry) of each entry,
+    if the finding is about several engines.
     """
 
     finding: Finding
@@ -35,7 +35,7 @@ class Judged(NamedTuple):
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
-    """Print the violations. Return 1 if there are any, else 0. 2: a file is unreadable, or two files are of one rank.
+    """Print the violations. Return 1 with violations, 2 if a file is unreadable or two files are of one rank, else 0.
 
     router: the log of the router between several engines.
     """

@@ -1,4 +1,4 @@
-"""The console for tables, errors, the progress on a terminal, and suggestions for mistyped names."""
+"""Print tables, errors and the progress on a terminal, and suggest known names for mistyped names."""
 
 import sys
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ _COLUMNS = 10_000  # columns without a terminal. rich would assume 80 columns an
 
 
 def console() -> Console:
-    """Return a console for stdout. Without a terminal it cuts nothing and prints no colour."""
+    """Return a console for stdout. Without a terminal the console cuts nothing and prints no colour."""
     return Console() if sys.stdout.isatty() else Console(width=_COLUMNS)
 
 
@@ -27,6 +27,6 @@ def progress(what: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean NAME?" with the known name nearest to this name, in any case; "" if none is near."""
+    """Return " Did you mean NAME?" with the most similar known name, in any case; "" if no name is similar."""
     spelled = {each.lower(): each for each in known}
     return "".join(f" Did you mean {spelled[each]}?" for each in get_close_matches(name.lower(), spelled, n=1))

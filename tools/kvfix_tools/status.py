@@ -19,7 +19,7 @@ from kvfix_tools.command_options import Json, Names, flag, value
 
 #: Verdicts of a bug that the installation has, if the bug is not fixed in this process.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
-#: Verdicts of a bug that the installation has.
+#: Verdicts of a bug that the installation has, also if the bug is fixed in this process.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")
 _WIDTH = 80  # columns of the overview and of the rows, also on a wider terminal
 _LINES = 24

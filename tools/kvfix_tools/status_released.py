@@ -8,13 +8,14 @@ import json as jsonlib
 import subprocess
 import sys
 import tempfile
+import textwrap
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+import typer
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
-from rich.table import Table
 
 from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes.record import Target
@@ -30,12 +31,8 @@ _LIMIT = 1800  # Time limit of one download in seconds. vLLM's wheel has several
 CHANGES = ("unknown", "changed", "unchanged")
 
 
-class Unavailable(Exception):
-    """pip could not fetch a distribution. The text says why, and what to do."""
-
-
 class ReleasedRow(NamedTuple):
-    """A fix on the newest release. change: from the newest release that kvfix knows. verdict: as in `kvfix status`."""
+    """A fix on the newest release. change: since the newest release that kvfix knows. verdict: as in `kvfix status`."""
 
     code: str
     slug: str
@@ -48,11 +45,8 @@ class ReleasedRow(NamedTuple):
 
 def status(json: bool) -> int:
     """Print a row for each fix. Return 0 without a change, 1 with a change, 77 if pip could not download a wheel."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
-            rows = [row for dist in DISTS for row in survey(dist, _wheel(dist, Path(folder)))]
-    except Unavailable as error:
-        return screen.error(f"kvfix status --released: {error}", 77)
+    with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
+        rows = [row for dist in DISTS for row in survey(dist, _wheel(dist, Path(folder)))]
     if json:
         print(jsonlib.dumps([row._asdict() for row in rows], indent=2))
     else:
@@ -61,43 +55,43 @@ def status(json: bool) -> int:
 
 
 def _wheel(dist: str, folder: Path) -> Path:
+    """Return the downloaded wheel. If pip cannot fetch it, print why and what to do, and end with exit code 77."""
     print(f"asking the package index for the newest {dist} ...", file=sys.stderr)
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *platforms,
                "--python-version", _PYTHON, "--dest", str(folder / dist), dist]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"pip did not finish the download of {dist} in {_LIMIT} s") from None
-    wheels = list((folder / dist).glob("*.whl")) if done.returncode == 0 else []
-    if wheels:
-        return wheels[0]
-    if "No module named pip" in done.stderr:
-        raise Unavailable(
-            f"{sys.executable} has no pip, and kvfix downloads releases with pip. "
-            f"Run {sys.executable} -m ensurepip, then this command again"
+        wheels = list((folder / dist).glob("*.whl")) if done.returncode == 0 else []
+        if wheels:
+            return wheels[0]
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        why = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with exit code {done.returncode}"
+        why = (
+            f"pip could not fetch {dist}: {why}. Run pip download --no-deps {dist}. If pip cannot reach the index, set "
+            "PIP_INDEX_URL, PIP_FIND_LINKS or PIP_PROXY, or edit pip.conf"
         )
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-    why = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with exit code {done.returncode}"
-    raise Unavailable(
-        f"pip could not fetch {dist}: {why}. Run pip download --no-deps {dist}. If pip cannot reach the index, set "
-        "PIP_INDEX_URL, PIP_FIND_LINKS or PIP_PROXY, or edit pip.conf"
-    )
+        if "No module named pip" in done.stderr:
+            why = f"{sys.executable} has no pip, and kvfix downloads releases with pip. "
+            why += f"Run {sys.executable} -m ensurepip, then this command again"
+    except subprocess.TimeoutExpired:
+        why = f"pip did not finish the download of {dist} in {_LIMIT} s"
+    raise typer.Exit(screen.error(f"kvfix status --released: {why}", 77))
 
 
 def survey(dist: str, wheel: Path) -> list[ReleasedRow]:
     version = str(parse_wheel_filename(wheel.name)[1])
     patches = [(fix, [target for target in fix.targets if target.dist == dist]) for fix in catalogue.fixes()]
-    with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
-        names = {_file(target) for _, mine in patches for target in mine}
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, names & set(archive.namelist()))
-        rows = []
-        for fix, mine in patches:
-            judged = [_judge(target, Path(folder)) for target in mine]
-            if judged:
-                worst = min(judged, key=lambda each: (CHANGES.index(each[0]), applicability.STATES.index(each[1])))
-                rows.append(ReleasedRow(fix.code, fix.slug, dist, version, *worst))
+    folder = wheel.with_name("files")
+    names = {_file(target) for _, mine in patches for target in mine}
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, names & set(archive.namelist()))
+    rows = []
+    for fix, mine in patches:
+        judged = [_judge(target, folder) for target in mine]
+        if judged:
+            worst = min(judged, key=lambda each: (CHANGES.index(each[0]), applicability.STATES.index(each[1])))
+            rows.append(ReleasedRow(fix.code, fix.slug, dist, version, *worst))
     return rows
 
 
@@ -127,25 +121,16 @@ def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
 
 
 def _print(rows: list[ReleasedRow]) -> None:
-    console = screen.console()
     for dist in DISTS:
         mine = [row for row in rows if row.dist == dist]
         newest = applicability.fingerprints()[dist]["releases"][-1]
         if mine:
             known = "kvfix knows it" if Version(mine[0].version) <= Version(newest) else f"kvfix knows up to {newest}"
             counts = ", ".join(f"{sum(row.change == change for row in mine)} {change}" for change in CHANGES)
-            console.print(f"newest {dist}: {mine[0].version} ({known}); functions of fixes: {counts}", markup=False)
+            print(f"newest {dist}: {mine[0].version} ({known}); functions of fixes: {counts}")
     changed = [row for row in rows if row.change != "unchanged"]
-    if not changed:
-        return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("code", "fix", "release", "change", "status", "reason"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("code", "change", "status"))
     for row in changed:
-        table.add_row(row.code, row.slug, f"{row.dist} {row.version}", row.change, row.verdict, row.reason)
-    console.print()
-    console.print(table)
-    console.print(
-        '\nkvfix status --probe shows whether a release still has each bug: see "A new release" in CONTRIBUTING.md.',
-        markup=False,
-    )
+        print(f"\n{row.code} {row.slug} ({row.dist} {row.version}): {row.change}, {row.verdict}")
+        print(textwrap.fill(row.reason, 80, initial_indent="  ", subsequent_indent="    "))
+    if changed:
+        print('\nkvfix status --probe shows if a release still has each bug: see "A new release" in CONTRIBUTING.md.')

@@ -1,1 +1,1 @@
-"""Commands for maintainers. They are not in the wheel."""
+"""Programs for maintainers. The wheel does not contain these programs."""

@@ -1,13 +1,16 @@
-"""Write docs/connectors.json by `kvfix conform` on vLLM's connectors: python -m maintain.connectors [NAME...]"""
+"""Run `kvfix conform` on vLLM's connectors, and write docs/connectors.json: python -m maintain connectors [NAME...]"""
 
 import json
 import math
 import sys
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from kvfix import installed_source
+from kvfix_tools.command_options import Names
 from kvfix_tools.conform import command, verdicts
 
 SEEDS, LIMIT = 20, 900  # seeds of the fuzzer, and maximum seconds for a connector
@@ -22,26 +25,17 @@ _PLAIN = (
 )  # fmt: skip
 
 
-class Subject(NamedTuple):
-    """name: in the table. connector: for the command. note: explains the verdicts."""
-
-    name: str
-    connector: str
-    config: dict[str, Any] = {}
-    note: str = ""
-
-
-SUBJECTS = (
-    Subject("ExampleConnector", "ExampleConnector", _FOLDER),
-    Subject("MultiConnector[ExampleConnector]", "MultiConnector", {"connectors": [_EXAMPLE]}),
-    Subject("DecodeBenchConnector", "DecodeBenchConnector", note="loads made-up KV on purpose, for benchmarks."),
-    *(Subject(name, name) for name in _PLAIN),
-    Subject("ExampleHiddenStatesConnector", "ExampleHiddenStatesConnector", _FOLDER),
-)
+#: {name in the table, which starts with the connector's name: configuration}
+SUBJECTS: dict[str, dict[str, Any]] = {
+    "ExampleConnector": _FOLDER,
+    "MultiConnector[ExampleConnector]": {"connectors": [_EXAMPLE]},
+    **{name: {} for name in ("DecodeBenchConnector", *_PLAIN)},
+    "ExampleHiddenStatesConnector": _FOLDER,
+}
 
 
 class Said(NamedTuple):
-    """The result of one connector. verdicts: by rule. loaded: tokens. cannot: why it could not be run."""
+    """The result of a connector. verdicts: {rule: verdict}. loaded: number of tokens. cannot: why it cannot run."""
 
     name: str
     verdicts: dict[str, str]
@@ -51,9 +45,9 @@ class Said(NamedTuple):
 
     @property
     def note(self) -> str:
-        own = next((subject.note for subject in SUBJECTS if subject.name == self.name), "")
-        side = f"played through the lab's own side of it: {self.stand_in} ([the lab](lab.md))." if self.stand_in else ""
-        return own or side
+        if self.name == "DecodeBenchConnector":
+            return "loads made-up KV on purpose, for benchmarks."
+        return f"played through the lab's own side of it: {self.stand_in} ([the lab](lab.md))." if self.stand_in else ""
 
 
 def load() -> list[Said]:
@@ -64,30 +58,27 @@ def version() -> str:
     return str(json.loads(FILE.read_text())["vllm"])
 
 
-def ask(subject: Subject) -> Said:
-    from kvfix_tools.conform import player
+def ask(name: str) -> Said:
+    from kvfix_tools.conform.player import Subject
 
     with command.chosen(fixes=True):
-        done = verdicts.run(player.Subject(subject.connector, subject.config), math.inf, range(SEEDS), shrinking=0)
+        subject = Subject(name.partition("[")[0], SUBJECTS[name])
+        done = verdicts.run(subject, math.inf, range(SEEDS), shrinking=0)
     outcomes = {each.rule: each.outcome for each in done.verdicts}
-    return Said(subject.name, outcomes, done.counts.get("loaded_tokens", 0), done.cannot, done.stand_in)
+    return Said(name, outcomes, done.counts.get("loaded_tokens", 0), done.cannot, done.stand_in)
 
 
-def main(names: list[str]) -> None:
+def main(names: Annotated[Names, typer.Argument()] = None) -> None:
     command.prepare()
-    from kvfix_tools.conform.player import Subject as Played
+    from kvfix_tools.conform.player import Subject
 
-    _ = Played("ExampleConnector").lacks  # let vLLM inspect its models here, so that no process has to
+    _ = Subject("ExampleConnector").lacks  # vLLM inspects its models here once, and not in each forked process
     known = {each.name: each for each in load()} if FILE.exists() else {}
-    for subject in SUBJECTS:
-        if not names or subject.name in names:
-            print(subject.name, file=sys.stderr)
+    for name in SUBJECTS:
+        if not names or name in names:
+            print(name, file=sys.stderr)
             with get_context("fork").Pool(1) as pool:
-                known[subject.name] = pool.apply_async(ask, [subject]).get(LIMIT)
-            said = [known[subject.name]._asdict() for subject in SUBJECTS if subject.name in known]
+                known[name] = pool.apply_async(ask, [name]).get(LIMIT)
+            said = [known[each]._asdict() for each in SUBJECTS if each in known]
             whole = {"vllm": installed_source.version("vllm"), "connectors": said}
             FILE.write_text(json.dumps(whole, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,11 +1,10 @@
-"""`make drill`: test kvfix on a release that it does not know.
+"""`make drill`: test kvfix with releases of vLLM and LMCache that kvfix does not know.
 
 The drill removes the newest vLLM and LMCache from the fingerprints. It plays every scenario and N fuzzed steps of each
-connector, without and with the fixes. Then it edits functions as a next release would, without changing their
-behaviour, and plays all again. Exit 1 if an outcome is worse with the fixes than without.
+connector, without and with the fixes. Then the drill edits functions as a new release would, but keeps their behaviour.
+It plays everything again. Exit 1 if an outcome is worse with the fixes than without.
 """
 
-import argparse
 import ast
 import json
 import math
@@ -13,29 +12,31 @@ import os
 import random
 import re
 import shutil
-import sys
 import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 import kvfix
 from kvfix import applicability, catalogue
+from kvfix_tools.command_options import Names
 from kvfix_tools.lab import runner
 from maintain import fingerprints
 from maintain.scenario_matrix import VLLM, answer_of
 
 LMCACHE = Path(".cache/lmcache")
-OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}  # {connector: LMCache release to play it with}. Default: the newest release
+OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}  # {connector: its LMCache release}. Default: the newest
 CONNECTORS = (
     "v1", "mp", "mp-in-tree", "offloading", "simple-offload", "nixl-pull", "nixl-push", "nixl-offload", "mooncake",
 )  # fmt: skip
-#: The lab's rule for an error in the code of a fix. It always counts as worse.
+#: The lab's rule for an error in the code of a fix. A violation always counts as worse.
 FAULT = "LAB007"
-#: Rules by the effect of a violation, the worst effect first (fixes/record.py). A rule that is not listed counts as
-#: wrong output in a run with the fixes, and as lost hits in a run without.
+#: Rules grouped by the effect of a violation, the worst effect first (fixes/record.py). A rule that is not in EFFECTS
+#: counts as wrong output in a run with the fixes, and as lost hits in a run without the fixes.
 EFFECTS = (
     ("KVR008", "KVR014", "KVR017", "KVR018", "KVR020", "KVR021", "KVR022", "KVR026", "KVR027", "LAB001", "LAB008"),
     ("KVR011",),  # a crash
@@ -49,12 +50,12 @@ def newest(dist: str) -> str:
 
 
 def effect(rule: str, unknown: int) -> int:
-    """Return the position of the rule's effect in EFFECTS. 0 is the worst."""
+    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: for a rule not in EFFECTS."""
     return next((at for at, rules in enumerate(EFFECTS) if rule in rules), unknown)
 
 
 def worse(released: set[str], fixed: set[str]) -> list[str]:
-    """Return the rules that only the run with fixes violates, if they are worse than all violations without fixes."""
+    """Return the rules that only the run with fixes violates and that are worse than all violations without fixes."""
     worst = min((effect(rule, len(EFFECTS)) for rule in released), default=len(EFFECTS) + 1)
     return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
 
@@ -84,8 +85,8 @@ def scenarios(connector: str) -> dict[str, Any]:
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
     """Play seeds without and with the fixes. Return the seeds that are worse with the fixes.
 
-    A run ends at its first violation, so a run with the fixes is longer. A violated rule counts only if no run without
-    fixes violates it, or if it means wrong output in a seed without a violation as released.
+    A run ends at its first violation, so a run with the fixes is longer. A violated rule counts if no run without fixes
+    violates the rule. It also counts if it means wrong output, and the same seed has no violation without fixes.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 
@@ -112,7 +113,7 @@ def fuzzed(connector: str, steps: int) -> dict[str, Any]:
 
 
 def states() -> dict[str, Any]:
-    """Return the states of the fixes in this process, after it has imported the connector's modules."""
+    """Return the states of the fixes in this process. The process must have imported the connector's modules."""
     with runner.applied(True):
         rows = [row for row in kvfix.status() if (fix := catalogue.find(row.code)) is not None and fix.fixable]
     return {
@@ -140,22 +141,21 @@ def edit_packages(folder: Path, vllm: Path, lmcache: Path, number: int) -> list[
     for dist, source in (("vllm", site), ("lmcache", lmcache)):
         for part in (source / dist, *source.glob(f"{dist}-*.dist-info")):
             shutil.copytree(part, places[dist] / part.name, copy_function=os.link)
-    chance = random.Random(1)  # each run makes the same edits
+    chance = random.Random(1)  # the fixed seed gives the same edits in every run
     fixed = {target.name: target for fix in catalogue.fixes() if fix.fixable for target in fix.targets}
     targets = [target for _, target in sorted(fixed.items())]
     chance.shuffle(targets)
-    kinds = list(EDITS)
     made: list[str] = []
     for target in targets:
         path = places[target.dist].joinpath(*target.module.split(".")).with_suffix(".py")
-        kind = kinds[len(made) % len(kinds)]
-        if len(made) < number and path.is_file() and edit(path, target.function, EDITS[kind], places[target.dist]):
-            made.append(f"{target.name}: {kind}")
+        change = EDITS[len(made) % len(EDITS)]
+        if len(made) < number and path.is_file() and edit(path, target.function, change, places[target.dist]):
+            made.append(f"{target.name}: {change.__name__}")
     return made
 
 
 def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bool], package: Path) -> bool:
-    """Change one function of this file. Return False if this kind of edit does not fit the function."""
+    """Change one function of this file. Return False if `change` cannot edit this function."""
     text = path.read_text()
     node: ast.AST | None = ast.parse(text)
     for name in function.split("."):
@@ -166,7 +166,7 @@ def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bo
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     lines = text.splitlines(keepends=True)
     code = textwrap.indent(ast.unparse(node), " " * node.col_offset) + "\n"
-    path.unlink()  # it is a hard link to the file of the release, which must stay as it is
+    path.unlink()  # a hard link: writing to it would change the file of the release
     path.write_text("".join(lines[: first - 1]) + code + "".join(lines[node.end_lineno :]))
     return True
 
@@ -203,11 +203,7 @@ def move_branch(node: ast.FunctionDef, package: Path) -> bool:
     return False
 
 
-EDITS: dict[str, Callable[[ast.FunctionDef, Path], bool]] = {
-    "a parameter renamed": rename_parameter,
-    "a default added": add_default,
-    "a branch moved": move_branch,
-}
+EDITS = (rename_parameter, add_default, move_branch)
 HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse"
 
 
@@ -217,32 +213,24 @@ def as_line(row: dict[str, Any]) -> str:
     return f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(found) or 'none'}"
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m maintain.drill")
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--connector", action="append", choices=CONNECTORS)
-    parser.add_argument("--edits", type=int, default=30)
-    options = parser.parse_args(arguments)
-    connectors = options.connector or CONNECTORS
+def main(connector: Annotated[Names, typer.Option()] = None, steps: int = 100_000, edits: int = 30) -> int:
+    if not set(connector or ()) <= set(CONNECTORS):
+        raise typer.BadParameter(f"--connector is one of {', '.join(CONNECTORS)}")
     is_worse = False
     with tempfile.TemporaryDirectory(prefix="kvfix-drill-", dir=".cache") as folder:
-        for edits in sorted({0, options.edits}):
+        for number in sorted({0, edits}):
             edited, made = None, list[str]()
-            if edits:
+            if number:
                 edited = Path(folder).resolve()
-                made = edit_packages(edited, VLLM / newest("vllm"), LMCACHE / newest("lmcache"), edits)
+                made = edit_packages(edited, VLLM / newest("vllm"), LMCACHE / newest("lmcache"), number)
             title = f"vLLM {newest('vllm')} and LMCache {newest('lmcache')} as unknown releases, {len(made)} edits"
             print(f"\n{title}\n{HEAD}", flush=True)
             refused: dict[str, str] = {}
-            for connector in connectors:
-                row = in_its_process(connector, options.steps, edited)
+            for each in connector or CONNECTORS:
+                row = in_its_process(each, steps, edited)
                 print(as_line(row), flush=True)
                 refused |= row["refused"]
                 is_worse |= bool(row["worse_scenarios"] or row["worse_seeds"])
             print("\n".join(f"  {code} refused: {reason}" for code, reason in sorted(refused.items())))
             print("\n".join(f"  edited: {each}" for each in made))
     return int(is_worse)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

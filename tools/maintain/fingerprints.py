@@ -1,17 +1,16 @@
 """`make fingerprints`: write fingerprints of all fixed functions and hashes of their files to
 `kvfix/fingerprints.json`.
 
-    python -m maintain.fingerprints lmcache .cache/lmcache/*
+    python -m maintain fingerprints lmcache .cache/lmcache/*
 
-Each folder has one release, as `pip install --no-deps --target FOLDER` makes it, or is `site-packages`. Entries of
-other releases stay in the file.
+Each folder has one release. It is a `site-packages`, or made by `pip install --no-deps --target FOLDER`. The program
+keeps entries of other releases in the file.
 """
 
 import json
-import sys
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.version import Version
 
@@ -22,27 +21,24 @@ from kvfix_tools.doctor.packages import Packages
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
 
 
-class Taken(NamedTuple):
-    """The data of one release. functions: {target: fingerprint}. files: {module: hash of its file}."""
-
-    functions: dict[str, str]
-    files: dict[str, str]
+#: The data of one release: {target: fingerprint}, {module: hash of its file}
+Taken = tuple[dict[str, str], dict[str, str]]
 
 
 def take(dist: str, folder: Path) -> tuple[str, Taken]:
-    """Return (version, data) of the release in this folder. Raises ValueError if there is none."""
+    """Return (version, data) of the release in this folder. Raise ValueError if the folder has no release."""
     package = Packages([str(folder)]).get(dist)
     if package is None or not package.version:
         raise ValueError(f"{folder} holds no distribution of {dist}")
-    taken = Taken({}, {})
+    functions, files = dict[str, str](), dict[str, str]()
     for target in (target for fix in catalogue.fixes() for target in fix.targets if target.dist == dist):
         path = package.file(target.module)
         if path is not None:
-            taken.files[target.module] = installed_source.file_hash(path)
+            files[target.module] = installed_source.file_hash(path)
             fingerprint = installed_source.fingerprint(path, target.function)
             if fingerprint is not None:
-                taken.functions[target.name] = fingerprint
-    return package.version, taken
+                functions[target.name] = fingerprint
+    return package.version, (functions, files)
 
 
 def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:
@@ -60,19 +56,19 @@ def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:
 
 
 def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str, Any]:
-    """Add or replace the releases of `taken` in `known`. Sort them, so that the file changes little."""
+    """Return `known` with the releases of `taken` added or replaced, and sorted, so that the file changes little."""
     mine = without(known.get(dist, {"releases": [], "functions": {}, "files": {}}), taken)
     functions, files = mine["functions"], mine["files"]
     for release, (its_functions, its_files) in taken.items():
         for target, fingerprint in its_functions.items():
             functions.setdefault(target, {}).setdefault(fingerprint, []).append(release)
-        for module, file_hash in its_files.items():  # keep the first release that has this file
+        for module, file_hash in its_files.items():  # keep only the oldest release that has this file
             hashes = files.setdefault(module, {})
             hashes[file_hash] = min(release, hashes.get(file_hash, release), key=Version)
     for found in functions.values():
         for its in found.values():
             its.sort(key=Version)
-    # Remove a function without a release: no fix needs it any more.
+    # Leave out a function without a release, because no fix needs this function any more.
     functions = {name: _ordered(found, lambda its: its[0]) for name, found in sorted(functions.items()) if found}
     files = {module: _ordered(hashes, str) for module, hashes in sorted(files.items()) if hashes}
     releases = sorted([*mine["releases"], *taken], key=Version)
@@ -85,7 +81,7 @@ def _ordered(found: dict[str, Any], release: Callable[[Any], str]) -> dict[str, 
 
 
 def modules_of_fixes(dist: str) -> dict[str, list[str]]:
-    """Return {module of the distribution: modules of the fixes that fix a function of it}."""
+    """Return {module of the distribution: modules of the fixes that change a function of this module}."""
     found: dict[str, set[str]] = {}
     for fix in catalogue.fixes():
         for target in fix.targets if fix.fixable else ():
@@ -94,17 +90,8 @@ def modules_of_fixes(dist: str) -> dict[str, list[str]]:
     return {module: sorted(names) for module, names in sorted(found.items())}
 
 
-def main(arguments: list[str]) -> int:
-    if len(arguments) < 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    dist, *folders = arguments
+def main(dist: str, folders: list[Path]) -> None:
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    taken = dict(take(dist, Path(folder)) for folder in folders)
+    taken = dict(take(dist, folder) for folder in folders)
     FILE.write_text(json.dumps(merge(known, dist, taken), indent=1) + "\n")
     print(f"{FILE}: {dist} {', '.join(sorted(taken, key=Version))}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

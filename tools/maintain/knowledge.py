@@ -1,10 +1,9 @@
 """`make knowledge`: compile the known problems, `diagnose/knowledge/*.toml`, to `diagnose/knowledge.json`.
 
-kvfix reads the JSON: Python 3.10 has no reader for TOML, and one JSON file loads in milliseconds.
+kvfix reads the JSON, because Python 3.10 has no reader for TOML, and a JSON file loads in milliseconds.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,29 @@ from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.problems import Problem
 
 FOLDER = FILE.with_suffix("")
-#: Files without records: retired codes, messages of the grammar, and other tables.
+#: Files that have no records of problems, but retired codes, messages of the grammar, and other tables.
 RETIRED, MESSAGES, TABLES = "retired.toml", "messages.toml", ("connectors.toml", "words.toml")
 
 
-class Mistake(ValueError):
-    """kvfix cannot read a record. The text names the file and the record."""
-
-
 def records(file: Path) -> list[dict[str, Any]]:
-    """Return the records of this file, each checked against the schema (`Problem`)."""
+    """Return the records of this file. End the program if a record does not fit the schema (`Problem`)."""
     try:
         tables = tomllib.loads(file.read_text())
     except tomllib.TOMLDecodeError as error:
-        raise Mistake(f"{file.name}: {error}") from None
+        raise SystemExit(f"knowledge: {file.name}: {error}") from None
     made = []
     for name, table in tables.items():
         try:
             record = {"name": name, **table}
             msgspec.convert(record, Problem)
         except (TypeError, msgspec.ValidationError) as error:
-            raise Mistake(f"{file.name}: [{name}]: {error}") from None
+            raise SystemExit(f"knowledge: {file.name}: [{name}]: {error}") from None
         made.append(record)
     return made
 
 
 def compiled() -> str:
-    """Return the JSON with one record in a line: files sorted by name, records in the order of their file."""
+    """Return the JSON with a line for each record: files sorted by name, records in the order of their file."""
     files = sorted(file for file in FOLDER.glob("*.toml") if file.name not in (RETIRED, MESSAGES, *TABLES))
     rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
     gone = tomllib.loads((FOLDER / RETIRED).read_text())
@@ -53,15 +48,5 @@ def compiled() -> str:
     return f'{{"problems": [\n{rows}\n],\n{json.dumps(others, indent=0)[2:]}\n'
 
 
-def main() -> int:
-    try:
-        text = compiled()
-    except Mistake as mistake:
-        print(f"knowledge: {mistake}", file=sys.stderr)
-        return 1
-    FILE.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main() -> None:
+    FILE.write_text(compiled())

@@ -1,4 +1,4 @@
-"""Check that texts are plain English: `python -m maintain.language`, which `make lint` runs.
+"""Check that texts are plain English: `python -m maintain language`, which `make lint` runs.
 
 The command prints `file:line: problem`, and exits with 1 if anything is wrong. It reads the files of PAGES, and
 the docstrings in the files of MODULES. It skips tables, headings and code blocks. A code span and a link each count as
@@ -7,20 +7,22 @@ one word.
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 MAX_WORDS = 30
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/*.md")
 MODULES = ("patches/**/*.py", "tools/**/*.py", "tests/**/*.py")
 
-#: A statement that starts with one of these makes the reader wait for its subject.
+#: A statement that starts with one of these words makes the reader wait for its subject.
 OPENERS = ("Of", "What", "That", "Which", "Whether")
 _OPENER = re.compile(rf"\W*({'|'.join(OPENERS)})\b")
 
-#: A phrase that is hard to read at night, and a plain replacement.
+#: {phrase that is hard to read at night: plain replacement}
 PHRASES = {
     "beside": "next to; with; in addition to",
     "anew": "again",
@@ -45,8 +47,8 @@ _PHRASE = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, PHRASES))})(?!\w)", re.
 
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|https?://\S+")
-#: A list item, or a field of a docstring (`name: text`).
-_ITEM = re.compile(r"^(?:\s*(?:[-*]|\d+\.) +|[a-z_]+(?:, [a-z_]+)*: +)")
+#: The name of a field of a docstring (`name: text`), which is checked like a list item.
+_FIELD = re.compile(r"^[a-z_]+(?:, [a-z_]+)*: +", re.MULTILINE)
 _END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*<]*(?:[A-Z0-9]|vLLM|kvfix))")
 
 
@@ -62,7 +64,7 @@ def main() -> int:
 
 
 def texts(root: Path) -> Iterator[tuple[Path, int, str]]:
-    """Yield each checked text: its file, its first line number, and the text."""
+    """Yield (file, number of the first line, text) of each text to check."""
     for page in _files(root, PAGES):
         yield page, 1, page.read_text()
     for module in _files(root, MODULES):
@@ -97,26 +99,8 @@ def violations(text: str, first: int = 1) -> Iterator[tuple[int, str]]:
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (number of its first line from 0, text) of each paragraph and list item of prose."""
-    lines: list[str] = []
-    start, is_fenced, is_code, is_comment = 0, False, False, False
-    for number, line in enumerate([*text.splitlines(), ""]):
-        begins = not lines
-        if line.lstrip().startswith("```"):
-            is_fenced = not is_fenced
-        is_comment = is_comment or line.lstrip().startswith("<!--")
-        is_code = begins and line.startswith("    ") and (is_code or not _ITEM.match(line))
-        is_prose = bool(line.strip()) and not (
-            is_fenced or is_code or is_comment or line.lstrip().startswith(("|", "#", "```", ">>>"))
-        )
-        if lines and (not is_prose or _ITEM.match(line)):
-            yield start, "\n".join(lines)
-            lines = []
-        if is_prose:
-            start = start if lines else number
-            lines.append(_ITEM.sub("", line) if not lines else line)
-        is_comment = is_comment and "-->" not in line
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    """Yield (number of the first line, counted from 0; text) of each paragraph and each list item of prose."""
+    tokens = MarkdownIt().enable("table").parse(_FIELD.sub("- ", text))
+    for opening, token in pairwise(tokens):
+        if opening.type == "paragraph_open" and token.map:
+            yield token.map[0], token.content

@@ -1,14 +1,13 @@
-"""`make peers`: run vLLM's and LMCache's own tests without kvfix, with its fixes, and in mode strict.
+"""`make peers`: run vLLM's and LMCache's own tests without kvfix, with kvfix's fixes, and in mode strict.
 
-    python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew]
+    python -m maintain peers [lmcache|vllm] [--mode fix|strict] [--anew]
 
 `--anew` runs the tests (.cache/peers) without kvfix, and writes the tests that do not pass to
-tests/peers/<dist>-<release>.json. If any other test fails with kvfix, it runs again alone, with kvfix and without. It
-counts if it fails only with kvfix. tests/peers/exceptions.json has the tests that shall fail, with the reason. Exit 1
-if another test fails, or if an exception does not fail.
+tests/peers/<dist>-<release>.json. A test that passes without kvfix but fails with kvfix runs again alone, with kvfix
+and without. tests/peers/exceptions.json names tests that must fail with kvfix, and the reasons. Exit 1 if any other
+test again fails only with kvfix, or if a test of exceptions.json does not fail.
 """
 
-import argparse
 import json
 import os
 import re
@@ -18,20 +17,21 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
 
 from kvfix import catalogue, installed_source
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "tests/peers"
 EXCEPTIONS = KEPT / "exceptions.json"
-MODES = ("fix", "strict")
-#: Folders of tests that use the scheduler, a connector or the cache.
+#: {dist: folders with tests of the scheduler, the connectors or the cache}
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
-#: {dist: {file that is not run: reason}}
+#: {dist: {file of tests that kvfix does not run: reason}}
 LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
-EVERYWHERE = {"lmcache.v1.memory_management"}  # do not select tests by these modules: nearly all tests import them
-#: {model of the tests: its configuration}. The tests read only the configuration.
+EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import these modules, so they select no tests
+#: {model that the tests name: its configuration}. The tests read nothing else of a model.
 MODELS: dict[str, dict[str, Any]] = json.loads((KEPT / "models.json").read_text())
 
 
@@ -43,12 +43,12 @@ class Suite(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """The file for the result without kvfix: the number of passed tests, and the outcomes of all other tests."""
+        """The file with the result without kvfix: the number of passed tests, and the outcomes of all other tests."""
         return KEPT / f"{self.dist}-{self.release}.json"
 
 
 def suite(dist: str) -> Suite:
-    """Return the suite of this distribution. Raises SystemExit if its tests are missing."""
+    """Return the suite of this distribution. Raise SystemExit if the folder with its tests is missing."""
     release = installed_source.version(dist).partition("+")[0]
     folder = ROOT / ".cache/peers" / f"{dist}-{release}"
     if not folder.is_dir():
@@ -72,7 +72,7 @@ def importing(dist: str, folder: Path, modules: Iterable[str]) -> list[str]:
 
 
 def hub(folder: Path) -> dict[str, str]:
-    """Make a cache of Hugging Face's hub with MODELS, without a download. Return environment variables to use it."""
+    """Write MODELS into a cache of Hugging Face's hub. Return environment variables for this cache."""
     for model, config in MODELS.items():
         base = folder / "hub" / f"models--{model.replace('/', '--')}"
         for file, text in (
@@ -86,7 +86,7 @@ def hub(folder: Path) -> dict[str, str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process that runs the tests. folder: for its files."""
+    """Return environment variables for a process that runs the tests. folder: place for kvfix's dumps."""
     return {
         "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0",
         "KVFIX_DUMP_DIR": str(folder),
@@ -95,7 +95,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) -> dict[str, str]:
-    """Return {test: passed, skipped or failed}. mode: of kvfix; "": without kvfix. tests: default: all."""
+    """Run tests (default: all). Return {test: passed, skipped or failed}. mode: of kvfix, or "" without kvfix."""
     with tempfile.TemporaryDirectory(prefix="kvfix-peers-") as place:
         outcomes = Path(place, "outcomes")
         env = {
@@ -118,7 +118,7 @@ def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) 
 
 
 def read(file: Path) -> dict[str, str]:
-    """Return {test: outcome} from the plugin's file. pytest reports each phase of a test: the worst outcome counts."""
+    """Return {test: outcome} from the plugin's file. pytest reports each phase of a test. The worst outcome counts."""
     order = ("passed", "skipped", "failed")
     found: dict[str, str] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -138,12 +138,12 @@ def take(suite: Suite) -> None:
 
 
 def baseline(suite: Suite) -> dict[str, Any]:
-    """Return the result without kvfix: the number of "passed" tests, and {test: outcome} of those "not passed"."""
+    """Return the result without kvfix: {"passed": number of tests, "not passed": {test: outcome}}."""
     return dict(json.loads(suite.file.read_text()))
 
 
 def compare(suite: Suite, mode: str) -> dict[str, Any]:
-    """Return the tests that fail only in this mode of kvfix, and the number of passed tests."""
+    """Run the suite in this mode of kvfix. Return the tests that fail only with kvfix, and other numbers for `show`."""
     begun, kept = time.monotonic(), baseline(suite)
     found = run(suite, mode)
     red = [name for name, outcome in found.items() if outcome == "failed" and name not in kept["not passed"]]
@@ -161,7 +161,7 @@ def compare(suite: Suite, mode: str) -> dict[str, Any]:
 
 
 def exceptions(dist: str, mode: str) -> dict[str, str]:
-    """Return {test without its parameters: reason why it is meant to fail in this mode}."""
+    """Return {test without parameters: why the test must fail in this mode}."""
     known = json.loads(EXCEPTIONS.read_text()) if EXCEPTIONS.exists() else []
     return {each["test"]: each["why"] for each in known if each["dist"] == dist and mode in each["modes"]}
 
@@ -178,28 +178,23 @@ def show(result: dict[str, Any]) -> None:
         print(f"  passes with kvfix only: {name}")
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m maintain.peers", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("dists", nargs="*", choices=["lmcache", "vllm", []], help="default: both")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--anew", action="store_true", help="run the tests without kvfix first, and write what fails")
-    wanted = parser.parse_args(arguments)
+def main(
+    dist: Annotated[Literal["lmcache", "vllm"] | None, typer.Argument()] = None,
+    mode: Literal["fix", "strict"] | None = None,
+    anew: Annotated[bool, typer.Option("--anew")] = False,
+) -> int:
     results = []
-    for each in map(suite, wanted.dists or ("lmcache", "vllm")):
-        if wanted.anew or not each.file.exists():
+    for each in map(suite, [dist] if dist else ("lmcache", "vllm")):
+        if anew or not each.file.exists():
             print(f"{each.dist} {each.release}, without kvfix ...", file=sys.stderr)
             take(each)
-        for mode in wanted.mode:
-            print(f"{each.dist} {each.release}, {mode} ...", file=sys.stderr)
-            result = compare(each, mode)
-            meant, red = exceptions(each.dist, mode), {name: name.partition("[")[0] for name in result["red"]}
+        for acts in [mode] if mode else ("fix", "strict"):
+            print(f"{each.dist} {each.release}, {acts} ...", file=sys.stderr)
+            result = compare(each, acts)
+            meant, red = exceptions(each.dist, acts), {name: name.partition("[")[0] for name in result["red"]}
             result["meant"] = {name: meant[test] for name, test in red.items() if test in meant}
             result["not meant"] = {name: "" for name, test in red.items() if test not in meant}
             result["no more"] = {name: why for name, why in meant.items() if name not in red.values()}
             results.append(result)
             show(result)
     return int(any(result["not meant"] or result["no more"] or result["not run"] for result in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ import kvfix
 from kvfix_tools.look import in_engine
 
 ASKED: dict[str, str] = json.loads(os.environ["KVFIX_PEERS"])
-#: True in a process that xdist has started to run tests. The first process gets all reports.
+#: True in a process in which xdist runs tests, False in the process that collects all reports.
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 if IS_WORKER and ASKED["mode"]:
@@ -19,7 +19,7 @@ if IS_WORKER and ASKED["mode"]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    if ASKED["mode"] == "strict":  # watch connectors here: the tests create them without vLLM's factory
+    if ASKED["mode"] == "strict":  # kvfix watches vLLM's factory, but the tests create connectors directly
         in_engine.watch_connectors()
     if ASKED["dist"] == "vllm":
         for item in items:  # vLLM's own clean-up takes half a second, so run it once for each file

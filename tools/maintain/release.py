@@ -1,6 +1,6 @@
 """`make release`: build source archive and wheel in dist/, and test the wheel in an empty environment.
 
-    python -m maintain.release [FOLDER]
+    python -m maintain release [FOLDER]
 
 The wheel is built from the source archive. A few commands run in an environment that has only the wheel, without vLLM
 and LMCache. Exit 1 if a command does not work.
@@ -14,14 +14,17 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 ROOT = Path(__file__).parents[2]
-#: The log of an engine that the bug of KVF001 ended.
+#: The log of an engine that died of the bug of KVF001.
 LOG = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Build (source archive, wheel) in this folder. Raises subprocess.CalledProcessError."""
+    """Build (source archive, wheel) in this folder. Raise subprocess.CalledProcessError if the build fails."""
     sdist = _built(ROOT, "sdist", folder)
     with tempfile.TemporaryDirectory() as unpacked:
         with tarfile.open(sdist) as archive:
@@ -44,7 +47,7 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def failures(programs: Path, version: str) -> Iterator[str]:
-    """Yield each command that does not work in this environment, and `maintain` if the wheel wrongly contains it."""
+    """Yield each command that does not work in this environment. One command fails if the wheel contains `maintain`."""
     log = gzip.decompress(LOG.read_bytes())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     no_maintain = ["python", "-c", "import importlib.util as u; print('maintain:', u.find_spec('maintain'))"]
@@ -61,14 +64,9 @@ def failures(programs: Path, version: str) -> Iterator[str]:
             yield f"{program} {' '.join(arguments)}: exit {done.returncode}\n{(done.stdout + done.stderr).decode()}"
 
 
-def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0]) if arguments else ROOT / "dist"
+def main(folder: Annotated[Path, typer.Argument()] = ROOT / "dist") -> int:
     sdist, wheel = build(folder)
     with tempfile.TemporaryDirectory() as place:
         found = list(failures(install(wheel, Path(place, "venv")), wheel.name.split("-")[1]))
     print("\n".join([*found, str(sdist), f"{wheel}: {'does not work' if found else 'tried in an empty environment'}"]))
     return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

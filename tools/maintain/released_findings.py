@@ -1,23 +1,24 @@
-"""Write docs/released.json: the findings of the fuzzer without fixes, and the fixes for them.
+"""Write docs/released.json: the findings of the fuzzer without fixes, and the fixes for these findings.
 
-    python -m maintain.released_findings [CONNECTOR...]
+    python -m maintain released_findings [CONNECTOR...]
 
-A fix belongs to a finding if a schedule still shows the finding with all fixes except this one. For each kind of
-finding, kvfix tries the first schedules until one names a fix.
+A fix belongs to a finding if a schedule with all other fixes still shows the finding. For each kind of finding, the
+program tries schedules until a schedule shows the fix.
 """
 
-import json
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import typer
 
 from kvfix import catalogue
 from kvfix.session import session
+from kvfix_tools.command_options import Names
 from kvfix_tools.lab import releases, runner
 from maintain.scenario_matrix import VLLM, answer_of
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.fuzz.schedule import Schedule
 
 FILE = Path(__file__).parents[2] / "docs/released.json"
-STEPS = 20_000  # steps of the scheduler for each pair
+STEPS = 20_000  # minimum number of the scheduler's steps for each pair (connector, vLLM)
 ASKED = 5  # maximum number of schedules to try for each kind of finding
 NEWER = Path("requirements/vllm-python-only.txt")  # releases of vLLM that are newer than the installed release
 #: {connector of the lab: the newest LMCache with which the lab plays it}
@@ -34,10 +35,10 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 @dataclass(frozen=True)
 class Row:
-    """The findings of one rule to which the same fixes belong. seed, message: from the first seed that names the fixes.
+    """The findings of one rule that have the same fixes. seed, message: from the first seed that shows the fixes.
 
-    fixes: all fixes that are needed to prevent the findings. Empty if two or more fixes prevent the findings, each of
-    them alone.
+    fixes: the fixes without which the findings appear. Empty if several fixes prevent the findings, and each of them is
+    enough.
     """
 
     rule: str
@@ -49,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The findings of a connector. with_fixes: number of kinds of findings in the same seeds with all fixes."""
+    """The findings of a connector. with_fixes: number of kinds of findings that the same seeds show with all fixes."""
 
     connector: str
     versions: dict[str, str]
@@ -61,10 +62,6 @@ class Found:
 
 def load() -> list[Found]:
     return msgspec.json.decode(FILE.read_bytes(), type=list[Found])
-
-
-def dump(found: list[Found]) -> str:
-    return json.dumps([asdict(run) for run in found], indent=1) + "\n"
 
 
 def look(connector: str, steps: int) -> Found:
@@ -103,7 +100,7 @@ def without_each(drawn: "Schedule") -> dict[str, list[tuple[str, str]]]:
     mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.played()]
     shown = {}
     with runner.applied(True):
-        play(drawn)  # imports the modules of the fixes
+        play(drawn)  # the play imports the modules that the fixes change
         done = {target for target, outcome in session.outcomes.items() if outcome.state == "applied"}
     here = [fix.code for fix in mine if done.intersection(fix.targets)]
     for left_out in here:
@@ -113,17 +110,17 @@ def without_each(drawn: "Schedule") -> dict[str, list[tuple[str, str]]]:
 
 
 def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """Return the fixes without which the schedule has a finding with this signature, or else with this rule."""
+    """Return the fixes without which the schedule shows this signature, or else any finding of this rule."""
     exact = [code for code, shown in without.items() if (rule, signature) in shown]
     return exact or [code for code, shown in without.items() if any(each == rule for each, _ in shown)]
 
 
 def answer(connector: str) -> None:
     runner.prepare(str(Path(".cache/lmcache") / CONNECTORS[connector]))
-    print(json.dumps(asdict(look(connector, STEPS))))
+    print(msgspec.json.encode(look(connector, STEPS)).decode())
 
 
-def main(connectors: list[str]) -> None:
+def main(connectors: Annotated[Names, typer.Argument()] = None) -> None:
     pythons = {"": Path(sys.executable)}
     pythons |= {release: VLLM / release / "bin/python" for release in NEWER.read_text().split()}
     known = {(run.connector, run.versions["vllm"]): run for run in (load() if FILE.exists() else [])}
@@ -134,10 +131,5 @@ def main(connectors: list[str]) -> None:
             run = msgspec.convert(answer_of(python, code), Found)
             known[connector, run.versions["vllm"]] = run
             order = list(CONNECTORS)
-            FILE.write_text(
-                dump([known[each] for each in sorted(known, key=lambda each: (order.index(each[0]), each[1]))])
-            )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+            runs = [known[each] for each in sorted(known, key=lambda each: (order.index(each[0]), each[1]))]
+            FILE.write_bytes(msgspec.json.format(msgspec.json.encode(runs), indent=1) + b"\n")

@@ -1,10 +1,10 @@
 """`make matrix`: play all scenarios with several vLLM releases and all LMCache releases, and write docs/matrix.json.
 
     make matrix                                  only new or changed pairs
-    python -m maintain.scenario_matrix --again   all pairs
+    python -m maintain scenario_matrix --again   all pairs
 
 `requirements/matrix` makes the environments .cache/vllm/<release>. In docs/matrix.json, a row of `outcomes` names all
-LMCache releases with this outcome, and `code` is a digest of the fixes and the lab.
+LMCache releases with this outcome. `code` is a digest of the fixes and the lab.
 """
 
 import datetime
@@ -15,8 +15,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from packaging.version import Version
 
 import kvfix
@@ -26,37 +27,36 @@ from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
-#: Releases of vLLM that have an environment: first those with a build for the CPU, then those with only Python files.
+#: Files that list releases of vLLM with an environment: releases built for the CPU, and releases as Python files only.
 VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-python-only.txt")
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: The script that plays the pairs of one vLLM release, in this release's environment.
 PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
-LIMIT = 300  # seconds for the import of vLLM, and for one pair, which takes about ten seconds
+LIMIT = 300  # maximum seconds for the import of vLLM, and for one pair, which usually takes ten seconds
 
-#: {(vllm, lmcache): {"date", "python", "code", and "outcomes" or, if the pair could not be played, "why"}}
+#: {(vllm, lmcache): {"date", "python", "code", "outcomes"}}. A pair that cannot be played has "why" and no "outcomes".
 Pairs = dict[tuple[str, str], dict[str, Any]]
 
 
 def digest() -> str:
-    """Return a digest of the code that the outcomes depend on, without vLLM and LMCache."""
+    """Return a digest of the code of kvfix on which the outcomes depend."""
     return hashlib.sha256(code().encode() + PROCESS.read_bytes()).hexdigest()[:12]
 
 
 def load(text: str) -> Pairs:
     whole, pairs = json.loads(text), Pairs()
-    for run in whole["runs"]:
-        for lmcache in run["lmcache"].split():
-            pair = {name: value for name, value in run.items() if name not in ("vllm", "lmcache")}
-            pairs[run["vllm"], lmcache] = pair if "why" in pair else {**pair, "outcomes": []}
-    for row in whole["outcomes"]:
-        for lmcache in row["lmcache"].split():
-            outcome = {name: value for name, value in row.items() if name not in ("vllm", "lmcache")}
-            pairs[row["vllm"], lmcache]["outcomes"].append(outcome)
+    for row in (*whole["runs"], *whole["outcomes"]):
+        vllm, releases = row.pop("vllm"), row.pop("lmcache").split()
+        for lmcache in releases:
+            if "scenario" in row:
+                pairs[vllm, lmcache]["outcomes"].append(dict(row))
+            else:
+                pairs[vllm, lmcache] = dict(row) if "why" in row else {**row, "outcomes": []}
     return pairs
 
 
 def dump(pairs: Pairs) -> str:
-    """Return the text of docs/matrix.json: sorted, with one line for all LMCache releases that have the same values."""
+    """Return the text of docs/matrix.json. A line has all LMCache releases with the same values."""
     runs: dict[str, list[str]] = {}
     outcomes: dict[str, list[str]] = {}
     for (vllm, lmcache), pair in sorted(pairs.items(), key=lambda each: (Version(each[0][0]), Version(each[0][1]))):
@@ -87,7 +87,7 @@ def deviations(pairs: Pairs) -> list[str]:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Return environment variables for a process with another vLLM, without fixes. first: folders for PYTHONPATH."""
+    """Return environment variables for a process with another vLLM, without fixes. first: begins PYTHONPATH."""
     packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
     others = {name: value for name, value in os.environ.items() if name != "KVFIX"}
     return {**others, "PYTHONPATH": os.pathsep.join([*map(str, first), *packages])}
@@ -101,7 +101,7 @@ def answer_of(python: Path, code: str, *first: Path) -> Any:
 
 
 def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Play these LMCache releases with the vLLM of this interpreter. Yield each result at once."""
+    """Play these LMCache releases with this interpreter's vLLM. Yield (release, result) after each release."""
     command = [str(python), "-m", f"maintain.{PROCESS.stem}", str(LIMIT), *(str(LMCACHE / name) for name in releases)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -110,10 +110,7 @@ def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any
             yield release, json.loads(line) if line else {"why": "the process of this vLLM ended"}
 
 
-def main(arguments: list[str]) -> int:
-    if not {"--again"}.issuperset(arguments):
-        print(f"what is `{' '.join(arguments)}`? Give --again, or nothing", file=sys.stderr)
-        return 2
+def main(again: Annotated[bool, typer.Option("--again")] = False) -> int:
     code, own = digest(), installed_source.version("vllm").partition("+")[0]
     pythons = {own: Path(sys.executable)}
     for release in [release for file in VLLM_RELEASES for release in file.read_text().split()]:
@@ -122,7 +119,7 @@ def main(arguments: list[str]) -> int:
     before = load(FILE.read_text()) if FILE.exists() else {}
     pairs = {pair: known for pair, known in before.items() if pair[0] in pythons and pair[1] in wanted}
     for vllm, python in pythons.items():
-        stale = [name for name in wanted if "--again" in arguments or pairs.get((vllm, name), {}).get("code") != code]
+        stale = [name for name in wanted if again or pairs.get((vllm, name), {}).get("code") != code]
         for lmcache, answer in play(python, stale) if stale else ():
             about = {"date": datetime.date.today().isoformat(), "python": answer.pop("python", ""), "code": code}
             pairs[vllm, lmcache] = {**about, **answer}
@@ -134,7 +131,3 @@ def main(arguments: list[str]) -> int:
     found = [*deviations(pairs), *(f"{pair}: not played" for pair in missing)]
     print("\n".join(found) or f"{len(pairs)} pairs, all as expected")
     return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,10 @@
-"""`make statements`: write the texts that the releases log or raise, from their source, for kvfix-diagnose.
+"""`make statements`: read from the releases' source which texts they log or raise, and write these for kvfix-diagnose.
 
 `kvfix_tools/diagnose/statements.json` has logging statements and assertion texts that the grammar reads. `checks.json`
-has exceptions, assertions and logged errors. Entries of other releases stay in the files.
+has exceptions, assertions and logged errors. The program keeps entries of other releases.
 
-    python -m maintain.statements lmcache DIR/0.3.1 DIR/0.3.2 ...
-    python -m maintain.statements vllm DIR/0.9.2=.../site-packages ...
+    python -m maintain statements lmcache DIR/0.3.1 DIR/0.3.2 ...
+    python -m maintain statements vllm DIR/0.9.2=.../site-packages ...
 """
 
 import ast
@@ -21,7 +21,7 @@ from kvfix_tools.diagnose.statements import Check
 
 ERRORS = ("error", "critical", "exception")
 LEVELS = ("debug", "info", "warning", *ERRORS)
-#: Folders and files of vLLM that are read.
+#: Folders and files of vLLM from which checks are read.
 VLLM = (
     "distributed/kv_transfer/", "distributed/kv_events.py", "v1/core/", "v1/kv_offload/", "v1/simple_kv_offload/",
     "v1/worker/kv_connector", "v1/worker/gpu_model_runner.py", "v1/worker/gpu/kv_connector", "v1/engine/core",
@@ -31,7 +31,7 @@ _TEXT, _CONDITION = 200, 120  # maximum characters of a text and of a condition
 
 
 def template(node: ast.expr | None) -> str | None:
-    """Return the text, with `{}` for each value of an f-string. `%s` stays. None if the source has no text."""
+    """Return the text with `{}` for each value of an f-string, but `%s` unchanged; None if the node is not a string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -40,7 +40,7 @@ def template(node: ast.expr | None) -> str | None:
 
 
 def said(node: ast.AST) -> tuple[str, ast.expr | None]:
-    """Return (level, text) of a logging call, an assertion, an exception or an assignment; ("", None) of other code."""
+    """Return (level, text) of a logging call, assertion, exception or assignment; ("", None) for other code."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), args=[text, *_]) if name.removesuffix("_once") in LEVELS:
             return name.removesuffix("_once"), text
@@ -54,7 +54,7 @@ def said(node: ast.AST) -> tuple[str, ast.expr | None]:
 
 
 def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
-    """Return (message, template, level, line) of each statement whose text a message of the grammar matches."""
+    """Return (message of the grammar, template, level, line) of each statement whose text the message matches."""
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
         return []
     found = []
@@ -83,7 +83,7 @@ def take_statements(table: Table, release: str, root: Path) -> None:
 
 
 def rows(table: Table) -> list[list[object]]:
-    """Return the rows of the file: [message, template, level, file, {line: releases}], the oldest release first."""
+    """Return the rows of the file: [message, template, level, file, {line: releases}]. The oldest release is first."""
     made: list[list[object]] = []
     for key, lines in sorted(table.items()):
         by_line: dict[str, list[str]] = {}
@@ -96,7 +96,7 @@ def rows(table: Table) -> list[list[object]]:
 
 
 def with_place(node: ast.AST, function: str = "<module>", condition: str = "") -> Iterator[tuple[ast.AST, str, str]]:
-    """Yield (node, its function, condition of its innermost `if`) of all nodes below `node`."""
+    """Yield (node, name of its function, condition of its innermost `if`) for all nodes below `node`."""
     for name, value in ast.iter_fields(node):
         leads = ast.unparse(node.test) if isinstance(node, ast.If) and name == "body" else condition
         if isinstance(node, ast.If) and name == "orelse":
@@ -137,14 +137,10 @@ def take_checks(table: statements.Table, release: str, package: Path) -> None:
 
 
 def _ranges(numbers: Iterable[int]) -> list[int]:
-    """Return the first and last number of each run: [0, 1, 2, 7] becomes [0, 2, 7, 7]."""
-    made: list[int] = []
-    for number in sorted(numbers):
-        if made and made[-1] == number - 1:
-            made[-1] = number
-        else:
-            made += [number, number]
-    return made
+    """Return the first and the last number of each run of consecutive numbers: [0, 1, 2, 7] becomes [0, 2, 7, 7]."""
+    found = set(numbers)
+    firsts, lasts = (sorted(each for each in found if each + step not in found) for step in (-1, 1))
+    return [end for run in zip(firsts, lasts, strict=True) for end in run]
 
 
 def as_data(table: statements.Table) -> dict[str, object]:
@@ -159,12 +155,10 @@ def as_data(table: statements.Table) -> dict[str, object]:
 
 
 def main(dist: str, folders: list[str]) -> None:
-    data, kept = (
-        json.loads(file.read_text()) if file.exists() else {} for file in (statements.FILE, statements.CHECKS)
-    )
-    known = statements.known() if data else {}
-    table: Table = {(row.message, row.template, row.level, row.file): dict(row.lines) for row in known.get(dist, [])}
-    found = statements.table(kept[dist]) if dist in kept else {}
+    data, kept = (json.loads(file.read_text()) for file in (statements.FILE, statements.CHECKS))
+    known = statements.known()[dist]
+    table: Table = {(row.message, row.template, row.level, row.file): dict(row.lines) for row in known}
+    found = statements.table(kept[dist])
     for folder in folders:
         name, _, place = folder.partition("=")
         release, package = Path(name).name, Path(place or name) / dist
@@ -187,9 +181,5 @@ def _write(file: Path, data: dict[str, Any], text_of: Callable[[Any], str]) -> N
 
 
 def _lines(brackets: str, rows: Iterable[str]) -> str:
-    """Return a list or an object of JSON with one row in each line."""
+    """Return a JSON list or object with each row in its own line."""
     return f"{brackets[0]}\n" + ",\n".join(rows) + f"\n{brackets[1]}"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

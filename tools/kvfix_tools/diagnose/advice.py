@@ -1,4 +1,4 @@
-"""The cause of a finding, and remedies in the order in which to try them. Fixes come from the catalogue."""
+"""Find the cause of a finding, and the remedies in the order in which the user should try them."""
 
 import re
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from kvfix_tools.diagnose.log_finding import LogFinding
 from kvfix_tools.diagnose.statements import NAMES
 
 _REPORT = "kvfix-diagnose LOG --issue FILE.md"
-#: A remedy that is an upgrade and nothing else.
+#: A remedy that begins with an upgrade.
 _UPGRADE = re.compile(
     r"(?:upgrade to )?(?P<dist>vLLM|LMCache) (?P<release>\d+\.\d+(?:\.\w+)*)(?: or (?:newer|later))?(?:$|,| \()"
 )
@@ -34,7 +34,7 @@ def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
 
 
 def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
-    """Return the distribution that the fix is for; None if the log's releases do not need the fix."""
+    """Return the distribution that the fix changes; None if the log's releases do not need the fix."""
     concerned = (
         p.dist
         for p in each.targets
@@ -56,7 +56,7 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 
 def heading(found: LogFinding) -> str:
-    """Return the heading of the cause. A general record knows only the usual causes of a kind of failure."""
+    """Return the heading of the cause. A general record lists only the usual causes of its kind of failure."""
     return "Usual causes" if found.rule.general else "Why"
 
 
@@ -83,7 +83,7 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
 
 
 class Remedy(NamedTuple):
-    """now: what to do at once. good: the permanent remedy. Each is one line, or ""."""
+    """now: what the user can do at once. good: the permanent remedy. Both are single lines, or "" if none is known."""
 
     now: str
     good: str
@@ -136,7 +136,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
 
 
 def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
-    """Return the releases that need the fix, if the log does not name its release; else ""."""
+    """Return text with the releases that need the fix if the log does not name its release; else ""."""
     dist = _dist(log, found, each) or each.targets[0].dist
     broken = sorted(fix_overview.wrong_releases(each, dist), key=Version)
     if not broken or _within(log, found, dist, ">=0") is not None:

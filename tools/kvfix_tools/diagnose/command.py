@@ -1,4 +1,4 @@
-"""The command `kvfix-diagnose`: its options; read the inputs, find problems, print them."""
+"""The command `kvfix-diagnose`: check the options, read the inputs, find problems and print the findings."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.log_finding import LogFinding
 
-#: Every file that kvfix writes has one of these texts in its first lines.
+#: Every file that kvfix writes matches this pattern in its first 400 bytes. kvfix overwrites no other file.
 _OURS = re.compile(rb"kvfix-diagnose|kvfix \d\S* read a log")
 FORMATS = ("text", "json", "github")
 _CERTAIN = "certain"
@@ -30,7 +30,7 @@ _INTERRUPTED = 130
 class Options:
     """The options.
 
-    brief: "-" or a file. select, ignore: codes or prefixes of codes. everything: show every finding in full.
+    brief: a file, or "-" for standard output. select, ignore: codes or prefixes of codes. everything: show all in full.
     fail_on: `certain`, or the least severity for exit code 1. exit_zero: exit 0 even with findings.
     """
 
@@ -77,7 +77,7 @@ class Options:
 
 
 def main(paths: list[str], options: Options = Options()) -> int:
-    """Return 0 without findings, 1 with findings (--fail-on), 2 for a file error, 130 if interrupted."""
+    """Return the exit code: 0 without findings, 1 with findings (--fail-on), 2 for a file error, 130 if interrupted."""
     try:
         sources = log_files.sources(paths)
         options.check([*paths, *(source.path for source in sources)])
@@ -102,7 +102,7 @@ def main(paths: list[str], options: Options = Options()) -> int:
             _say(log.interrupted)
         _show(log, findings, console, options, live)
         sys.stdout.flush()
-    except OSError as error:  # of standard output: the disk is full, or the reader has exited
+    except OSError as error:  # standard output cannot be written: its disk is full, or its reader has exited
         _give_up_stdout()
         if not isinstance(error, BrokenPipeError):
             _say(f"the report could not be written: {error.strerror or error}")
@@ -121,7 +121,7 @@ def _say(text: str) -> None:
 
 
 def _give_up_stdout() -> None:
-    """Discard buffered output, because Python would write it at exit and fail again."""
+    """Discard buffered output, because Python would try to write the output at exit, and fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -141,9 +141,9 @@ def _show(log: Diagnosis, findings: list[LogFinding], console: Console, options:
 
 
 def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
-    """Read the inputs, and return those that could not be read. For large inputs, show the progress on a terminal."""
+    """Read the inputs, and return the errors of unreadable inputs. On a terminal, show the progress of large inputs."""
     total = 0 if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
-    # The unpacked size of a compressed file is not known in advance.
+    # kvfix knows the unpacked size of a compressed file only after reading it.
     packed = any(source.packed for source in sources)
     shown = sys.stderr.isatty() and total >= _LONG
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -158,7 +158,7 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
 
 
 def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool:
-    """Write the output files. Return True if one could not be written."""
+    """Write the output files. Return True if a file could not be written."""
     texts: dict[str, str] = {}
     if options.html:
         texts[options.html] = report_text.page(log, findings)
@@ -171,7 +171,7 @@ def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool
 
 
 def _is_written(path: str, text: str) -> bool:
-    """Write a file whole or not at all. Write directly to a pipe or to /dev/stdout."""
+    """Write the file completely, or do not change it. Write directly to a pipe or to /dev/stdout."""
     whole = Path(path) if os.path.exists(path) and not os.path.isfile(path) else Path(f"{path}.part")
     try:
         whole.write_text(text, encoding="utf-8")

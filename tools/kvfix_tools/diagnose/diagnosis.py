@@ -25,18 +25,18 @@ from kvfix_tools.ledger import RULES
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.
 _REQUEST_LINES = 5000
-#: After this number of findings, all new crashes of one rule together make one finding.
+#: Maximum number of separate findings. More crashes of one rule are counted in a single finding.
 FINDINGS = 1000
-#: The rule of the ledger that every traceback violates. Other findings report the traceback.
+#: Every traceback violates this rule of the ledger. kvfix ignores it, because other findings report tracebacks.
 _EXCEPTION = "exception-left-hook"
-#: (rule of the ledger, the DEBUG line that it needs, what this line shows)
+#: (rule of the ledger, kind of DEBUG line that the rule needs, values in this line)
 _HIDDEN = (("KVR004", "due", "granted and loaded tokens"), ("KVR007", "storing", "stored and skipped tokens"))
 
 
 class Diagnosis:
-    """A diagnosis that takes lines in the order of the log. `findings` can be read at any time.
+    """A diagnosis of the lines that `take` gets in the order of the log. `findings` can be read at any time.
 
-    on_found: called with each new finding, for streams. request: keep all lines of this request.
+    on_found: function to call with each new finding of a stream. request: id of a request whose lines are kept.
     """
 
     def __init__(self, on_found: Callable[[LogFinding], None] | None = None, request: str = "") -> None:
@@ -49,9 +49,9 @@ class Diagnosis:
         self.releases = Releases()
         self.who = WhoRan()
         self.failures = Failures()
-        #: True if an input has a line of vLLM's or LMCache's logger.
+        #: True if the input has a line that vLLM's or LMCache's logger wrote.
         self.is_own = False
-        #: {rule of the ledger: number of events that it could not check}
+        #: {rule of the ledger: number of events that the rule could not check}
         self.unknowns: Counter[str] = Counter()
         self.debug = False
         self.requests = Requests(self.ledger)
@@ -68,13 +68,13 @@ class Diagnosis:
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
         self._crashed: set[str] = set()
-        #: The last input with lines of kvfix's own recorder.
+        #: Name of the last input with lines of kvfix's own recorder.
         self.recording = ""
         self._time: float | None = None
         self._asked: Fields = {}
 
     def state(self, kind: type[State]) -> State:
-        """Return the state of this class, which rules of one module keep while the log is read."""
+        """Return the one object of this class, in which the rules of a module keep state while the log is read."""
         kept = self._states.get(kind)
         if kept is None:
             kept = self._states[kind] = kind()
@@ -127,14 +127,14 @@ class Diagnosis:
         return self.findings
 
     def _run(self, kind: str, line: LogLine | None) -> None:
-        """Run the rules for one kind of line that are functions of the package `findings`."""
+        """Run the rules for this kind of line, which are functions of the package `findings`."""
         for rule in self._rules.get(kind, ()):
             if (answer := rule.look(self, line)) is not None:
                 self.add(rule, answer, line)
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The findings, causes first. Left out: findings that a record replaces, ledger rules for crashed requests."""
+        """The findings, causes first, without findings that a record replaces and ledger rules for crashed requests."""
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown = [
             found
@@ -150,7 +150,7 @@ class Diagnosis:
 
     @property
     def done(self) -> tuple[int, int, int, int]:
-        """The numbers of requests, lookups, loads and stores."""
+        """The numbers of requests, lookups, loads and stores in the log."""
         counts = self.counts
         return (
             self.requests.named,
@@ -160,7 +160,7 @@ class Diagnosis:
         )
 
     def hidden(self) -> list[tuple[str, str, str]]:
-        """Return (rule, events that it needs, setting that logs the events) for each rule that this log level hides."""
+        """Return (rule, values it needs, setting that logs them) for each rule without lines at this log level."""
         if self.debug or not self.counts["asked"]:
             return []
         release = self.releases.one("lmcache") or (self.releases.candidates or ["0.5.6"])[-1]
@@ -172,7 +172,7 @@ class Diagnosis:
         ]
 
     def _feed(self, event: Event, line: LogLine) -> list[Finding]:
-        """Feed an event to the ledger. Return its violations, and count rules that could not be checked."""
+        """Feed an event to the ledger. Return the violated rules, and count the rules that could not be checked."""
         judged = self.ledger.feed(event)
         known = self.requests[event.request]
         known.places.append((line.file, line.number))
@@ -191,7 +191,7 @@ class Diagnosis:
         if is_error and self.failures.is_ending(line):
             return
         is_degraded = line.name == "degraded"
-        if is_degraded:  # records for errors apply to this line too
+        if is_degraded:  # find records for this line as for an error
             logged = {"level": "error", "logger": "lmcache", "place": ""}
             line, is_error = replace(line, name="logged", fields={**line.fields, **logged}), True
         if is_error:
@@ -204,19 +204,19 @@ class Diagnosis:
                 self.failures.unknown(line)
             return
         shown = [rule for rule, _ in answered if rule.signs]
-        if is_degraded and shown:  # a record explains the error, so KVD207 adds nothing
+        if is_degraded and shown:  # a record explains the error: leave out the general finding KVD207
             answered = [each for each in answered if each[0].signs]
         for rule, answer in answered:
             if rule.signs and rule.gives_way(shown, line):
                 continue
-            # If a statement quotes an error, the record of the error replaces the record of the statement.
+            # If the logged line quotes an error, the record of the quoted error replaces the record of the line.
             quoted = problems.quoted(rule, self, line)
             if quoted is not None:
                 rule, answer = quoted, answer._replace(sure=quoted.certain)
             self.add(rule, answer, line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
-        """Report violated rules of the ledger. Leave out requests that already have a crash as a finding."""
+        """Report violated rules of the ledger, except for requests whose crash is already a finding."""
         for each in violated:
             if each.name != _EXCEPTION and each.request not in self._crashed:
                 self.add(problems.of_ledger(each), findings.Answer(each.message, each.request), line)
@@ -227,7 +227,7 @@ class Diagnosis:
         crash = rule.severity is findings.Severity.CRASH
         if crash and len(self._crashed) < REQUESTS:
             self._crashed.add(request)
-        # A crash has one finding for each request. Other rules have one finding for all requests.
+        # A crash gives a finding for each request. Any other rule gives one finding for all requests together.
         key = (rule.code, request if crash else "")
         found = self._found.get(key)
         if found is None and len(self._found) >= FINDINGS:
@@ -251,7 +251,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return the position of a finding from the end of the log: just after the findings above its first line."""
+        """Return a position for a finding made at the end of the log: after the findings above its first line."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]
@@ -264,7 +264,7 @@ class Diagnosis:
 
 
 def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
-    """Return the diagnosis of a log in memory."""
+    """Return the diagnosis of a log that is in memory."""
     found = Diagnosis()
     found.bytes, found.is_complete = len(log), True
     scanner = Scanner(file)

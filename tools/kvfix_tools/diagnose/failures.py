@@ -1,4 +1,4 @@
-"""Failures that no finding explains: the first error of a log, and the package whose code raised it."""
+"""Find the failures that no finding explains: the first error of a log, and the package whose code raised it."""
 
 import re
 from functools import lru_cache
@@ -19,16 +19,16 @@ _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
     rb"|EngineCore encountered a|(?:died|exited) unexpectedly|Worker proc |Shutting down due to|output_handler failed"
 )
-#: Kinds of lines of an engine that works.
+#: Kinds of lines that an engine writes only while it works on requests.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
-#: Kinds of lines of an engine or a server that starts, also a second time in the same file.
+#: Kinds of lines that an engine or a server writes when it starts. A file may contain several starts.
 _STARTS = frozenset({"vllm_version", "creating", "transfer_mode", "up"})
 #: Maximum numbers of failures, processes and exceptions to keep.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
-#: Files of the API server whose exceptions concern one request only.
+#: Code of the API server. An exception in this code concerns only one request.
 _OF_A_REQUEST = ("/starlette/", "/fastapi/", "/serving")
 _ENGINES = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
-#: The engine's message about an exception of a worker, which quotes the exception's text.
+#: The engine's message about a worker that failed. The message quotes the text of the worker's exception.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
 
 
@@ -36,18 +36,18 @@ class Failures:
     def __init__(self) -> None:
         #: The first lines of failures that no finding and no record explains.
         self.lines: list[LogLine] = []
-        #: Exceptions of the log, explained or not, each once.
+        #: The different exceptions of the log, with or without a finding that explains them.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
-        #: True if an engine or a worker has logged that it died, and the first line about this.
+        #: dead: True if an engine or a worker has logged its death. death: the first line that reports a death.
         self.dead = False
         self.death: LogLine | None = None
-        #: The engine's line that quotes a worker's exception, for logs without the worker's own lines.
+        #: The engine's line that quotes a worker's exception. Some logs do not have the worker's own lines.
         self.quoted: LogLine | None = None
         self.last: dict[str, LogLine] = {}
-        #: {file of a process that shuts down and has not worked since: time of the first line about the shutdown}
+        #: {file of a process that shuts down and has not worked again: time of the first line about the shutdown}
         self.closing: dict[str, float | None] = {}
-        #: Number of `lines` before the engine last worked.
+        #: Length of `lines` when the engine last worked. The engine survived the failures in these lines.
         self._survived = 0
         #: True if the engine worked after it last waited for a worker.
         self.worked_since_wait = False
@@ -56,9 +56,9 @@ class Failures:
         name = line.name
         works = name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0)
         if self.closing and line.file in self.closing and (works or name in _STARTS):
-            # The process works again, unless Ray prints a line late, from before the shutdown.
+            # The process works again. But Ray may print a line late, and its time is then before the shutdown.
             since = self.closing[line.file]
-            is_first = name in ("vllm_version", "up")  # of the API server or LMCache's server, never of a worker of Ray
+            is_first = name in ("vllm_version", "up")  # a worker of Ray never writes these lines
             if is_first or since is None or line.time is None or line.time >= since:
                 del self.closing[line.file]
         if works:
@@ -86,22 +86,22 @@ class Failures:
             self.last[line.process] = line
 
     def unknown(self, line: LogLine) -> None:
-        """Keep a failure that no finding explains."""
+        """Keep a line about a failure that no finding explains."""
         if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
 
     @property
     def heading(self) -> LogLine | None:
-        """The line that announces `first`: pydantic's count of errors, or the terminate message of C++; or None."""
+        """The line that announces `first`: pydantic's number of errors, or C++'s terminate message; or None."""
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     def is_ending(self, line: LogLine) -> bool:
-        """Return True if the process of this file is shutting down. Then its errors are consequences."""
+        """Return True if the process that wrote this line is shutting down. Its errors are then consequences."""
         return line.file in self.closing
 
     @property
     def first(self) -> LogLine | None:
-        """The first exception, or else the first error. If the engine lives, only one after its last work; or None."""
+        """The first exception, or else the first error. If the engine lives, ignore errors before its last work."""
         after = self.lines if self.dead else self.lines[self._survived :]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
@@ -113,7 +113,7 @@ class Failures:
 
 
 def _quoted(line: LogLine) -> LogLine | None:
-    """Return the worker's exception that this line of the engine quotes, without class and frames; None without one."""
+    """Return the worker's exception that this engine's line quotes, with empty class and frames; or None."""
     text = str(line.fields["text"])
     found = _IN_A_WORKER.match(text) if text.startswith("Worker failed with error") else None
     if found is None or not found["text"]:
@@ -123,13 +123,13 @@ def _quoted(line: LogLine) -> LogLine | None:
 
 
 def is_cut(line: LogLine) -> bool:
-    """Return True if the log ends inside this traceback, before the exception."""
+    """Return True if the log ends inside this traceback, before the line with the exception."""
     fields = line.fields
     return line.name == "raised" and bool(fields["frames"]) and not (fields["class"] or fields["text"])
 
 
 def _is_heading(line: LogLine) -> bool:
-    """Return True if the line only counts pydantic's errors. Later lines show each error."""
+    """Return True if the line only has the number of pydantic's errors. Later lines show each error."""
     return line.name == "raised" and " validation error" in str(line.fields.get("text", ""))[:40]
 
 
@@ -139,7 +139,7 @@ def _terminates(line: LogLine) -> bool:
 
 
 def _while_ending(line: LogLine) -> bool:
-    """Return True for an exception in `__del__`, which Python ignores. It usually follows another failure."""
+    """Return True for an exception in `__del__`, which usually follows another failure. Python ignores it."""
     frames = line.fields.get("frames") or [("", 0, "")]
     return bool(frames[0][2] == "__del__")
 
@@ -157,9 +157,9 @@ def _is_failure(line: LogLine) -> bool:
         return True
     if fields["level"] not in ("error", "critical") or _is_dead(line.body):
         return False
-    if fields["logger"] == "vllm" and line.body[:1].isspace():  # a traceback whose beginning is missing
+    if fields["logger"] == "vllm" and line.body[:1].isspace():  # the traceback of this line lacks its beginning
         return False
-    # vLLM logs the input of a failed step as an error, and the API server a line above the exception that it caught.
+    # These errors are no failures: vLLM's dump of a failed step's input, and the API server's line above an exception.
     return "dump_input.py" not in fields["place"] and b"Engine Exception caught." not in line.body
 
 
@@ -169,13 +169,13 @@ def _is_dead(body: bytes) -> bool:
 
 
 def of_connector(line: LogLine) -> bool:
-    """Return True if a connector hook or code of a connector raised the exception."""
+    """Return True if a connector's hook or other code of a connector raised the exception."""
     frames = line.fields["frames"]
     return any(frame[2] in HOOKS or "/lmcache/" in frame[0] or "kv_connector" in frame[0] for frame in frames[-12:])
 
 
 def is_of_engine(line: LogLine) -> bool:
-    """Return True if an engine, a worker or a connector raised the exception, not the API server for one request."""
+    """Return True if an engine, a worker or a connector raised the exception, and False for the API server."""
     frames = line.fields["frames"]
     paths = [f"/{frame[0]}" for frame in frames]
     if any(part in path for path in paths for part in _OF_A_REQUEST):
@@ -184,12 +184,12 @@ def is_of_engine(line: LogLine) -> bool:
 
 
 def hook(frames: list[Frame]) -> str:
-    """Return the connector hook that raised or passed on the exception; "" if there is none."""
+    """Return the connector hook through which the exception was raised; "" if no frame is a hook."""
     return next((frame[2] for frame in frames if frame[2] in HOOKS), "")
 
 
 def owner(frames: list[Frame]) -> str:
-    """Return the package whose code raised the exception, by the innermost frame."""
+    """Return the package whose code raised the exception. The innermost frame with a known package decides."""
     if not frames:
         return ""
     for file, _, _ in reversed(frames):
@@ -199,4 +199,4 @@ def owner(frames: list[Frame]) -> str:
                 return name
         if path.startswith("/"):
             return "your own code"
-    return "code whose path is not in the log"  # `.../file.py`
+    return "code whose path is not in the log"  # a frame has only `.../file.py`

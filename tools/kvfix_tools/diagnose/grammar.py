@@ -1,7 +1,7 @@
-"""Patterns of the log lines that kvfix understands (for the body of a message), and the words that such lines contain.
+"""Patterns for the messages of log lines that kvfix understands, and the words by which kvfix finds these lines.
 
 A pattern matches the wording of every release. `statements.json` lists the releases, places and levels of each logging
-statement, and tests compare it with the patterns. Numbers become int, other values str.
+statement, and tests compare the file with the patterns. A number in a line becomes an int, any other value a str.
 """
 
 import re
@@ -19,22 +19,22 @@ FILE = Path(__file__).with_name("knowledge.json")
 RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
 #: A group that matches only digits is a count. All other groups are text.
 _COUNT = re.compile(r"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
-#: In a pattern, `{name}` is a count. _VALUE finds a value or an escaped character, and _GROUP finds a group.
+#: `{name}` in a pattern is a count. _VALUE finds a part that is not fixed text, and _GROUP finds a group.
 _COUNTED, _VALUE = re.compile(r"\{([a-z]\w*)\}"), re.compile(r"<ID>|<END>|\\.|\[(?:\\.|[^]\\])+\]")
 _GROUP = re.compile(r"\([^()]*\)")
 _PARTS = {
     "<ID>": r"(?P<request>[^\s,'\"()\[\]]+)",
-    "<END>": r"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)",  # before the place of LMCache's statement, or the end
+    "<END>": r"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)",  # before the file of LMCache's statement, or the end
     r"\d+)": r"\d{1,18})",  # because int() refuses very long numbers
 }
 
 
 class Message(NamedTuple):
-    """One kind of line, from knowledge/messages.toml.
+    """A kind of line, as knowledge/messages.toml defines it.
 
-    literal: the longest text of the pattern that each line of this kind contains.
-    pattern: its groups are the fields.
-    source: `lmcache`, `vllm` or `kvfix` for their log lines, `raised` for the text of an exception.
+    literal: the longest fixed text of the pattern. Every line of this kind contains the literal.
+    pattern: each named group is a field.
+    source: `lmcache`, `vllm` or `kvfix` for a log line of this package, `raised` for the text of an exception.
     counts: names of the fields that are counts.
     """
 
@@ -45,7 +45,7 @@ class Message(NamedTuple):
     counts: frozenset[str]
 
     def values(self, match: re.Match[bytes]) -> Fields:
-        """Return {field: count or text} of the groups that matched."""
+        """Return {field: its count or text} for the groups that matched."""
         found: Fields = {}
         for field, value in zip(self.pattern.groupindex, match.groups(), strict=True):
             if value is not None:
@@ -64,7 +64,7 @@ def _message(source: str, name: str, pattern: str) -> Message:
 
 
 def _longest_text(pattern: str) -> str:
-    """Return the longest fixed text of a pattern, without values, groups and repeats. Every match contains it."""
+    """Return the longest text that every match of the pattern contains. It has no values, groups and repeats."""
     pattern = _VALUE.sub("\0", pattern)
     while "(" in pattern:
         pattern = _GROUP.sub("\0", pattern)
@@ -72,7 +72,7 @@ def _longest_text(pattern: str) -> str:
 
 
 class Tables(msgspec.Struct):
-    """The tables of `messages.toml`, `connectors.toml` and `words.toml` in knowledge/. problems.py has the records."""
+    """The tables of messages.toml, connectors.toml and words.toml in knowledge/. problems.py reads the records."""
 
     messages: dict[str, dict[str, str]]
     connectors: dict[str, tuple[str, ...]]
@@ -101,10 +101,10 @@ def containing(text: bytes) -> list[Message]:
     return [MESSAGES[number] for number in sorted({number for number, _, _ in _literals_in(text, overlapping=True)})]
 
 
-#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
+#: Part of `[2026-11-21 01:41:27,007] LMCache INFO: `, with which LMCache 0.3.0 to 0.5.6 begins each line.
 FRAME = b"] LMCache "
 NEEDLES = tuple(needle.encode() for needle in TABLES.needles)
-#: Finds the needles in a line without LMCache's frame. LeftmostFirst compares many bytes at once.
+#: Return the needles in a line without LMCache's frame. LeftmostFirst is fast: it compares many bytes at once.
 in_line = BytesAhoCorasick(
     NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA
 ).find_matches_as_indexes

@@ -19,7 +19,7 @@ HISTORY, VIOLATED = 24, 8
 
 
 class Request:
-    """A request. places: (file, line) of its events. asked: fields of its last lookup. violated: violated rules."""
+    """A request. places: (file, line) of each event. asked: fields of the last lookup. violated: violated rules."""
 
     def __init__(self) -> None:
         self.places: deque[tuple[str, int]] = deque(maxlen=HISTORY)
@@ -28,12 +28,12 @@ class Request:
 
 
 class Requests(dict[str, Request]):
-    """The requests of one ledger, by id. A forgotten request is removed from the ledger too."""
+    """{id: request} of one ledger. When the dictionary drops a request, it removes the request from the ledger too."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        #: Number of requests that the log names.
+        #: Number of requests that the log names, with dropped requests.
         self.named = 0
 
     def __missing__(self, request: str) -> Request:
@@ -45,11 +45,11 @@ class Requests(dict[str, Request]):
         return self.setdefault(request, Request())
 
     def history(self, request: str) -> list[HistoryEvent]:
-        """Return the request's events so far as texts, each with file and line."""
+        """Return all events of the request that were read so far, as texts with file and line."""
         history, known = self._ledger.histories.get(request), self.get(request)
         if not request or history is None or known is None:
             return []
-        events, places = reversed(history.events), reversed(known.places)  # may have unequal lengths, but equal ends
+        events, places = reversed(history.events), reversed(known.places)  # the newest event and place belong together
         return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]
 
 
@@ -59,15 +59,15 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
         return [] if computed is None else [ev.Asked(fields["request"], total, computed, None, None)]
     need = fields["need"]
     if computed is None:
-        # Before 0.3.14 the line lacks vLLM's computed tokens. Its `need` is hit - computed, and one less if the hit is
-        # the whole request (vllm_v1_adapter.py 0.3.13:1283). So `need` gives the computed tokens.
+        # Before 0.3.14 the line lacks vLLM's computed tokens, but `need` gives them: it is hit - computed, and one less
+        # if the hit is the whole request (vllm_v1_adapter.py 0.3.13:1283).
         computed = hit - need - (hit == total)
     promised = 0 if "least" in fields else max(0, need)
     return [ev.Asked(fields["request"], total, computed, hit, promised)]
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Lower the promise of the last lookup, because LMCache caps a promise after it logs it. Return no event."""
+    """Lower the promise of the last lookup: LMCache logs a promise before capping it. Return no event."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))
@@ -75,7 +75,7 @@ def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _due(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return the grant and the load. Before this line, the connector asserts that grant and promise are equal."""
+    """Return the grant and the load. The grant equals the promise: the connector asserts this before it logs."""
     request, computed = fields["request"], fields.get("computed")
     history = ledger.histories.get(request)
     if computed is None or history is None or history.asked is None or history.asked.promised is None:
@@ -97,19 +97,19 @@ def _retrieved(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _kv_failing(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return a failed load for each request that vLLM ends. The line has a set or a list of ids."""
+    """Return a failed load for each request id in the line. vLLM ends these requests."""
     return [ev.LoadFailed(request, None) for request in re.findall(r"'([^']+)'", fields["requests"])[:64]]
 
 
 def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return the exception, and before it the grant that its text names."""
+    """Return the event of the exception. If its text names a grant, the grant comes first."""
     request = fields.get("request", "")
     made: list[Event] = []
     history = ledger.histories.get(request)
     if fields["meaning"] == "mismatch" and history is not None and history.asked is not None:
         promised = history.asked.promised
-        # A capped load has a lower promise than the line of its lookup says, so a smaller grant may be correct. Only a
-        # grant above the promise in that line makes an event.
+        # LMCache may have capped the promise after logging the lookup, so a smaller grant may be correct. Only a grant
+        # above the logged promise makes an event.
         if promised is not None and fields["granted"] > promised:
             made.append(ev.Granted(request, fields["granted"]))
     where = fields["frames"][-1][2] if fields["frames"] else "?"
@@ -120,7 +120,7 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
     return made
 
 
-#: {kind of line: the function that makes its events, in their order}
+#: {kind of line: function that returns the line's events in order}
 MAKERS: dict[str, Callable[[Ledger, Fields], list[Event]]] = {
     "asked": _asked,
     "capped": _capped,

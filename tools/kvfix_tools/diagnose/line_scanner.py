@@ -1,4 +1,4 @@
-"""Turn blocks of log text into lines that matter. Only lines with a needle and lines of a traceback are parsed."""
+"""Turn blocks of log text into lines that matter. Parse only lines with a needle, and lines of a traceback."""
 
 import re
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Headless, Other
 from kvfix_tools.diagnose.tracebacks import Part, Stacks, Tracebacks, by_name
 
-#: A log of an engine has a line of vLLM's or LMCache's logger within these first bytes.
+#: An engine's log has a line of vLLM's or LMCache's logger within this number of bytes.
 _OWN = 1 << 20
 #: Maximum number of bytes of a line to parse.
 LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
-#: Maximum bytes before LMCache's frame: a process, a colour, the time.
+#: Maximum number of bytes before LMCache's frame. These bytes are a process, a colour and the time.
 _HEAD = STAMP + 24
-#: An input counts as pasted messages if at most this many of its lines are neither messages nor log lines.
+#: An input counts as pasted messages if at most this number of lines are neither messages nor log lines.
 _FEW = 5
-#: A heading of a page, or a comment of a file with settings.
+#: A heading of a Markdown page, or a comment in a file with settings. An input with this line is not a log.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
 
 
 class Scanner:
-    """The scanner of one input. It takes blocks of whole lines in order, and yields every line that matters."""
+    """The scanner of one input. `scan` takes blocks of whole lines in order, and yields every line that matters."""
 
     def __init__(self, file: str = "log") -> None:
         self._file = file
@@ -34,15 +34,15 @@ class Scanner:
         self.debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
-        #: {process: source line of an assertion whose traceback is missing}
+        #: {process: the last `assert` line of source code without a traceback above it}
         self._source: dict[str, str] = {}
-        #: The last line of a traceback: its process, the place of the logging statement, its number and body.
+        #: The last line of a traceback: (process, place of the logging statement, line number, body).
         self._placed = ("", "", 0, b"")
-        #: The year in LMCache's first line, for the times of vLLM's lines, which have no year.
+        #: The year in LMCache's first line. vLLM's lines have times without a year, so they get this year.
         self._year = b""
-        #: Which lines without a logger's prefix count; None if not decided yet.
+        #: The lines without a logger's prefix that count; None before the first block.
         self._headless: Headless | None = None
-        #: True if a line has the prefix of vLLM's or LMCache's logger.
+        #: True if a line of the input has the prefix of vLLM's or LMCache's logger.
         self.is_own = False
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
@@ -85,7 +85,7 @@ class Scanner:
         self._number += block.count(b"\n")
 
     def _decide(self, lines: list[bytes]) -> None:
-        """Decide which lines without a prefix count. A later block of a stream may change the decision."""
+        """Decide which lines without a logger's prefix count. A later block of the input may change the decision."""
         now = Headless.ALL if self.is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now
@@ -100,7 +100,7 @@ class Scanner:
             yield self._stack(stack, self._number)
 
     def _read(self, text: bytes, number: int) -> Iterator[LogLine]:
-        """Yield all messages of a line. Two lines may be glued together."""
+        """Yield all messages of a line. Two processes may have written their lines without a newline between them."""
         while True:
             start = text.find(FRAME)
             level = LEVEL.match(text, start) if start >= 0 else None
@@ -140,7 +140,7 @@ class Scanner:
         if not inside and other.found is not None:
             name, fields = other.found
             if name == "raised":
-                source = self._source.pop(other.process, "")  # the exception's traceback is missing
+                source = self._source.pop(other.process, "")  # the log has no traceback
                 fields = {**fields, "source": source} if fields["type"] == "AssertionError" else fields
             time = texts.clock(line, self._year, stamp)
             found.append(LogLine(name, fields, time, other.process, self._file, number, other.body[:LONGEST_BODY]))
@@ -155,7 +155,7 @@ class Scanner:
 
 
 def _are_few_others(lines: list[bytes]) -> bool:
-    """Return True if at most _FEW lines of an input are neither log lines, nor traceback lines, nor messages."""
+    """Return True if at most _FEW lines are neither lines of a traceback nor messages of a known statement."""
     others, in_traceback = 0, False
     for line in lines:
         if _HEADING.match(line):
@@ -171,7 +171,7 @@ def _are_few_others(lines: list[bytes]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_prefix(shape: bytes) -> bool:
-    """Return True if the text before LMCache's frame is a container's prefix, not the end of another line."""
+    """Return True if the text before LMCache's frame is a container's prefix, and False if it is another message."""
     if len(log_formats.without_prefix(shape)) > _HEAD:
         return False
     other = Other(shape)

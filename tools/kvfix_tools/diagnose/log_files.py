@@ -1,6 +1,6 @@
 """Read the inputs in blocks of whole lines, unpack compressed files, and merge the lines of several files by time.
 
-Memory does not grow with the input. A block has 256 kB, and a longer line is split.
+The memory that kvfix needs does not grow with the input. A block has 256 kB, and kvfix splits a longer line.
 """
 
 import gzip
@@ -18,16 +18,16 @@ from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_line import LogLine
 
 BLOCK = 256 << 10
-#: Suffixes of files in a folder that are not logs. A file that the user names is always read.
+#: kvfix skips files with these suffixes in a folder, but reads every file that the user names.
 _NOT_LOGS = (".json", ".html", ".py", ".so", ".bin", ".safetensors", ".png", ".zip", ".tar")
 
 
 class Refused(Exception):
-    """An input cannot be read, or an option cannot be used. The text names input or option, reason, and what to do."""
+    """kvfix cannot read an input, or cannot use an option. The text names the input or option, why, and what to do."""
 
 
 class Source(NamedTuple):
-    """One input. path: "-" for standard input. size: bytes on disk; None if unknown."""
+    """An input. path: the file, or "-" for standard input. size: bytes on disk; None if unknown."""
 
     path: str
     size: int | None
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 
 def sources(paths: list[str]) -> list[Source]:
-    """Return the inputs of these paths: files, and all logs in folders. Raise Refused."""
+    """Return the inputs that these paths name: files, and all logs in folders. May raise Refused."""
     found: list[Source] = []
     for path in paths:
         if path == "-":
@@ -58,12 +58,12 @@ def sources(paths: list[str]) -> list[Source]:
 
 
 def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] | None = None) -> list[str]:
-    """Feed the lines of all sources to the diagnosis, in the order of time. Return the errors of unreadable sources.
+    """Feed the lines of all sources to the diagnosis, in the order of time. Return errors of unreadable sources.
 
-    advance: called with the number of bytes of each block.
+    advance: function to call with the number of bytes of each block that was read.
     """
     unreadable: list[str] = []
-    # Memory holds a block of every file at once, so many files get smaller blocks.
+    # kvfix holds a block of every file in memory at the same time, so the blocks of many files are smaller.
     size = max(1 << 16, BLOCK * 8 // max(8, len(sources)))
 
     def lines(source: Source) -> Iterator[LogLine]:
@@ -84,7 +84,7 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
         yield from scanner.end()
 
     every = [lines(source) for source in sources]
-    # The lines of a single file stay in the file's order.
+    # Do not sort the lines of a single file.
     merged = every[0] if len(every) == 1 else map(itemgetter(1), heapq.merge(*map(_timed, every), key=itemgetter(0)))
     for line in merged:
         log.take(line)
@@ -101,7 +101,7 @@ def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:
 
 
 def _opened(source: Source) -> BinaryIO:
-    """Open a stream of the unpacked bytes."""
+    """Open the source as a stream of unpacked bytes."""
     if source.path == "-":
         return sys.stdin.buffer
     if source.path.endswith(".zst"):
@@ -120,7 +120,7 @@ def _zstd(path: str) -> BinaryIO:
 
 
 def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[bytes]:
-    """Yield whole lines, about `size` bytes at a time, and from standard input as they arrive."""
+    """Yield whole lines in blocks of about `size` bytes. Yield lines of standard input as soon as they arrive."""
     read = getattr(stream, "read1", stream.read) if source.path == "-" else stream.read
     rest = b""
     while piece := read(size):
@@ -138,7 +138,7 @@ def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[byte
 
 
 def _reason(error: Exception) -> str:
-    """Return why an input cannot be read; "" if the error has another cause than the input."""
+    """Return why an input cannot be read; "" if the input did not cause the error."""
     if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) or type(error).__name__ == "ZstdError":
         return f"damaged ({error}); what came before it was read"
     return error.strerror or str(error) if isinstance(error, OSError) else ""

@@ -1,4 +1,4 @@
-"""A finding in this input: its rule, its lines, and the history of its request."""
+"""A problem that was found in this input: the rule, the lines that show it, and the history of its request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvfix_tools.diagnose.findings import Answer, Severity
 from kvfix_tools.diagnose.log_line import Evidence, LogLine
 from kvfix_tools.diagnose.problems import Problem
 
-#: Maximum number of lines from the announcement of a traceback to its end.
+#: Maximum number of lines from a line that announces a traceback to the end of this traceback.
 _TRACEBACK = 80
 
 
 class HistoryEvent(NamedTuple):
-    """An event of a request's history in words, with the line that it comes from."""
+    """An event of a request's history in words, and the line of the log that shows the event."""
 
     what: str
     file: str
@@ -27,20 +27,20 @@ class HistoryEvent(NamedTuple):
 
 
 class LogFinding:
-    """A finding.
+    """A problem that was found in the log.
 
-    violated: rules of the ledger that events of the request violate. first, last: seconds since 1970.
-    ran: {distribution: release}, as named in its file before the first line of the finding.
+    violated: rules of the ledger that events of the request violate. first, last: times in seconds since 1970.
+    ran: {distribution: release that the file named last, before the finding's first line}.
     """
 
     def __init__(self, rule: Problem, answer: Answer, sentence: str, request: str, line: LogLine | None) -> None:
         self.rule = rule
         self.severity = Severity.NOTE if answer.note else rule.severity
-        #: Index of the line, among all lines read, at which the problem began.
+        #: Number of lines that the diagnosis had taken when the problem began.
         self.began = math.inf
-        #: True if any program may have logged the line. In a log without an engine, the finding becomes a note.
+        #: True if another program may have logged the line. In a log without an engine, the finding is only a note.
         self.is_foreign = False
-        #: The finding that is the cause of this finding.
+        #: Another finding, which is the cause of this finding.
         self.follows: LogFinding | None = None
         self.sentence = sentence
         self.request = request
@@ -55,7 +55,7 @@ class LogFinding:
         self.ran: dict[str, str] = {}
 
     def again(self, line: LogLine | None) -> None:
-        """Count the finding again, at this line, or at the end of the log if `line` is None."""
+        """Count the finding once more, at this line, or at the end of the log if `line` is None."""
         self.count += 1
         if line is not None:
             self.last = self.last if line.time is None else line.time
@@ -63,7 +63,7 @@ class LogFinding:
                 self.evidence.append(line.evidence)
 
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
-        """Return True if a specific record explains a traceback below each line of the finding."""
+        """Return True if below each line another finding, with a specific record, explains a traceback."""
         rules = ((other, other.rule) for other in others if other is not self)
         specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.certain)]
         ends = [each for other in specific for each in other.evidence]
@@ -74,7 +74,7 @@ class LogFinding:
 
     @property
     def file(self) -> str | None:
-        """The file of its first line; None if it has no line."""
+        """The file of the finding's first line; None if the finding has no line."""
         return self.evidence[0].file if self.evidence else None
 
     @property
@@ -87,16 +87,16 @@ class LogFinding:
 
 
 def in_order(findings: list[LogFinding]) -> list[LogFinding]:
-    """Return causes in the order in which they began, then consequences, risks and notes."""
+    """Return the causes in the order in which they began, then the consequences, risks and notes."""
     troubles = sorted(
         (found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)),
         key=lambda found: found.began,
     )
-    # Without a finding that is a cause, the first symptom is nearest to the cause.
+    # If every finding is a symptom, take the first symptom as the cause.
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom of the whole log likely follows from the first cause, any other from the last cause before it.
+        # A symptom of the whole log likely follows from the first cause. Others follow from the cause just before.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}
@@ -104,7 +104,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
 
 
 def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
-    """Group findings by rule, in their order. A crash has one finding for each request."""
+    """Group findings of the same rule, in their order. A crash has one finding for each request."""
     kinds: dict[str, list[LogFinding]] = {}
     for found in findings:
         kinds.setdefault(found.rule.code, []).append(found)

@@ -1,7 +1,7 @@
-"""Turn log text of collectors into plain lines: JSON of Docker and of JSON loggers, quotes, `repr`.
+"""Turn text of log collectors into plain lines. Docker and some loggers write JSON; others add quotes or `repr`.
 
-Prefixes of `kubectl logs`, journald or Docker Compose stay in most lines, because the parsers search inside a line.
-`without_prefix` removes the prefix of a line that continues a traceback.
+Most lines keep their prefix of `kubectl logs`, journald or Docker Compose, because the parsers search inside a line.
+`without_prefix` removes the prefix, for lines that continue a traceback.
 """
 
 import re
@@ -10,35 +10,35 @@ from typing import Any
 
 import msgspec
 
-#: Keys of the message in a JSON log: Docker, journald, structlog and Kubernetes, Loki's exporter.
+#: Keys of the message in JSON logs of Docker, journald, structlog, Kubernetes and Loki's exporter.
 _MESSAGE = ("log", "MESSAGE", "message", "msg", "event", "line", "text", "body", "textPayload")
 _TRACEBACK = ("exc_info", "exception", "stack_trace", "stack", "traceback")
-#: A JSON object, also in output of grep (`engine.log:190174:{...`), or after the name of a pod.
+#: The beginning of a JSON object. grep (`engine.log:190174:{...`) or the name of a pod may precede the object.
 _JSON = re.compile(rb"\s*(?:\S{1,300}?:\d+:|\[?[\w./-]{1,200}\]? )?\{")
 _QUOTE = re.compile(rb"(?m)^(?:> ?)+")
-#: Prefixes of lines: kubectl (`--prefix`, `--timestamps`), journald and syslog, Docker Compose, CRI.
+#: Prefixes that kubectl (`--prefix`, `--timestamps`), journald, syslog, Docker Compose and CRI add to a line.
 _PREFIX = re.compile(
     rb"(?:\[pod/[^\]\s]+\] )?"
     rb"(?:[\w.-]{1,60}(?: std(?:out|err))? {0,30}\| ?)?"
     rb"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t](?:std(?:out|err) [FP] )?)?"
     rb"(?:[^\s\d]{3,8} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./@-]+(?:\[\d+\])?: )?"
 )
-#: A message that begins with its level.
+#: A message that has its level or its process at the beginning.
 _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-#: Text that shows a traceback in one string with escaped newlines. Few blocks have it.
+#: A traceback in a single string with escaped newlines contains this text. Few blocks contain it.
 _ESCAPED = b"\\n  File "
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
-#: (plain lines, number of each line in the input, or None if the numbers are consecutive)
+#: (plain lines; the number of each line in the input, or None if the numbers are consecutive)
 Plain = tuple[bytes, list[int] | None]
 
 
 def shape(prefix: bytes) -> bytes:
-    """Return the prefix of a line with all digits replaced by 0, because digits differ from line to line."""
+    """Return the prefix of a line with 0 for every digit, because digits differ from line to line."""
     return prefix.translate(_ANY_DIGIT)
 
 
 def plain(block: bytes) -> Plain:
-    """Return the lines of a block without JSON, quotes and escapes around them."""
+    """Return the lines of a block without the JSON, quotes and escapes that a collector added."""
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
     if b'{"' in block[:8192] and _is_json(block):
@@ -55,7 +55,7 @@ def without_prefix(line: bytes) -> bytes:
 
 
 def _is_json(block: bytes) -> bool:
-    """Return True if most of the first lines are objects with a message."""
+    """Return True if most of the first lines are JSON objects with a message."""
     first = [line for line in block[:65536].split(b"\n") if line.strip()][:5]
     return sum(_message(line) is not None for line in first) * 2 > len(first)
 
@@ -69,7 +69,7 @@ def _message(line: bytes) -> str | None:
         data = msgspec.json.decode(line[start.end() - 1 :])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    if not isinstance(data, dict) or "kind" in data:  # a line of kvfix's own recorder
+    if not isinstance(data, dict) or "kind" in data:  # kvfix's own recorder wrote this line
         return None
     text = next((data[name] for name in _MESSAGE if isinstance(data.get(name), str)), None)
     if text is None:
@@ -79,14 +79,14 @@ def _message(line: bytes) -> str | None:
 
 
 def _level(data: dict[str, Any], text: str) -> str:
-    """Put the logger's level in front of a message that does not have one."""
+    """Put the level of the JSON object before a message that does not begin with a level."""
     level = str(data.get("level") or data.get("levelname") or data.get("severity") or "").upper()
     known = level in ("WARNING", "ERROR", "CRITICAL", "FATAL", "WARN")
     return f"{level} {text}" if known and not _LEVELLED.match(text.encode("utf-8", "replace")) else text
 
 
 def _taken_apart(block: bytes, parts: Callable[[bytes], list[bytes]]) -> Plain:
-    """Split each line of a block. parts: returns the lines that one line contains."""
+    """Split each line of a block. parts: function that returns the lines inside a line."""
     lines: list[bytes] = []
     numbers: list[int] = []
     for number, line in enumerate(block.split(b"\n")):

@@ -1,4 +1,4 @@
-"""A line of a log that matters, and its text for reports."""
+"""A line of a log that matters for the diagnosis, and the line's text for reports."""
 
 import re
 from functools import lru_cache
@@ -9,18 +9,18 @@ import msgspec
 from kvfix_tools import redact
 
 Fields = dict[str, Any]
-#: A colour code. Pasted logs lose the escape character, and JSON (Docker's files) writes it as \u001b. Without the
-#: escape character, a code must have a number. Otherwise the `[m` of `[multiproc_executor.py]` would be a colour.
+#: A colour code. Pasted logs lose the escape character, and Docker's JSON writes this character as \u001b. Without the
+#: character, a code must have a number. Otherwise the `[m` of `[multiproc_executor.py]` would be a colour code.
 ANSI = rb"(?:(?:\x1b|\\u001b)\[[0-9;]*m|\[[0-9;]+m)"
-#: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
+#: LMCache's end of a line: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
 _TRAILER = re.compile(rb" ?(?:" + ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + ANSI + rb")?(?:\\n\x22.*|\s*)$")
 _COLOURS = re.compile(ANSI)
-#: Lists of token ids, which dumps of requests contain. They are prompts.
+#: Lists of token ids in dumps of requests. Reports leave them out, because token ids are prompts.
 _TOKEN_IDS = re.compile(r"\d+(?:, ?\d+){7,}")
 
 
 class Evidence(NamedTuple):
-    """A line of the input, as reports show it."""
+    """A line of the input with the text that reports show."""
 
     file: str
     line: int
@@ -31,11 +31,11 @@ class Evidence(NamedTuple):
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line that matters.
+    """A line that matters for the diagnosis.
 
     name: the kind of line in grammar.py, or `raised`, `died` or `logged`. `raised`: an exception (tracebacks.py).
         `died`: a process that died without an exception. `logged`: an error or a warning that is not in the grammar.
-    fields: values of the message. time: seconds since 1970 by the log's clock.
+    fields: the values in the message. time: seconds since 1970 by the log's clock.
     number: number of the line in its file, from 1. body: the message, cut to 16 kB.
     """
 
@@ -65,20 +65,20 @@ def without_tokens(text: str) -> str:
 
 
 def statement_place(body: bytes) -> tuple[str, int] | None:
-    """Return file name and line number of LMCache's statement that logged this line."""
+    """Return (file name, line number) of the statement in LMCache that logged this line."""
     match = _TRAILER.search(body) if b".py:" in body else None
     return (match[1].decode(), int(match[2][:9])) if match else None
 
 
 @lru_cache(maxsize=256)
 def without_place(body: bytes) -> str:
-    """Return the message without the place of its statement."""
+    """Return the message without the file and line of the statement that logged it."""
     return _TRAILER.sub(b"", body).decode("utf-8", "replace")
 
 
 @lru_cache(maxsize=256)
 def shown(body: bytes) -> str:
-    """Return the message without the place of its statement, colours, secrets and control characters."""
+    """Return the message without colours, secrets, control characters and the statement's file and line."""
     text = without_colours(_TRAILER.sub(b"", body)).decode("utf-8", "replace")
     text = redact.text(without_tokens(text))
     return "".join(sign if sign.isprintable() else " " for sign in text).strip()[:600]

@@ -1,6 +1,6 @@
-"""Known problems: the records of `knowledge/*.toml`, and the records that a line of a log shows.
+"""Known problems: read the records of `knowledge/*.toml`, and find the records that a line of a log shows.
 
-A line shows a record by a sign, or by numbers. A function of `findings` decides about numbers.
+A line shows a record if it fits a sign of the record. A function of `findings` decides records without signs.
 
 docs/knowledge.md describes the fields of a record and how to add one.
 """
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.tracebacks import Frame
 
-#: Kinds of lines that can show a sign.
+#: Kinds of lines that can fit a sign.
 LINES = ("logged", "raised", "died", "stack")
-#: {release of vLLM that was examined for the records: the release examined before it}
+#: {release of vLLM that was examined for the records: the next older examined release}
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One known problem. docs/knowledge.md describes the fields.
+    """The record of a known problem. docs/knowledge.md describes the fields.
 
-    message: for a rule of the ledger, the text of the violation. kvfix finds the fixes by this text.
+    message: text of the violation if the record is a rule of the ledger. kvfix finds the fixes by this text.
     """
 
     code: str
@@ -81,12 +81,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def threads(self) -> tuple[str, ...]:
-        """Addresses of the reports. GitHub redirects from an issue to a pull request with the same number."""
+        """Addresses of the reports. If the number is a pull request's, GitHub redirects from the issue's address."""
         return tuple(f"https://github.com/{each.replace('#', '/issues/')}" for each in self.seen)
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """Codes of kvfix's fixes for the problem."""
+        """Codes of the fixes that kvfix has for the problem."""
         return tuple(fix.code for fix in known_fixes.handling(self.code, self.message))
 
     @property
@@ -96,7 +96,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.for_good or (f"upgrade to {upgrade}" if upgrade else "")
 
     def values(self, log: Diagnosis, line: LogLine) -> dict[str, Any] | None:
-        """Return values for the finding's sentence, from the line or its first fitting sign; None if nothing fits."""
+        """Return values for the finding's sentence, from the line or the first sign that fits; None if nothing fits."""
         if self.on:
             times = log.counts[line.name]
             return {**line.fields, "times": times} if times >= self.times else None
@@ -104,7 +104,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def look(self, log: Diagnosis, line: LogLine | None, nearly: bool = False) -> Answer | None:
         """Return an answer if this line shows the problem, else None. nearly: as in `concerns`."""
-        decides = findings.FUNCTIONS.get(self.name)  # a diagnosis has filled FUNCTIONS
+        decides = findings.FUNCTIONS.get(self.name)  # complete, because a diagnosis has imported the functions
         if decides is not None:
             return decides(log, line)
         if line is None:
@@ -117,7 +117,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Answer(sentence, line.request, sure=self.certain and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
-        """Return True if another record of the line is more specific, or explains the error that the line quotes."""
+        """Return True if another of these records is more specific, or explains the error that the line quotes."""
         if self.quotes and any(not each.quotes for each in records):
             return True
         own = [each for each in self.shows if fits(each, line) is not None]
@@ -125,10 +125,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in others)
 
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
-        """Return True if the connector and releases that the log names may have this problem.
+        """Return True if this problem can happen with the connectors and releases that the log names.
 
-        nearly: also accept releases of vLLM between the last examined release without the problem and the first
-        examined release with it.
+        nearly: also accept releases of vLLM between two examined releases, if only the newer examined release has the
+        problem.
         """
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):
@@ -142,7 +142,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def _widened(specifier: str) -> str:
-    """Widen a specifier to the release examined before: `>=0.32` becomes `>0.26.0`."""
+    """Widen a specifier to all releases after the next older examined release: `>=0.32` becomes `>0.26.0`."""
     return re.sub(
         r">=(0\.\d+)(?:\.0)?(?=,|$)",
         lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
@@ -159,7 +159,7 @@ def _sentence_of(line: LogLine) -> str:
 
 
 class Knowledge(msgspec.Struct, frozen=True):
-    """All records. problems: in the order in which they are tried. retired: {code: why it is retired}."""
+    """All records. problems: in the order in which kvfix tries them. retired: {retired code: the reason}."""
 
     problems: tuple[Problem, ...]
     retired: dict[str, str]
@@ -177,7 +177,7 @@ def catalogue() -> tuple[Problem, ...]:
 
 @lru_cache(maxsize=1)
 def rules() -> dict[str, tuple[Problem, ...]]:
-    """Return {kind of line: the records that `findings` decides at it}."""
+    """Return {kind of line: the records to decide at a line of this kind}."""
     by_kind: dict[str, tuple[Problem, ...]] = {}
     for record in catalogue():
         for kind in record.on:
@@ -186,14 +186,14 @@ def rules() -> dict[str, tuple[Problem, ...]]:
 
 
 def of_ledger(violated: Finding) -> Problem:
-    """Return the record for a violated rule of the ledger that no other finding explains."""
+    """Return a record for a violated rule of the ledger. The record's texts come from the rule."""
     rule = next(each for each in RULES if each.code == violated.code)
     title = f"{rule.name.replace('-', ' ').capitalize()}."
     cause = " ".join(rule.doc.strip().partition("\n\n")[0].split())
     return Problem(code=rule.code, name=rule.name, title=title, effect="wrong", why=cause, message=violated.message)
 
 
-#: Pairs (number of a record in the catalogue, one of its signs).
+#: Pairs (number of a record in the catalogue, a sign of this record).
 _Numbered = list[tuple[int, Sign]]
 
 
@@ -201,8 +201,8 @@ _Numbered = list[tuple[int, Sign]]
 def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
     """Return (search, signs, others) of all specific records.
 
-    search: finds parts in a line. The part of a sign is the longest part of its text, or its source without a text.
-    signs: for each part, the signs that have it. others: {class of the exception, or "": signs without a part}
+    search: finds the parts of signs in a line. A sign's part is the longest fixed part of its text, or else its source.
+    signs: for each part, the signs with this part. others: {class of the exception, or "": signs without a part}
     """
     by_part: dict[bytes, _Numbered] = {}
     others: dict[str, _Numbered] = {}
@@ -214,7 +214,7 @@ def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
-    """Return the specific records whose signs fit the line, for any connector and release."""
+    """Return the specific records of which a sign fits the line. Ignore the log's connectors and releases."""
     if line.name == "logged":
         return _at("logged", line.body, "", "", "", (), False)
     get = line.fields.get
@@ -222,7 +222,7 @@ def at(line: LogLine) -> tuple[Problem, ...]:
     return _at(line.name, line.body, kind, text, source, frames, bool(get("fault")))
 
 
-#: Cached, because logs repeat lines. The arguments are everything that `fits` reads from a line.
+#: The cache helps because logs repeat lines. The arguments are everything that `fits` reads from a line.
 @lru_cache(maxsize=1024)
 def _at(
     name: str, body: bytes, kind: str, text: str, source: str, frames: tuple[Frame, ...], fault: bool
@@ -239,14 +239,14 @@ def _at(
 
 
 def general(line: LogLine) -> Problem | None:
-    """Return the general record that fits this line, with the longest sign if several fit."""
+    """Return the general record that fits this line. If several fit, return the record with the longest sign."""
     every = ((record, sign) for record in catalogue() if record.general for sign in record.shows)
     fitting = [(len(longest(sign.text)), record) for record, sign in every if fits(sign, line) is not None]
     return max(fitting, key=itemgetter(0), default=(0, None))[1]
 
 
 def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:
-    """Return the record of the error that this statement quotes; None if there is none."""
+    """Return the record of the error that this line quotes; None if the line quotes no known error."""
     if not record.quotes:
         return None
     error = str((record.values(log, line) or {}).get("error", ""))

@@ -1,7 +1,7 @@
-"""The connectors, roles and settings that a log names, and the releases that ran.
+"""Find the connectors, roles and settings that a log names, and the releases that wrote the log.
 
-The log may name the releases. If it does not, line numbers and files narrow them: the line numbers of LMCache's logging
-statements and of the place where vLLM's EngineCore dies, and the files in tracebacks.
+A log may not name the releases. kvfix then narrows them by the line numbers of LMCache's logging statements, by the
+place where vLLM's EngineCore logs its death, and by the files in tracebacks.
 """
 
 import re
@@ -21,9 +21,9 @@ from kvfix_tools.diagnose.log_line import LogLine, statement_place
 _FIRST = Version("0.6")
 _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
-#: Lines in core.py between `EngineCore failed to start` and `EngineCore encountered a fatal error` (0.9.2 to 0.33.0).
+#: Lines of core.py from `EngineCore failed to start` to `EngineCore encountered a fatal error` (0.9.2 to 0.33.0).
 _BEFORE = 2
-#: Kinds of lines after which EngineCore dies.
+#: Kinds of lines that EngineCore logs when it dies.
 _DEATHS = ("fatal", "raised")
 
 
@@ -33,15 +33,15 @@ class Releases:
         #: {(distribution, file): releases that the file names, in order}
         self._named: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._candidates: frozenset[str] = frozenset()
-        #: {file: vLLM releases that match the places in the file}
+        #: {log file: vLLM releases that match the places of code in the log file}
         self._placed: dict[str, frozenset[str]] = {}
-        #: Kinds of lines that show a release. Each kind of LMCache's lines is used once, for its line number.
+        #: Kinds of lines that show a release. kvfix uses the line number of only the first line of each LMCache kind.
         self.awaited = {message.name for message in MESSAGES if message.source == "lmcache"} | {*RELEASE_IN, *_DEATHS}
 
     def name(self, releases: dict[str, Any], file: str) -> None:
-        """Note the releases that this file names. releases: {distribution: release}."""
+        """Keep the releases that this log file names. releases: {distribution: release}."""
         for dist in ("lmcache", "vllm"):
-            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout has 0.5.6-g3e11e108
+            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout: 0.5.6-g3e11e108
             # A build from a checkout without tags always reports 0.1.dev1.
             if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
                 named = self._named[dist, file]
@@ -49,7 +49,7 @@ class Releases:
                 named[release] = None
 
     def take(self, line: LogLine) -> None:
-        """Narrow the releases by a line of a kind in `awaited`."""
+        """Narrow the possible releases by a line whose kind is in `awaited`."""
         if line.name == "version" or line.name in RELEASE_IN:
             self.name(line.fields, line.file)
         elif line.name in _DEATHS:
@@ -60,37 +60,37 @@ class Releases:
         elif (at := statement_place(line.body)) is not None:
             self.awaited.remove(line.name)
             found = statements.releases_at(line.name, *at)
-            # If the log has two releases, the lines of the first one decide.
+            # If two releases wrote the log, the lines of the first release decide.
             self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
-        """Return the vLLM releases that match the places in this file, or in all files if it has none; oldest first."""
+        """Return vLLM releases that match the places of code in this file, or else in all files; oldest first."""
         own = self._placed.get(self.file if file is None else file)
         return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 
     def named(self, dist: str) -> list[str]:
-        """Return all releases that the files name."""
+        """Return all releases of a distribution that the log files name."""
         return sorted({release for (of, _), many in self._named.items() if of == dist for release in many})
 
     def running(self) -> dict[str, str]:
-        """Return {distribution: release that the current file named last}. A log may span an upgrade."""
+        """Return {distribution: release that the current file named last}. A log may contain an upgrade."""
         return {dist: next(reversed(own)) for (dist, file), own in self._named.items() if own and file == self.file}
 
     @property
     def candidates(self) -> list[str]:
-        """LMCache releases that match the line numbers, oldest first; empty if none is known."""
+        """LMCache releases that match the line numbers, oldest first; empty if no release is known."""
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
         """Return the last release that the file names (default: the current file); None if the release is unknown.
 
-        If the file names no release: the only one that other files name, or the only one that matches the line numbers.
+        If the file names no release, return the only release that other files name, or that fits the line numbers.
         """
         possible = self._possible(dist, file)
         return possible[0] if len(possible) == 1 else None
 
     def _possible(self, dist: str, file: str | None) -> list[str]:
-        """Return the releases that may have written the file; empty if other files name several, or none is known."""
+        """Return the releases that may have written the file; empty if other files name several or none is known."""
         own = self._named.get((dist, self.file if file is None else file))
         if own:
             return [next(reversed(own))]
@@ -101,7 +101,7 @@ class Releases:
 
     @property
     def too_old(self) -> str:
-        """A note for a release that is older than all releases that kvfix knows; "" for other releases."""
+        """A note for a log of an LMCache release older than all releases that kvfix knows; "" for other logs."""
         release, known = self.one("lmcache"), fingerprints()["lmcache"]["releases"]
         if release is None or Version(release) >= Version(known[0]):
             return ""
@@ -111,7 +111,7 @@ class Releases:
         )
 
     def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
-        """Return True if `ran` (default: the file's release) matches; None if unknown. file: default as in `one`."""
+        """Return True if the release `ran` matches; None if unknown. ran: default is the file's release (see `one`)."""
         inside = {_within(each, specifier) for each in ([ran] if ran else self._possible(dist, file))}
         return inside.pop() if len(inside) == 1 else None
 
@@ -134,18 +134,18 @@ def known() -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _of_statement(place: str) -> frozenset[str]:
-    """Return the releases that log the death of EngineCore at this place (`core.py:1332`); empty for other places."""
+    """Return the releases that log the death of EngineCore at this place, such as `core.py:1332`; else an empty set."""
     path, _, line = place.rpartition(":")
     if path.rpartition("/")[2] != "core.py":
         return frozenset()
     places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
-    # The statement with the lowest number is in EngineCoreProc, which logs a failed start _BEFORE lines above it.
+    # EngineCoreProc logs a failed start _BEFORE lines above its statement, which has the lowest line number.
     return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 
 @lru_cache(maxsize=4096)
 def _of_file(path: str) -> frozenset[str]:
-    """Return the vLLM releases that have this file; empty if the file does not narrow the releases."""
+    """Return the vLLM releases that have this source file; empty if kvfix does not know the file."""
     files = TABLES.files
     for place in sorted(files, key=len, reverse=True) if "/kv_" in path or "kv_offload/" in path else ():
         if place in path:
@@ -163,14 +163,14 @@ class WhoRan:
         #: Names of vLLM's connector classes, e.g. "LMCacheConnectorV1".
         self.connectors: set[str] = set()
         self.roles: set[str] = set()
-        #: True if vLLM, LMCache or their code has written a line.
+        #: True if an engine or code of vLLM or LMCache has written a line.
         self.engine = False
-        #: vLLM's line of its non-default arguments, cut to 4 kB; "" if the log has none.
+        #: vLLM's line with its non-default arguments, cut to 4 kB; "" if the log does not have this line.
         self.settings = ""
 
     @property
     def lmcache(self) -> bool:
-        """True if LMCache may have run, judged by the connectors in the log."""
+        """True if the connectors that the log names may use LMCache, or if the log names none."""
         return not self.connectors or any(name.startswith(("LMCache", "Multi")) for name in self.connectors)
 
     def take(self, line: LogLine) -> None:
@@ -202,7 +202,7 @@ def _is_of_engine(line: LogLine) -> bool:
 
 @lru_cache(maxsize=256)
 def _named(text: bytes) -> frozenset[str]:
-    """Return the names of connectors in a text, without suffixes as in LMCacheConnectorV1Dynamic."""
+    """Return the names of connectors in a text. LMCacheConnectorV1Dynamic counts as LMCacheConnectorV1."""
     names = (str(either[0] or either[1], "ascii", "replace") for either in _NAMED.findall(text))
     return frozenset("LMCacheConnectorV1" if name.startswith("LMCacheConnectorV1") else name for name in names)
 

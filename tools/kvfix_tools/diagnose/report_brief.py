@@ -1,6 +1,6 @@
-"""A summary of a log in at most 8 kB, for a person or a language model, and a bug report with this summary.
+"""Write a summary of a log in at most 8 kB, for a person or a language model, and a bug report with this summary.
 
-Both can be posted in public: they have no prompt, no secret, no host and no path of the machine.
+A user can post both texts in public. They have no prompt, no secret, no host and no path of the machine.
 """
 
 import re
@@ -27,7 +27,7 @@ _SETTINGS = re.compile(
     r"|'[^']*'|[^,}]+)"
 )
 _URL = re.compile(r"https://github\.com/[\w./-]*\w")
-#: Path of a package's code, without the folders of the machine before it.
+#: Path of a file in a package. The group leaves out the machine's folders before the package.
 _PACKAGE = re.compile(r"(?:^|/)(?:(?:site|dist)-packages/|(?=(?:vllm|lmcache|nixl|mooncake)/))(\S+)$")
 _PACKAGED = re.compile(
     r"(?<![\w./])/(?:[\w.@+-]+/)*(?:site-packages/)?((?:vllm|lmcache|nixl|mooncake)/(?:\w+/)*\w+\.py)"
@@ -48,14 +48,14 @@ _HOSTS = (
 )
 #: The beginning of a value in a message.
 _VALUES = re.compile(r"\d|'|\"|<")
-#: Text of a request in an error message.
+#: Text of a user's request in an error message.
 _PROMPT = re.compile(
     r"(?is)(\b(?:prompt|messages|content|input_text|text)\b['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\])"
 )
 
 
 def brief(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return at most LIMIT bytes, the most important lines first. A longer text is cut at its end."""
+    """Return a summary with the most important lines first. Cut the end of a summary that exceeds LIMIT bytes."""
     text = "\n".join(line[:_WIDTH] for line in _lines(log, findings))
     cut = text.encode()
     if len(cut) <= LIMIT:
@@ -65,7 +65,7 @@ def brief(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return a bug report in Markdown."""
+    """Return a bug report in Markdown, with the summary and the known threads."""
     first = findings[0] if findings else None
     threads = dict.fromkeys(thread for found in findings for thread in _threads(log, found))
     parts = [f"# {_title(log, first)[:120]}", "", f"<!-- kvfix-diagnose {kvfix.__version__} -->", ""]
@@ -94,7 +94,7 @@ def _title(log: Diagnosis, found: LogFinding | None) -> str:
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
-    """Return the addresses of reports in the record and in the fixes."""
+    """Return the addresses of reports that the finding's record and its fixes name."""
     upstream = [url for fix in advice.fixes(log, found) for url in _URL.findall(fix.section("Upstream"))]
     return [*found.rule.threads, *upstream]
 
@@ -131,7 +131,7 @@ def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
 
 
 def _finding(log: Diagnosis, kind: list[LogFinding], full: bool) -> Iterator[str]:
-    """Yield the lines of the first finding of a kind, with the number of findings of this kind."""
+    """Yield lines about the first finding of this kind, and the number of findings of this kind."""
     found = kind[0]
     rule, many = found.rule, sum(each.count for each in kind)
     times = f", {many} times" if many > 1 else ""

@@ -1,4 +1,4 @@
-"""Findings for programs: JSON (docs/diagnose.md has the schema), and annotations of GitHub Actions."""
+"""Write findings for programs, as JSON (docs/diagnose.md has the schema) or as annotations of GitHub Actions."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Findings on the terminal, and as an HTML page."""
+"""Write findings for people, on the terminal or as an HTML page."""
 
 import io
 from time import gmtime, strftime
@@ -11,7 +11,7 @@ from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
 
-#: The page is self-contained and has no script.
+#: The HTML page needs no other file and has no script.
 _PAGE = (
     "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
     "<meta name=color-scheme content='light dark'><title>kvfix-diagnose</title>"
@@ -20,9 +20,9 @@ _PAGE = (
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
 #: Maximum number of findings to show in full without --all.
 SHOWN = 4
-#: Maximum length of a cause in characters. The cause of every record fits.
+#: Maximum number of characters of a cause without --all. kvfix shows only the first sentences of a longer cause.
 _LONGEST = 460
-#: Kinds of lines that count lookups, loads and stores.
+#: Kinds of lines that report a lookup, a load or a store.
 _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
 #: Kinds of lines that only the LMCache server logs.
 _OF_SERVER = ("transfer_mode", "no_handler", "unregistered", "reaped", "good_bye")
@@ -71,7 +71,7 @@ def print_finding(
 
 
 def _print(console: Console, text: str, indent: int, style: str = "") -> None:
-    """Print a text: wrapped on a terminal, and elsewhere in one line, so that grep finds it."""
+    """Print a text. Wrap it on a terminal. Elsewhere print a single line, so that grep finds the text."""
     shown = Text(text, style)
     if console.is_terminal:
         console.print(Padding(shown, (0, 0, 0, indent)))
@@ -80,7 +80,7 @@ def _print(console: Console, text: str, indent: int, style: str = "") -> None:
 
 
 def _short(text: str) -> str:
-    """Return the first sentences of a long text, up to about four lines."""
+    """Return a short text, or the first sentences of a long text, in about four lines."""
     if len(text) <= _LONGEST:
         return text
     cut = text[:_LONGEST].rfind(". ")
@@ -88,7 +88,7 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    """Print at most SHOWN causes in full, each with its consequences. Print one line for each other kind of finding."""
+    """Print at most SHOWN causes in full, each with its consequences. Print a line for every other kind of finding."""
     kinds = [[found] for found in findings] if everything else by_kind(findings)
     full = [kind for kind in kinds if everything or not (kind[0].follows or kind[0].is_note)]
     shown = full if everything else full[:SHOWN]
@@ -111,7 +111,7 @@ def _print_line(console: Console, what: str, kind: list[LogFinding]) -> None:
 
 
 def _requests(others: list[LogFinding]) -> str:
-    """Return a line about other findings of the same rule, with their requests."""
+    """Return a line about the other findings of the same rule, with the ids of their requests."""
     names = [found.request for found in others if found.request]
     some = ", ".join(names[:REQUESTS]) + (", ..." if len(names) > REQUESTS else "")
     times = sum(found.count for found in others)
@@ -128,7 +128,7 @@ def page(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
-    """Print rules that could not be checked, notes, the size of the input, and one SUMMARY line for grep."""
+    """Print the rules that could not be checked, notes, the size of the input, and a SUMMARY line for grep."""
     for rule, what, how in log.hidden():
         _print_whole(console, f"not checked: {rule} needs {what}, which this log level hides. Set {how}")
     for code, many in sorted(log.unknowns.items()):
@@ -155,7 +155,7 @@ def _print_whole(console: Console, text: str) -> None:
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return the text of the SUMMARY line: each kind of finding, its number of requests, and if it is not certain."""
+    """Return the text of the SUMMARY line: each kind of finding, its number of requests, and if it is uncertain."""
     found = [each for each in findings if not each.is_note]
     words = []
     for kind in by_kind(found):
@@ -209,7 +209,7 @@ def named_versions(log: Diagnosis) -> list[str]:
 
 
 def print_request(log: Diagnosis, request: str, console: Console) -> None:
-    """Print the whole history of one request, then every line that names it."""
+    """Print the whole history of one request, then every line of the log that names this request."""
     for event in log.requests.history(request):
         _print(console, str(event), 0)
     if log.request_lines:

@@ -1,4 +1,4 @@
-"""The signs of a problem in a log: a statement, an exception, a native crash or a stack. Match signs with lines."""
+"""Match lines of a log with the signs of known problems: a log text, an exception, a native crash or a stack."""
 
 import re
 from functools import cache, lru_cache
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from kvfix_tools.diagnose.log_line import LogLine, without_place
 
 PLACE = re.compile(r"<(\w+)>")
-#: {form of a sign: number of innermost frames in which to search the place `within`; 0: all frames}
+#: {form of a sign: number of innermost frames that may have the place `within`; 0: all frames}
 _FRAMES = {"raised": 8, "stack": 4, "died": 0}
 #: A place in a stack: `file.py:function`, `function()`, `folder/` or `namespace::function`.
 _PLACE = r"[\w./-]+\.\w+:[\w<>]+|[\w<>~]+\(\)|[\w./-]+/|[^\s`]+::[^\s`]+"
@@ -24,13 +24,13 @@ _SIGN = re.compile(
 
 
 class Sign(NamedTuple):
-    """A line that shows a problem. All given parts must match.
+    """The description of a line that shows a problem. All given parts must match the line.
 
-    form: `logged`: a line of a logger. `raised`: an exception. `died`: a process that died without an exception, or the
-        stack that faulthandler prints then. `stack`: a thread of a hung process.
-    kind: the class of the exception, without the module. text: a part of the line, with `<name>` for a value.
+    form: `logged`: a line of a logger. `raised`: an exception. `died`: a process that died without an exception, or
+        faulthandler's stack of this process. `stack`: a thread of a hung process.
+    kind: the class of the exception, without the module. text: a part of the line. `<name>` in it matches a value.
     within: a function among the last frames (`file.py:name` or `name`), or a folder (`lmcache/`).
-    source: a part of the line of code that raised. through: a part of the path of any frame.
+    source: a part of the line of code that raised the exception. through: a part of the path of any frame.
     """
 
     form: str
@@ -43,9 +43,9 @@ class Sign(NamedTuple):
 
 @cache
 def parse(sign: str) -> tuple[Sign, ...]:
-    """Parse a sign of a record. A text without a class or a place becomes two signs, raised and logged."""
+    """Parse a sign of a record. A text without a class or a place gives two signs: of form `raised` and `logged`."""
     found = _SIGN.fullmatch(sign)
-    assert found is not None  # every part may be empty
+    assert found is not None  # the pattern matches any text, because every part may be empty
     parts = {name: value or "" for name, value in found.groupdict().items()}
     parts["within"] = parts["within"].removesuffix("()")
     form, text = parts.pop("form"), parts["text"]
@@ -59,7 +59,7 @@ def parse(sign: str) -> tuple[Sign, ...]:
 
 @lru_cache(maxsize=4096)
 def longest(text: str) -> str:
-    """Return the longest part of a template between its values."""
+    """Return the longest fixed part of a template, which is the text between its values."""
     return max(PLACE.split(text)[::2], key=len)
 
 
@@ -71,7 +71,7 @@ def _search(template: str, text: str) -> re.Match[str] | None:
 def pattern(text: str) -> re.Pattern[str]:
     """Return the pattern of a template, in which `<name>` matches a value."""
     parts = PLACE.split(text)
-    # A value may be as long as a whole CacheEngineKey(...).
+    # A value may be as long as the text CacheEngineKey(...) of LMCache.
     made = [re.escape(part) if number % 2 == 0 else f"(?P<{part}>.{{1,600}}?)" for number, part in enumerate(parts)]
     if len(parts) > 1 and not parts[-1]:
         made[-2] = f"(?P<{parts[-2]}>[^\\n]{{1,200}})"
@@ -79,7 +79,7 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
-    """Return the values of the sign in this line; None if the line does not show the sign."""
+    """Return {name: value} of the sign's values in this line; None if the line does not fit the sign."""
     fields = line.fields
     form = "died" if line.name == "raised" and fields.get("fault") else line.name
     if sign.form != form or (line.name == "died" and sign.within):
@@ -101,19 +101,19 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
 
 
 def implied(sign: Sign, by: Sign) -> bool:
-    """Return True if every line that shows `by` also shows this sign."""
+    """Return True if every line that fits the sign `by` also fits this sign."""
     if sign.form != by.form or sign.form not in ("logged", "raised"):
         return False
     if sign.form == "logged":
         return _search(sign.text, by.text) is not None
     wider = all(own in ("", more) for own, more in ((sign.kind, by.kind), (sign.through, by.through)))
-    # A sign with a text is more specific than a sign with a folder, which only names the package.
+    # A sign with a text is more specific than a sign that names only the folder of a package.
     where = by.within.endswith(sign.within) or (sign.within.endswith("/") and bool(by.text))
     return wider and where and longest(sign.text) in by.text and sign.source in by.source
 
 
 def _within(place: str, frames: list[tuple[str, int, str]], most: int) -> bool:
-    """Return True if a frame is at this place. most: as in _FRAMES. Frames of Python's import system do not count."""
+    """Return True if a frame is at this place. most: as in _FRAMES, without frames of Python's import system."""
     if place.endswith("/"):
         found = [frame for frame in frames if f"/{place}" in f"/{frame[0]}"]
     else:

@@ -1,8 +1,8 @@
-"""The logging statements (`statements.json`) and the checks (`checks.json`) of the releases.
+"""Read the logging statements (`statements.json`) and the checks (`checks.json`) of the releases.
 
 Statements give the level of a line, the releases that have a statement at a line number, and samples for tests. Checks
-are the exceptions, assertions and error logs of connectors. For a failure without a record, they give the condition
-under which the code fails, and the releases that have this code. `make statements` writes both files.
+are the exceptions, assertions and error logs of connectors. If a failure has no record, its check gives the condition
+under which the code fails, and the releases with this code. `make statements` writes both files.
 """
 
 import json
@@ -19,14 +19,14 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: A text with fewer letters (without its values) does not identify its statement, unless function or line is known.
+#: A text with fewer characters, without its values, identifies its statement only if the function or line is known.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
 
 
 class Statement(NamedTuple):
-    """A statement. template: text, with `{}` for values. level: e.g. `info`, `assert`. lines: {release: numbers}."""
+    """template: the text, with `{}` for values. level: e.g. `info`, `assert`. lines: {release: line numbers}."""
 
     message: str
     template: str
@@ -36,13 +36,13 @@ class Statement(NamedTuple):
 
 
 def sample(template: str, value: str = "7") -> str:
-    """Return the template with `value` in every placeholder."""
+    """Return the template with `value` in place of every placeholder."""
     return _PLACE.sub(lambda place: "%" if place[0] == "%%" else value, template)
 
 
 @lru_cache(maxsize=1)
 def known() -> dict[str, list[Statement]]:
-    """Return {distribution: its statements}."""
+    """Return {distribution: all its logging statements}."""
     return {
         dist: [Statement(row[0], row[1], row[2], row[3], _by_release(row[4])) for row in rows]
         for dist, rows in json.loads(FILE.read_text()).items()
@@ -58,7 +58,7 @@ def _by_release(by_line: dict[str, list[str]]) -> dict[str, tuple[int, ...]]:
 
 
 def levels(message: str, release: str) -> set[str]:
-    """Return the levels at which this release logs the message; empty if it does not log it."""
+    """Return the levels at which this release logs the message; empty if the release does not log the message."""
     return {row.level for rows in known().values() for row in rows if row.message == message and release in row.lines}
 
 
@@ -72,7 +72,7 @@ def releases_at(message: str, file: str, line: int) -> frozenset[str]:
 class Check(NamedTuple):
     """kind: exception class, `assert`, or "" for a logged error. text: the message, with a placeholder for each value.
 
-    condition: the asserted condition, or the `if` that leads to the exception.
+    condition: the condition of the assertion, or of the `if` statement that leads to the exception or the log.
     """
 
     kind: str
@@ -85,7 +85,7 @@ Table = dict[tuple[str, str, Check], set[str]]
 
 
 def table(data: dict[str, Any]) -> Table:
-    """Return the table of one distribution from the data in the file."""
+    """Return the table of one distribution. data: the distribution's entry in checks.json."""
     releases = data["releases"]
     return {
         (file, function, Check(*row[:3])): {
@@ -99,15 +99,15 @@ def table(data: dict[str, Any]) -> Table:
 
 @lru_cache(maxsize=1)
 def checks() -> dict[str, tuple[list[str], Table]]:
-    """Return {distribution: (its releases, oldest first; its checks)}."""
+    """Return {distribution: (its releases, oldest first; the table of its checks)}."""
     return {dist: (data["releases"], table(data)) for dist, data in json.loads(CHECKS.read_text()).items()}
 
 
 def said_of(line: LogLine, release_of: Callable[[str], str | None]) -> str:
-    """Return the end of a sentence about the code that failed; "" if no release has this code."""
+    """Return the end of a sentence: why the code failed, and which releases have this code; or ""."""
     for dist, (releases, table) in checks().items():
         found = [each for each in table if _shows(each, dist, line)]
-        # A release that has the code in another file counts too.
+        # Other releases may have the same code in another file. Count these releases too.
         alike = {_alike(place) for place in found}
         having = {release for place, some in table.items() if _alike(place) in alike for release in some}
         if len({function for _, function, _ in found}) == 1:
@@ -125,7 +125,7 @@ def _shows(place: tuple[str, str, Check], dist: str, line: LogLine) -> bool:
     if line.name != "raised" or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind or None):
         return False
     if not fields["frames"]:
-        # An AttributeError of Python itself has the same text for any object, so it shows no check.
+        # Python itself raises AttributeError with the same text for many objects, so the text identifies no check.
         return not _NO_ATTRIBUTE.search(fields["text"]) and _fits(check.text, fields["text"], tells=True)
     path, _, within = fields["frames"][-1]
     if within != function or not f"/{path}".endswith(f"/{dist}/{file}"):
@@ -168,7 +168,7 @@ def _releases(name: str, releases: list[str], having: set[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def whole_statement(body: bytes) -> str | None:
-    """Return the kind of line (in the grammar, or "logged") if a release's statement logs exactly this; else None."""
+    """Return the kind of line (of the grammar, or "logged") if a statement of a release logs this text; else None."""
     text = " ".join(body.decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):
@@ -178,7 +178,7 @@ def whole_statement(body: bytes) -> str | None:
 
 @lru_cache(maxsize=1)
 def _statements() -> list[tuple[str, str, re.Pattern[str]]]:
-    """Return (kind of line, longest part without a value, pattern) of each statement of the releases."""
+    """Return (kind of line, longest part without a value, pattern) of each logging statement of the releases."""
     read = {message.name for message in grammar.MESSAGES if message.source in ("lmcache", "vllm")}
     templates = [
         (row.message, sample(row.template, _VALUE)) for rows in known().values() for row in rows if row.message in read

@@ -1,1 +1,1 @@
-"""The parts of the documentation that are made from the code and from the lab's results, for mkdocs (mkdocs_hook)."""
+"""Make the parts of the documentation that come from code and from the lab's results (for mkdocs: mkdocs_hook)."""

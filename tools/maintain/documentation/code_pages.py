@@ -1,4 +1,4 @@
-"""A page for each code (fixes, findings of kvfix-diagnose, rules of the ledger), and a list of each kind."""
+"""Make a page for each code (fixes, findings of kvfix-diagnose, rules), and a list of each kind of code."""
 
 import inspect
 
@@ -16,7 +16,7 @@ from maintain.documentation import error_index, support_matrix
 from maintain.documentation.markdown import NAMES, code, facts, filtered, link, links, prose, sections, span, table
 from maintain.scenario_matrix import Pairs
 
-#: {connector: component of its findings}. A component is the name of a file of known problems.
+#: {connector: component of its findings}. Components are named like the files of known problems.
 _COMPONENTS = {
     "LMCacheConnectorV1": "lmcache",
     "LMCacheMPConnector": "lmcache-server",

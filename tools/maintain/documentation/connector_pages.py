@@ -1,7 +1,7 @@
-"""Pages of results on vLLM's connectors: the rules and verdicts of `kvfix conform`, and the fuzzer's findings.
+"""Make pages about vLLM's connectors: the rules and verdicts of `kvfix conform`, and the findings of the fuzzer.
 
-The verdicts are from docs/connectors.json (`python -m maintain.connectors`). The findings are from docs/released.json
-(`python -m maintain.released_findings`).
+The verdicts are from docs/connectors.json (`python -m maintain connectors`). The findings are from docs/released.json
+(`python -m maintain released_findings`).
 """
 
 from itertools import groupby

@@ -1,6 +1,6 @@
-"""docs/diagnose.svg: the output of kvfix-diagnose for the log of a real engine that died, as a picture for the README.
+"""Make docs/diagnose.svg for the README: the output of kvfix-diagnose for the log of a real engine that died.
 
-python -m maintain.documentation.diagnose_picture tests/diagnose/logs/crash-0.3.10.log.gz > docs/diagnose.svg
+python -m maintain documentation.diagnose_picture tests/diagnose/logs/crash-0.3.10.log.gz > docs/diagnose.svg
 """
 
 import gzip
@@ -39,5 +39,5 @@ def picture(log: bytes) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-if __name__ == "__main__":
-    sys.stdout.write(picture(gzip.decompress(Path(sys.argv[1]).read_bytes())))
+def main(log: Path) -> None:
+    sys.stdout.write(picture(gzip.decompress(log.read_bytes())))

@@ -1,7 +1,7 @@
-"""The index of messages: for each text in a log, its findings and fixes.
+"""Make the index of messages, which shows the findings and fixes for each text in a log.
 
-Messages are logging statements of the releases that a finding looks at (statements.json), and texts that a fix quotes
-as its symptom.
+Messages are texts of the releases' logging statements that a finding reads (statements.json), and texts that a fix
+quotes as its symptom.
 """
 
 import re
@@ -15,18 +15,18 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Problem
 from maintain.documentation.markdown import code, filtered, link, links
 
-#: Kinds of lines that every log has. They are no sign of a problem, because only their numbers matter.
+#: Kinds of lines that every log has. The index leaves them out: not the text, but the numbers show a problem.
 _ORDINARY = {"asked", "retrieved", "stats"}
 #: Names of the grammar's messages that are texts of exceptions.
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
-#: Markdown for code: a text between backticks. If the text has a backtick, it is between double backticks.
+#: Markdown for code: a text between backticks, or between double backticks if the text has a backtick.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
-#: Beginnings of spans that are no messages: ends of a message, commands, options.
+#: Spans with these beginnings are no messages, but ends of a message, commands or options.
 _NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST ")
 
 
 class Entry(NamedTuple):
-    """A message as logged, with an ellipsis for values, and its findings and fixes in the order of their codes."""
+    """A message with an ellipsis for each value, and its findings and fixes in the order of their codes."""
 
     text: str
     rules: tuple[Problem, ...]
@@ -51,8 +51,8 @@ def entries() -> tuple[Entry, ...]:
     quoted = [(fix, span) for fix in catalogue.fixes() for span in _quoted(fix)]
     looked_at, rules = kinds() | {_kind(span) for _, span in quoted}, problems.catalogue()
     of_exceptions = [rule for rule in rules if {"raised", *RAISED} & set(rule.on)]
-    found: dict[str, tuple[set[str], set[str]]] = {}  # {text: (its findings, its fixes)}
-    texts: dict[str, list[str]] = {}  # {kind of line: its texts}
+    found: dict[str, tuple[set[str], set[str]]] = {}  # {text: (codes of findings, codes of fixes)}
+    texts: dict[str, list[str]] = {}  # {kind of line: texts of this kind}
     for row in (row for rows in statements.known().values() for row in rows if row.message in looked_at - _ORDINARY):
         prefix = "AssertionError: " if row.level == "assert" else ""
         text = " ".join((prefix + statements.sample(row.template.partition("\n")[0], "…")).split())
@@ -78,7 +78,7 @@ def _quoted(fix: Fix) -> list[str]:
 
 
 def _kind(span: str) -> str:
-    """Return the kind of line to which this text belongs; "" if there is none."""
+    """Return the kind of line to which this text belongs; "" if the text belongs to no kind."""
     for message in grammar.MESSAGES:
         literal = message.literal.decode().strip()
         if len(literal) > 12 and literal in span:

@@ -1,4 +1,4 @@
-"""Write markdown: links between generated pages, tables, sections, ranges of releases."""
+"""Return markdown for generated pages: links, tables, sections, ranges of releases."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 
 def link(code: str, up: str = "../") -> str:
-    """Return a link to the page of a fix, finding or rule. up: from this page to the top."""
+    """Return a link to the page of a fix, finding or rule. up: path from the page with the link to the top."""
     return f"[{code}]({up}{FOLDERS[code[:3]]}/{code.lower()}.md)"
 
 
@@ -28,7 +28,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def filtered(head: Sequence[str], rows: Iterable[Sequence[str]], up: str = "") -> str:
-    """Return a table with fields that filter its rows (theme/filter.js). up: from this page to the top."""
+    """Return a table with input fields that filter the rows (theme/filter.js). up: path from the page to the top."""
     return f'{table(head, rows)}\n<script src="{up}filter.js"></script>\n'
 
 
@@ -37,7 +37,7 @@ def facts(rows: dict[str, str]) -> str:
 
 
 def sections(parts: dict[str, str]) -> str:
-    """Return a heading and its text for each part that has a text."""
+    """Return a heading and the text for each part whose text is not empty."""
     return "".join(f"## {name}\n\n{text}\n" for name, text in parts.items() if text)
 
 

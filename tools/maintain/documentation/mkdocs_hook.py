@@ -1,6 +1,6 @@
-"""The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove what no page needs.
+"""The hooks of mkdocs (`hooks:` in mkdocs.yml): add the generated pages, and remove files that no page needs.
 
-Each fix, finding and rule gets a page, and so does each file of TOP. Tables replace the marks in pages.
+Each fix, finding, rule and file of TOP gets a page. Generated tables replace the MARKS in written pages.
 """
 
 import re
@@ -19,9 +19,9 @@ from maintain import scenario_matrix
 from maintain.documentation import code_pages, connector_pages, error_index, support_matrix
 from maintain.documentation.markdown import table
 
-#: Files of the theme that no page needs: source maps, and the search that theme/search.js replaces.
+#: Files of the theme that no page needs: source maps, and the theme's search, which theme/search.js replaces.
 _UNUSED = re.compile(r"\.map$|^assets/javascripts/(lunr|workers)/")
-#: These pages repeat the titles and messages of other pages, so search leaves them out. Their tables are wide.
+#: Pages that the search leaves out, because they repeat texts of other pages. They have wide tables.
 _LISTS = {"errors.md", "fixes/index.md", "findings/index.md", "rules/index.md"}
 #: {file at the top of the repository: the page that it becomes}
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
@@ -68,7 +68,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Fill in the parts of a page that are generated from the code."""
+    """Replace the marks in a page by generated text. Give wide tables the room of the table of contents."""
     if page.file.src_uri in _LISTS:
         page.meta.update(search={"exclude": True}, hide=["toc"])
     for mark, made in MARKS.items():
@@ -79,19 +79,19 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 @event_priority(-100)  # run after the search plugin, which reads the table of contents
 def on_page_context(context: Any, page: Page, **_: Any) -> None:
-    """Leave the table of contents out of the pages of findings, which are short."""
+    """Leave out the table of contents on the pages of findings, because these pages are short."""
     if page.file.src_uri.startswith("findings/"):
         page.toc.items.clear()
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Remove the theme's indentation, which is half of a page."""
+    """Remove the theme's indentation, which is half of the bytes of a page."""
     return re.sub(r"(?s)(<pre\b.*?</pre>)|\s*\n\s*", lambda found: found[1] or "\n", output)
 
 
 @event_priority(-100)
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write the search index as a script, which a browser loads from file:// too. Empty the theme's JSON file."""
+    """Write the search index as a script, because browsers do not load JSON from file://. Empty the theme's JSON."""
     index = Path(config.site_dir) / "search/search_index.json"
     index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
     index.write_text('{"config": {}, "docs": []}')

@@ -1,7 +1,7 @@
-"""The page "Is my pair safe?" (theme/pair.js). It is made from the fingerprints and docs/matrix.json (`make matrix`).
+"""Make the page "Is my pair safe?" (theme/pair.js) from the fingerprints and docs/matrix.json (`make matrix`).
 
-The lab does not play every bug in every pair, least of all in old releases. If the lab did not play a bug, the
-fingerprints say if the released code has it. So a bug that the lab did not play does not look absent.
+The lab does not play every bug in every pair, above all not in old releases. If the lab did not play a bug, the
+fingerprints show if the released code has the bug. Otherwise the page would show this bug as absent.
 """
 
 import json
@@ -19,21 +19,21 @@ from maintain.documentation.markdown import span, table
 from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
-#: Letters of a cell in the data of the page. The last three are for a cell that is NOT_PLAYED: the code has the bug,
-#: the code does not have the bug, or no release of the pair has the function.
+#: Letters for the cells in the data of the page. The second line is for cells that are NOT_PLAYED: the code has the
+#: bug, the code does not have the bug, or no release of the pair has the function.
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
-Cells = dict[tuple[str, str], str]  # {(vllm, lmcache): one of the four above}
+Cells = dict[tuple[str, str], str]  # {(vllm, lmcache): FIXED, NOT_FIXED, CLEAN or NOT_PLAYED}
 
 
 def as_json(pairs: Pairs) -> str:
-    """Return the data of the page as JSON. No "<" in it can end the script element that holds the data."""
+    """Return the page's data as JSON without "<", because a text "</script>" would end the script element."""
     return json.dumps(data(pairs), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def data(pairs: Pairs) -> dict[str, Any]:
-    """Return the data that pair.js reads. `cells` has a string for each vLLM, with a letter for each LMCache."""
+    """Return the data for pair.js. `cells` has a string for each vLLM, with a letter for each LMCache release."""
     vllm, lmcache = _releases(pairs)
     return {
         "vllm": vllm,
@@ -73,7 +73,7 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
 
 
 def of_fix(pairs: Pairs, code: str) -> str:
-    """Return the outcomes of one fix: a row for each vLLM, a column for LMCache releases with the same outcomes."""
+    """Return the outcomes of a fix: a row for each vLLM, a column for LMCache releases with equal outcomes."""
     slugs = _scenarios(code)
     if not slugs:
         return "The lab does not play this bug. Tests with the released code show it instead.\n"
@@ -107,7 +107,7 @@ def _cells(pairs: Pairs, slugs: set[str]) -> Cells:
 
 
 def _worst(rows: Iterable[dict[str, str]]) -> str:
-    """Return the worst outcome among the scenarios of one fix under one pair."""
+    """Return the worst outcome of a fix's scenarios with one pair of releases."""
     outcomes = [(row["released"], row["fixed"]) for row in rows]
     if any(released in ("violated", "error") for released, _ in outcomes):
         bad = any(released != "clean" and fixed in ("violated", "error") for released, fixed in outcomes)

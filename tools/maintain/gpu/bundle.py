@@ -1,6 +1,6 @@
-"""`make gpu-bundle`: folders with everything that a GPU host without a package index needs (README.md).
+"""`make gpu-bundle`: make folders with everything that a GPU host without a package index needs (README.md).
 
-    python -m maintain.gpu.bundle [FOLDER]
+    python -m maintain gpu.bundle [FOLDER]
 
 Folder 1 holds kvfix, LMCache, the Python part of vLLM, small packages and the scripts. Folders 2 and 3 hold compiled
 files of vLLM.
@@ -13,6 +13,9 @@ import tempfile
 import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from maintain import release
 
@@ -20,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 LIMIT = 60 << 20  # Maximum bytes of a folder. One transfer to the host has at most 64 MiB.
 #: Platforms of the host. pip accepts a wheel for an older glibc only if the command names this older platform too.
 PYTHON, PLATFORMS = "3.12", ("manylinux2014", *(f"manylinux_2_{glibc}" for glibc in range(39, 4, -1)))
-FOLDERS = {"vllm_operations": "2", "vllm_flash_attention": "3"}  # parts of vLLM that have a folder of their own
+FOLDERS = {"vllm_operations": "2", "vllm_flash_attention": "3"}  # {part of vLLM with its own folder: the folder}
 SCRIPTS = ("__init__.py", "gpu/*.py", "gpu/run.sh")  # files below tools/maintain
 #: {files of vLLM's wheel to leave out: why the stages do not need them}
 LEFT_OUT = {
@@ -33,7 +36,7 @@ LEFT_OUT = {
     "vllm/third_party/tml_fa4/*": "FlashAttention 4",
     "vllm/vllm-rs": "the server in Rust. The stages use the one in Python",
 }
-#: {files to put into a separate wheel, because a folder is too small for one wheel: name of the separate wheel}
+#: {files to move into a separate wheel, because vLLM's wheel exceeds the limit of a folder: name of the new wheel}
 APART = {
     "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and operations that every model runs
     # On CUDA vLLM imports FlashAttention 2 or 3 with every attention (0.26.0 v1/attention/backends/fa_utils.py:23).
@@ -42,7 +45,7 @@ APART = {
 
 
 def download(folder: Path) -> None:
-    """Download the wheels of wheels.txt, without their dependencies. Raises subprocess.CalledProcessError."""
+    """Download the wheels of wheels.txt without their dependencies. Raise CalledProcessError if pip fails."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", f"{platform}_x86_64")]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON, "--implementation", "cp", *platforms, "--dest", str(folder)]
@@ -50,7 +53,7 @@ def download(folder: Path) -> None:
 
 
 def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
-    """Put the wheels and scripts into subfolders. Return {subfolder: bytes}. Raise ValueError if one exceeds LIMIT."""
+    """Copy wheels and scripts to subfolders. Return {subfolder: bytes}. Raise ValueError if one exceeds LIMIT."""
     for wheel in wheels:
         into = folder / FOLDERS.get(wheel.name.partition("-")[0], "1")
         into.mkdir(parents=True, exist_ok=True)
@@ -72,8 +75,8 @@ def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
 def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, str]) -> list[Path]:
     """Split this wheel into parts, and write the parts into the folder. Return their paths, the main part first.
 
-    pip can install each part, because the part's RECORD names exactly its files. One call of pip installs all parts
-    into one folder, where they are one package. Raises ValueError if a pattern matches no file, so the release differs.
+    pip can install each part, because the RECORD of a part names exactly the part's files. One call of pip installs all
+    parts into one folder, where they are one package. Raise ValueError if a pattern matches no file of this release.
     """
     name, version, tag = wheel.name.removesuffix(".whl").split("-", 2)
     with zipfile.ZipFile(wheel) as whole:
@@ -103,8 +106,7 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
     return written
 
 
-def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0]) if arguments else ROOT / ".cache/gpu-bundle"
+def main(folder: Annotated[Path, typer.Argument()] = ROOT / ".cache/gpu-bundle") -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as place:
         wheels = Path(place)
@@ -118,8 +120,3 @@ def main(arguments: list[str]) -> int:
         sizes = make(folder, sorted([*wheels.glob("*.whl"), *parts.glob("*.whl")]))
     for number, size in sorted(sizes.items()):
         print(f"{folder}/{number}  {size / (1 << 20):.1f} MiB")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,14 +1,15 @@
 """Stage `host`: show the releases and the device, and import vLLM, its compiled operations and LMCache."""
 
 import importlib
-import importlib.metadata
 import platform
 import subprocess
 import sys
 import time
+from importlib.metadata import distributions
 
 from maintain.gpu import stages
 
+DISTS = ("triton", "vllm", "lmcache", "kvfix", "transformers")
 MODULES = (
     "vllm.v1.worker.gpu_worker", "vllm.v1.attention.backends.triton_attn", "vllm.entrypoints.openai.api_server",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector", "lmcache.integration.vllm.vllm_v1_adapter",
@@ -22,7 +23,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     done, cuda = stages.Steps(), torch.cuda.is_available()
-    releases = ", ".join(filter(None, map(_release, ("triton", "vllm", "lmcache", "kvfix", "transformers"))))
+    releases = ", ".join(sorted({f"{each.name} {each.version}" for each in distributions() if each.name in DISTS}))
     date = time.strftime("%Y-%m-%d", time.gmtime())
     done.add("releases", True, f"Python {platform.python_version()}, torch {torch.__version__}, {releases}; {date}")
     if cuda:
@@ -38,13 +39,6 @@ def main(arguments: list[str]) -> int:
             done.add(module, False, f"{type(error).__name__}: {error}")
     stages.device(arguments)
     return done.code
-
-
-def _release(name: str) -> str:
-    try:
-        return f"{name} {importlib.metadata.version(name)}"
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

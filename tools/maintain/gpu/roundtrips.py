@@ -1,7 +1,7 @@
-"""The stages that are runs of `kvfix roundtrip`. The runs of one stage share a process, so torch is imported once.
+"""The stages that run `kvfix roundtrip`. All runs of a stage are in one process, which imports torch only once.
 
-LMCache as released and LMCache with the fixes have separate processes. If a cell makes the GPU fail, all later cells of
-its process fail too.
+LMCache as released and LMCache with the fixes have separate stages. If a cell makes the GPU fail, all later cells in
+the same process fail too.
 """
 
 import os
@@ -15,7 +15,7 @@ from kvfix_tools.roundtrip.run_report import RunReport, check_per_copy, counted,
 from maintain.gpu import stages
 
 KEPT = 10  # maximum number of failed cells to keep in full
-#: Minimum speed relative to a plain pinned copy. Maximum time of the whole check relative to the copies alone.
+#: Minimum speed relative to a plain copy of pinned memory. Maximum time of the whole check relative to the copies.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
 
 
@@ -33,18 +33,18 @@ def fast(report: RunReport) -> bool:
 
 
 def found(report: RunReport) -> bool:
-    """Return True if the planted fault fails every cell in which it can be planted, and each cell names the fault."""
+    """Return True if the fault was planted, and every cell with the fault fails and names the fault."""
     tried, named = report.planted
     return 0 < tried == named
 
 
 def known(report: RunReport) -> bool:
-    """Return True if the failures of LMCache as released are a known bug."""
+    """Return True if known bugs of LMCache as released cause all failures."""
     return all(report.known(one) for one in report.results if one.verdict in ("failed", "crashed"))
 
 
 def differs(report: RunReport) -> bool:
-    """Return True if the engine loaded all tokens, and its answers are wrong."""
+    """Return True if the engine loaded tokens, and all its answers are wrong."""
     wrong = ["outputs differ" in one.reason and " 0 loaded" not in one.operations for one in report.results]
     return bool(wrong) and all(wrong)
 
@@ -78,14 +78,14 @@ RUNS: dict[str, list[tuple[str, str, Callable[[RunReport], bool]]]] = {
     ],
     "vllm": [("matrix", "--backend vllm-simple vllm-offload --gib 4", passes)],
 }
-#: Smaller sizes for CPU tensors, to test the scripts.
+#: {option: the smaller size for CPU tensors}, to test the scripts without a GPU.
 SMALL = {"--gib 32": "--gib 0.03", "--gib 4": "--gib 0.03", "--tokens 8192": "--tokens 512"}
 
 
 def main(arguments: list[str]) -> int:
     name, device = stages.device(arguments)
     if name == "engines":
-        os.environ["KVFIX"] = "check"  # the fixes and the rules
+        os.environ["KVFIX"] = "check"  # apply the fixes and check the rules
     done = stages.Steps()
     for what, words, right in RUNS[name]:
         if device == "cpu":

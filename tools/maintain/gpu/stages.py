@@ -1,4 +1,4 @@
-"""Run the stages on this host, the most valuable first. Write each stage's result as soon as the stage ends.
+"""Run the stages on this host, the most important stage first. Write the result of a stage as soon as the stage ends.
 
 A stage is a process with a time limit, which prints a line of JSON for each of its steps (class Steps). After a failed
 stage, the next stage still runs. OUT/results.json has all results, and OUT/table.md has the rows for docs/gpu.md.
@@ -46,7 +46,7 @@ class Steps:
         self.right: list[bool] = []
 
     def add(self, what: str, right: bool, figures: str, **details: Any) -> None:
-        """Print the result of a step. figures: the result in a few words. details: other data to keep."""
+        """Print the result of a step as JSON. figures: the result in a few words. details: other data to keep."""
         self.right.append(right)
         print(json.dumps({"what": what, "right": right, "figures": figures, **details}), flush=True)
 
@@ -56,7 +56,7 @@ class Steps:
 
 
 def device(arguments: list[str]) -> tuple[str, str]:
-    """Return (name of the stage, its device). Ends the process if the device is missing."""
+    """Return (name of the stage, its device). If the device is missing, end the process with exit code 77."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--device", required=True)
@@ -70,7 +70,7 @@ def device(arguments: list[str]) -> tuple[str, str]:
 
 
 def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
-    """Run one stage, and end it at `slower` times its limit. Return its result, with `exit` TIMED_OUT in this case."""
+    """Run a stage and return its result. After `slower` times its limit, kill it and set `exit` to TIMED_OUT."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -81,7 +81,7 @@ def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
             code = process.wait(timeout=stage.limit * slower)
         except subprocess.TimeoutExpired:
             code = TIMED_OUT
-        finally:  # the stage's engines and servers are in its process group, or are its children
+        finally:  # this also ends the stage's engines and servers, which are in its process group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -101,7 +101,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def figures(result: dict[str, Any]) -> str:
-    """Return the figures of the steps. Without a checked step, return the last line that the stage printed."""
+    """Return the figures of all steps. If no step was checked, return the last line that the stage printed."""
     last = (result["messages"].strip().splitlines() or ["no output"])[-1]
     if result["exit"] == NOT_HERE:
         return str(last)

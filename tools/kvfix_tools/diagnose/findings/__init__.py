@@ -1,8 +1,8 @@
-"""The functions that decide problems by the numbers in lines, one for a record of knowledge/rules.toml.
+"""The functions that decide by the numbers in lines if a log shows a problem of knowledge/rules.toml.
 
-`@finding def waits_for_load(log, line)` decides the record `[waits-for-load]`. The record has the texts. Its key `on`
-names the kinds of lines and exception texts for which kvfix calls the function; "" is the end of the log. A function
-returns None, or an `Answer` with a sentence about this case. `@decides` is for a function that decides several records.
+`@finding def waits_for_load(log, line)` decides the record `[waits-for-load]`, which has the texts. The record's key
+`on` names the kinds of lines and exception texts for which kvfix calls the function; "" is the end of the log. A
+function returns None, or an `Answer` about this case. `@decides` is for a function that decides several records.
 """
 
 import enum
@@ -16,7 +16,7 @@ from kvfix_tools.diagnose.log_line import LogLine
 
 
 class Severity(enum.Enum):
-    """Effects, worst first. NOTE is no finding: it may only mean that the log begins or ends at this line."""
+    """The effects of problems, worst first. NOTE is no problem: perhaps the log only begins or ends at this line."""
 
     CRASH = 0
     WRONG = 1
@@ -32,9 +32,9 @@ class Severity(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """sentence: this case, with its numbers. request: None: the line's request; "": no request. evidence: more lines.
+    """sentence: describes this case with numbers. request: None means the line's request, "" means no request.
 
-    sure: False if the line may have another cause. note: True if it may only mean that the log begins or ends here.
+    sure: False if another cause is possible. evidence: more lines. note: True if the log may only begin or end here.
     """
 
     sentence: str
@@ -45,23 +45,23 @@ class Answer(NamedTuple):
 
 
 Decides = TypeVar("Decides", bound=Callable[..., Answer | None])
-#: The records that a line shows, each with its answer.
+#: Pairs (name of a record that the line shows, answer).
 Answers = Iterator[tuple[str, Answer]]
 Keeps = Callable[[Any, Any], None]
 
-#: {name of the record: the function that decides it}, complete after `functions()`.
+#: {name of a record: function that decides the record}. `functions()` completes this dictionary.
 FUNCTIONS: dict[str, Callable[..., Answer | None]] = {}
 _NOTES: dict[str, list[Keeps]] = {}
 
 
 def finding(decides: Decides) -> Decides:
-    """Register a function that decides the record of the same name."""
+    """Register a function that decides the record with the function's name."""
     FUNCTIONS[decides.__name__.replace("_", "-")] = decides
     return decides
 
 
 def decides(*records: str) -> Callable[[Callable[..., Answers]], Callable[..., Answers]]:
-    """Register a function that decides these records. It yields a record and its answer."""
+    """Register a function that decides these records. The function yields pairs (record, answer)."""
 
     def register(answers: Callable[..., Answers]) -> Callable[..., Answers]:
         FUNCTIONS.update({record: partial(_answer_of, record, answers) for record in records})
@@ -75,7 +75,7 @@ def _answer_of(record: str, answers: Callable[..., Answers], log: Any, line: Any
 
 
 def note(*on: str) -> Callable[[Keeps], Keeps]:
-    """Register a function that keeps facts from these kinds of lines in `log.state` for other functions."""
+    """Register a function that keeps facts of these kinds of lines in `log.state`, for other functions."""
 
     def register(keep: Keeps) -> Keeps:
         for kind in on:
@@ -94,6 +94,6 @@ def functions() -> dict[str, Callable[..., Answer | None]]:
 
 
 def notes() -> dict[str, list[Keeps]]:
-    """Return {kind of line: functions of `note`, which are called before any function decides}."""
+    """Return {kind of line: functions registered by `note`}. kvfix calls them before the functions that decide."""
     functions()
     return _NOTES

@@ -1,4 +1,4 @@
-"""Findings about EngineCore or a worker that died in a connector hook, by the text and traceback of its exception."""
+"""Find why EngineCore or a worker died in a connector hook, by the text and traceback of the exception."""
 
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
@@ -6,12 +6,12 @@ from kvfix_tools.diagnose.log_line import LogLine
 
 #: Message of `assert len(slot_mapping) == len(token_ids)` in some builds of LMCache.
 _DESYNC = "Slot mapping and token IDs length mismatch"
-#: Calls of vLLM on the way from an abort to the connector.
+#: Source lines of vLLM's calls from the abort of a request down to the connector.
 _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connector_finished(")
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an AssertionError without a message whose source has this text. function: where it was raised."""
+    """Return True for an AssertionError without a message. source: a part of its source. function: of a last frame."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False
@@ -20,7 +20,7 @@ def _asserts(line: LogLine, source: str, function: str = "") -> bool:
 
 
 def _capped(log: Diagnosis, line: LogLine) -> bool | None:
-    """Return True if a capped load explains the mismatch, False if it does not, None if this is unknown."""
+    """Return True if a capped load explains the mismatch, False if another cause does, None if this is unknown."""
     fields = line.fields
     if fields["granted"] != fields["hit"]:
         return True
@@ -83,7 +83,7 @@ def resume_differs(log: Diagnosis, line: LogLine) -> Answers:
 def abort_asserts_engine(log: Diagnosis, line: LogLine) -> Answer | None:
     if _asserts(line, "assert self.lmcache_engine is not None", "request_finished"):
         return Answer("EngineCore died when a client disconnected", "")
-    if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM has no assertion there
+    if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM has no assertions in this code
         sentence = "an assertion failed during an abort; the traceback is cut before the assertion"
         return Answer(sentence, "", sure=False)
     return None
@@ -115,6 +115,6 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     recent = log.releases.within("lmcache", ">=0.4.1")
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to LMCache 0.3.13
     if recent is False or (recent is None and old):
-        return None  # may be Mooncake's failure KVD801
+        return None  # the cause may be Mooncake's failure KVD801
     twice = f"{log.counts['double_unpin']} chunks were unpinned twice before the crash"
     return Answer(f"a listed chunk has no tensor; {twice}", "", sure=bool(recent))

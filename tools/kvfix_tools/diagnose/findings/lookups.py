@@ -1,4 +1,4 @@
-"""Counts and settings from all lookups and stores of a log, and findings about lookups without a hit."""
+"""Count lookups and stores, collect their settings, and find why lookups have no hit."""
 
 import re
 from functools import lru_cache
@@ -7,41 +7,41 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding, note
 from kvfix_tools.diagnose.log_line import LogLine
 
-#: Minimum number of requests with a lookup for a finding; maximum numbers of requests and engines to remember.
+#: Minimum number of requests with a lookup for a finding. Maximum numbers of requests and engines to remember.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
-#: Defaults of `chunk_size` and of `max_local_cpu_size` in GB, in every release.
+#: Defaults of `chunk_size` in tokens and of `max_local_cpu_size` in GB, in every release.
 CHUNK, _CPU_SIZE = 256, 5.0
-#: `kv_shape=(layers, 2, tokens of a chunk, heads, head size)` in 0.3.9 to 0.5.6.
+#: LMCache 0.3.9 to 0.5.6 logs `kv_shape=(layers, 2, tokens of a chunk, heads, head size)`.
 _SHAPE = re.compile(r"kv_shape=\(\d+, \d+, (\d+)")
 _ENGINE = re.compile(r"model_name='([^']*)'.*?world_size=(\d+).*?kv_dtype=([\w.]+)")
 _SETTING = re.compile(r"'?(\w+)'?(?:: |=)('[^']*'|[^\s,{}()]+)")
 _NOWHERE = re.compile(r"\(?'', '', 0, ''\)?")
-#: `size: 1.5300 gb` of `Stored ...`, 0.3.9 to 0.5.6.
+#: The size in a line `Stored ... size: 1.5300 gb` of LMCache 0.3.9 to 0.5.6.
 _SIZE = re.compile(rb"size: (\d{1,6}(?:\.\d{1,6})?) [gG][bB]")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 class Lookups:
-    """Counts and settings of the lookups of a log. Several lookups of one request count once."""
+    """Counts and settings of a log's lookups. Several lookups of the same request count as one."""
 
     def __init__(self) -> None:
         self.requests: set[str] = set()
         self.longest = 0
-        #: Longest hit in vLLM's own prefix cache.
+        #: Tokens of the longest hit in vLLM's own prefix cache.
         self.local = 0
         self.hit = False
         self.loads = self.below = self.most = self.least = 0
         self.stored = 0
         self.askers: set[str] = set()
         self.storers: set[str] = set()
-        #: {process: gigabytes that it has stored}
+        #: {process: gigabytes that the process has stored}
         self.gigabytes: dict[str, float] = {}
         self.chunk = 0
         self.settings: dict[str, str] = {}
-        #: {(model, world size, dtype, chunk size) of a worker: its line}
+        #: {(model, world size, dtype, chunk size) of a worker: the line with these values}
         self.engines: dict[tuple[str, str, str, str], LogLine] = {}
         self.shared = self.empty = 0
-        #: Processes of an engine whose PYTHONHASHSEED is not set.
+        #: Number of lines about a process without PYTHONHASHSEED.
         self.unseeded = 0
 
     @property
@@ -50,7 +50,7 @@ class Lookups:
 
     @property
     def has_no_hit(self) -> bool:
-        """True if there are enough lookups for a finding, and none has a hit."""
+        """True if the log has enough lookups for a finding, and no lookup has a hit."""
         return self.number >= ENOUGH and not self.hit
 
     @property
@@ -97,14 +97,14 @@ class Lookups:
 
 
 class LookupsByFile(dict[str, Lookups]):
-    """{file: the lookups in it}. Several files are the logs of several engines."""
+    """{file: the lookups in this file}. Each file is the log of another engine."""
 
     def __missing__(self, file: str) -> Lookups:
         return self.setdefault(file, Lookups())
 
 
 def lookups_of(log: Diagnosis) -> Lookups:
-    """Return the lookups of all files together."""
+    """Return the counts and settings of all files together."""
     return log.state(Lookups)
 
 
@@ -149,7 +149,7 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 def _hashed_differently(kept: Lookups) -> Answer | None:
-    """Return an answer for lookups without a hit if processes may hash differently; None if nothing shows this."""
+    """Return an answer if different hashes of processes explain that no lookup has a hit, else None."""
     if not kept.stored or not kept.unseeded:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1

@@ -1,4 +1,4 @@
-"""Findings about the LMCache server, from its own log and from the logs of its clients."""
+"""Find problems of the LMCache server in its own log and in the logs of its clients."""
 
 import re
 
@@ -7,17 +7,17 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
 from kvfix_tools.diagnose.log_line import LogLine
 
-#: First line of the server about a failed handler, and the maximum number of lines until its traceback.
+#: The server's first line about a failed handler. The traceback follows within _BELOW lines.
 _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
 _BELOW = 120
-#: Operations whose answer no client needs. They may fail, because the worker that asked has ended.
+#: Operations whose answer no client needs. They may fail if the worker has ended. Then the failure is no problem.
 _UNASKED = frozenset({"end_session"})
 
 
 class Server:
-    """State of an LMCache server's log. handler: the line that announces the traceback of a handler."""
+    """The state of an LMCache server's log. handler: the line that announces a failed handler's traceback."""
 
     handler: LogLine | None = None
 
@@ -91,5 +91,5 @@ def _failed_handler(head: LogLine, error: str) -> Answer:
 def failed_at_server(log: Diagnosis, line: LogLine) -> Answers:
     if line.fields["what"] == "store":
         yield "store-to-server-failed", Answer("the store of this request failed at the server")
-    elif log.releases.within("lmcache", "<0.5.5") is False:  # else KVD301
+    elif log.releases.within("lmcache", "<0.5.5") is False:  # before 0.5.5, KVD301 reports the failure
         yield "load-from-server-failed", Answer("the load of this request from the server failed")

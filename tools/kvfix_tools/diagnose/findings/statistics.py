@@ -1,4 +1,4 @@
-"""Findings from vLLM's statistics: an engine that stands still, external hit rates, slow transfers."""
+"""Find problems in vLLM's statistics: an engine without progress, low external hit rates, slow transfers."""
 
 import re
 from functools import partial
@@ -7,21 +7,21 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import FUNCTIONS, Answer, Answers, decides, finding, note
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 
-#: A finding needs this many intervals of vLLM's statistics (10 seconds each) with requests but without a token.
+#: A finding needs this number of intervals with requests but without a token. vLLM logs statistics every 10 seconds.
 IDLE = 3
-#: Connectors of a decode instance that load only those blocks that a request names.
+#: Connectors of a decode instance that load only the blocks that a request names.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
-#: Connectors that move KV from prefill to decode without keeping a copy.
+#: Connectors that move KV from a prefill to a decode instance, and keep no copy.
 _PAIRS = {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
 #: Below ROOM per cent of used KV blocks, no request waits for blocks. Above ALL per cent of external hits, a decode
 #: instance computes no prompt.
 ROOM, ALL = 80.0, 99.0
-#: The records of a standstill: requests in the queue, a step that does not end, requests that wait for prefill.
+#: Records of an engine without progress: requests in the queue, an endless step, requests that wait for prefill.
 _QUEUE, _STEP, _PREFILL = "nothing-moves", "step-does-not-end", "decode-waits-for-prefill"
 
 
 class _Still(dict[tuple[str, str], "tuple[int, str, LogLine, str]"]):
-    """{engine: (intervals without a token, text of its statistics, last line, record of the standstill)}"""
+    """{engine: (number of intervals without a token, text of the statistics, last line, name of the record)}"""
 
 
 @note("stats")
@@ -42,7 +42,7 @@ def _note_standstill(log: Diagnosis, line: LogLine) -> None:
 def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
     """Return True for a decode instance with free blocks on which all requests wait for KV of a prefill instance.
 
-    If the log does not name the connector, all waiting requests must be deferred, and all hits external.
+    If the log does not name the connector, all waiting requests must be deferred, and nearly all hits external.
     """
     of_decode = log.who.connectors <= BY_REQUEST and "kv_producer" not in log.who.roles
     if not log.who.connectors:
@@ -55,16 +55,16 @@ def _engine(line: LogLine) -> tuple[str, str]:
 
 
 def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Return an answer if an engine has computed no token for IDLE intervals, in the way that this record describes.
+    """Return an answer if an engine has computed no token for IDLE intervals, and this record describes its state.
 
-    At the end of a log fewer intervals are enough for a note. An engine without progress logs its statistics once at
-    INFO. From then on vLLM logs them at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
+    At the end of a log, fewer intervals are enough for a note. An engine without progress logs its statistics at INFO
+    only once, and later at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
     """
     still = log.state(_Still)
     if line is not None:
         count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
         is_still = looks_like == record and count >= IDLE
-        # Not certain without a queue: a single step may take as long as the intervals.
+        # Without a queue the answer is not certain: a single step may take as long as the intervals.
         return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
     for count, what, last, looks_like in still.values():
         if count < IDLE and looks_like == record and not log.failures.closing:
@@ -76,13 +76,13 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
 FUNCTIONS.update({record: partial(_stands, record) for record in (_QUEUE, _STEP, _PREFILL)})
 
 
-#: Minimum numbers of intervals with prompts for a finding. PROMPTS: if an interval has a local hit. INTERVALS: on a
-#: decode instance.
+#: Minimum numbers of intervals with prompts for a finding. PROMPTS: for an engine with hits in vLLM's own cache.
+#: INTERVALS: for a decode instance.
 PROMPTS, INTERVALS = 5, 3
 
 
 class _External:
-    """Intervals of vLLM's statistics with prompts: their number, and the highest hit rates in per cent."""
+    """Number of intervals of vLLM's statistics with prompts, and the highest hit rates in per cent."""
 
     intervals = 0
     external = local = 0.0
@@ -121,12 +121,12 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", sure=False)
 
 
-#: Rates are judged for transfers of at least LARGE MB. RDMA and NVLink are far faster than SLOW MB/s.
+#: kvfix judges the rate of transfers of at least LARGE MB. RDMA and NVLink are far faster than SLOW MB/s.
 LARGE, SLOW = 16.0, 1000.0
 
 
 class _Moved:
-    """Intervals with large transfers, and the fastest one."""
+    """Number of intervals with large transfers, and the line of the fastest interval."""
 
     intervals = 0
     best: LogLine | None = None

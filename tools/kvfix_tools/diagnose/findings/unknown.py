@@ -1,4 +1,4 @@
-"""Findings from the end of a log, if no other finding explains the failure.
+"""Find failures at the end of a log that no other finding explains.
 
 The failure is an unknown error, an engine that does not finish its start, or answers with HTTP status 500.
 """
@@ -12,9 +12,9 @@ from kvfix_tools.diagnose.findings.server import Server
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.problems import Problem
 
-#: Kinds of lines of an engine that has started.
+#: Kinds of lines that only an engine after its start logs.
 _STARTED = ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
-#: Ends the sentence about an exception that has neither a text nor a traceback.
+#: The end of the sentence about an exception that has neither a text nor a traceback.
 _CUT = ", without a message. The last lines of its traceback, before this line, show the cause"
 
 
@@ -29,7 +29,7 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
     ranks = f"{len(last)} processes have" if len(last) > 1 else f"{last[0][0] or 'a process'} has"
     size = lookups_of(log).cpu_size
     if size and not float(size):
-        return None  # LMCache has no CPU buffer
+        return None  # LMCache is set to have no CPU buffer
     room = f"; {len(last)} times {size} GB are {len(last) * float(size):g} GB" if size else ""
     sentence = f"{ranks} no line after `Creating LMCacheEngine`{room}"
     return Answer(sentence, sure=False, evidence=tuple(at for _, at in last[:4]), note=not log.failures.dead)
@@ -61,7 +61,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
-    """Return the general record of the first error, and the answer."""
+    """Return (general record of the first error or None, answer)."""
     heading = log.failures.heading if not first.fields.get("frames") else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return general, Answer(
@@ -82,7 +82,7 @@ def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _unexplained(log: Diagnosis) -> LogLine | None:
-    """Return the first error, if no finding explains it."""
+    """Return the first error of the log if no finding explains the error."""
     first = log.failures.first
     if first is None or first is log.state(Server).handler:
         return None
@@ -92,7 +92,7 @@ def _unexplained(log: Diagnosis) -> LogLine | None:
         found.severity is Severity.HANG for found in causes
     ):
         return None
-    # A finding that is more than a risk also explains an error that was only logged.
+    # An error without an exception is also explained by a cause that is more than a risk.
     said = first.name == "logged" or is_cut(first)
     return None if said and any(found.severity is not Severity.RISK for found in causes) else first
 
@@ -105,7 +105,7 @@ def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
 
 
 def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
-    """Return (record, answer) for a log without errors, from a worker error that it quotes or the engine's death."""
+    """Return (record, answer) for a log without an error that quotes a worker's error or reports an engine's death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
         return None, None
@@ -118,14 +118,14 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
         return None, None
     if death is None:
         return None, Answer(sentence, "")
-    # If the log's beginning is missing, this line of the API server may come from an orderly shutdown.
+    # If the log's beginning is missing, the API server may have logged this line in an orderly shutdown.
     echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
     sentence = f"{sentence}: {death.evidence.text[:160]}"
     return problems.general(death), Answer(sentence, "", sure=False, evidence=(death,), note=echo)
 
 
 def _sentence(log: Diagnosis, line: LogLine) -> str:
-    """Return a sentence with the error, the package of its code, and a note from the releases' code."""
+    """Return a sentence with the error, the package whose code raised it, and the releases that have this code."""
     return _what(log, line) + statements.said_of(line, log.releases.one)
 
 
@@ -140,7 +140,7 @@ def _what(log: Diagnosis, line: LogLine) -> str:
         bare = f", `{fields['source']}`" if fields["source"] else "" if fields["text"] else _CUT
         return f"{what}{bare}"
     file, number, function = fields["frames"][-1]
-    at = f":{number}" if number else ""  # a recorded exception has no line number
+    at = f":{number}" if number else ""  # kvfix's own record of an exception has no line number
     parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
     if fields["source"]:
         parts.append(f"`{fields['source']}`")
@@ -152,6 +152,6 @@ def _what(log: Diagnosis, line: LogLine) -> str:
 
 
 def _evidence(log: Diagnosis, first: LogLine) -> tuple[LogLine, ...]:
-    """Return the error, then the last line of each process."""
+    """Return the line of the error, then the last line of each process."""
     last = [line for line in log.failures.last.values() if line is not first]
     return (first, *last[:4])

@@ -1,0 +1,29 @@
+"""Run a program for maintainers: `python -m maintain PROGRAM [ARGUMENTS]`.
+
+The function `main` of a program declares the program's arguments and options, and returns its exit code.
+"""
+
+import sys
+from importlib import import_module
+
+import typer
+
+PROGRAMS = (
+    "connectors", "documentation.diagnose_picture", "drill", "fingerprints", "gpu.bundle", "knowledge", "language",
+    "peers", "release", "released_findings", "scenario_matrix", "statements",
+)  # fmt: skip
+
+
+def end(code: int | None) -> None:
+    raise typer.Exit(code or 0)
+
+
+if __name__ == "__main__":
+    program = "".join(sys.argv[1:2])
+    if program not in PROGRAMS:
+        sys.exit(f"Usage: python -m maintain PROGRAM [ARGUMENTS]\nPROGRAM is one of {', '.join(PROGRAMS)}")
+    module = import_module(f"maintain.{program}")
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, result_callback=end, rich_markup_mode=None)
+    app.callback()(lambda: None)  # with a callback, Typer expects the program's name also if there is only one program
+    app.command(program, help=module.__doc__)(module.main)
+    app(prog_name="python -m maintain")
