@@ -278,7 +278,8 @@ def _play_both(options: Options, play: Callable[[Pair], Played]) -> Played:
     play(model)
     real = Watched(options)
     done = play(real)
-    states = enumerate(zip_longest(model.states, real.states, fillvalue={}))
+    empty: dict[str, Any] = {}
+    states = enumerate(zip_longest(model.states, real.states, fillvalue=empty))
     events = enumerate(zip_longest(model.log, real.log))
     in_states = ((step, *each) for step, (was, has) in states for each in _differences(was, has))
     in_events = ((number, "the events", one, other) for number, (one, other) in events if one != other)
