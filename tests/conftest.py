@@ -83,7 +83,7 @@ class Fresh:
         return done
 
 
-#: Folders with the longest test files. These files run first: the other workers would wait for a long last file.
+#: Folders with the longest test files. These files run first, so that no worker ends with a long file.
 LONG = ("engine", "upstream", "roundtrip", "lab", "release", "connector_events")
 
 
@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the counts of kvfix's own errors. kvfix forgets earlier errors: it reports each error once per process."""
+    """Make kvfix forget its own earlier errors, as it reports each once per process. Return their counts."""
     from kvfix.session import session
 
     for name in ("faults", "reported", "lines", "tallies"):
@@ -227,7 +227,7 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
 
     expected: one answer, or two: without and with the fixes.
     also: more parameters of the test, separated by spaces: `fixes`, `release`, and `answer` if `expected` is empty.
-    fixed: `fixes` and `release` without parameters. Defaults: 0.5.6, and no fix (for a second answer: all fixes).
+    fixed: `fixes` and `release`, if not in `also`. Defaults: 0.5.6, and no fix (for a second answer: all fixes).
     """
 
     def make(case: Callable[..., Any]) -> Any:

@@ -100,7 +100,7 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
     decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
-        if any(each.state == "applied" for each in outcomes):  # another copy may be applied when it is imported
+        if any(each.state == "applied" for each in outcomes):  # the other copy may not be imported yet
             outcomes = [each for each in outcomes if each.state != "applicable"]
         state, reason, _ = min(outcomes, key=lambda each: STATES.index(each.state))
         yield FixRow(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)

@@ -42,7 +42,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes of findings without notes. general: with notes of general records, except at a normal end."""
+    """Return the codes of findings without notes. general: also notes of `general` records."""
     return [
         each.rule.code
         for each in diagnosed(text).findings
@@ -73,5 +73,5 @@ def test_what_is_no_log_of_an_engine_has_no_finding(path: Path) -> None:
     assert found(b"".join(whole)) == []
     for part in parts(whole, 10):
         assert found(b"".join(part)) == [], part[0]
-    for line in whole if path not in PAGES else ():  # alone, a message that a page quotes is a finding
+    for line in whole if path not in PAGES else ():  # a quoted message alone is a finding
         assert found(line) == [], line

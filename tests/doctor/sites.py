@@ -26,7 +26,7 @@ MP = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
 
 
 def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
-    """Link a release of LMCache and the installed vLLM into a folder. Without torch, doctor starts no child process."""
+    """Link LMCache and the installed vLLM into a folder. It has no torch, so doctor starts no child process."""
     folder.mkdir(parents=True, exist_ok=True)
     if lmcache:
         for each in (RELEASES / lmcache).glob("lmcache*"):
@@ -51,7 +51,7 @@ def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path
 
 
 def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
-    """Return a command `vllm serve`. extra: more keys of `transfer`. The key `extra`: kv_connector_extra_config."""
+    """Return a command `vllm serve`. extra: more keys of `transfer`; `extra=` is kv_connector_extra_config."""
     given = {**transfer, **({"kv_connector_extra_config": extra.pop("extra")} if "extra" in extra else {}), **extra}
     return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
 

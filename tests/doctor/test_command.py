@@ -44,7 +44,7 @@ def test_the_json_is_stable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
-    """The secret is in the file, the environment, the command and a URL. All are wrong, so the report shows them."""
+    """A secret is in wrong settings of file, environment, command and URL. The report names these settings."""
     secret = "hunter2hunter2"
     (tmp_path / "lmcache.yaml").write_text(
         f"remote_url: redis://:{secret}@no-such-host.invalid:1\nchunk_size: 'api_key={secret}'\n"

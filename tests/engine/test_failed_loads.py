@@ -59,7 +59,7 @@ class Case(NamedTuple):
 LONG = prompt(720, 9)
 CASES = {
     "healthy": Case(prompt(200, 3), {"load": 192}),
-    # Both steps compute on top of the failed load and store it. No token was in flight, so the own answer is right.
+    # Both steps compute from failed blocks and store wrong KV. No generated token was in flight: `load` is right.
     "long": Case(LONG, {"load": 704}, [{"other": 1, "load": 256}, {"other": 1, "load": 256}], (set(), {"load"})),
     "sharer": Case(
         LONG, {"load": 704, "sharer": 256}, [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],

@@ -28,7 +28,7 @@ pytest.importorskip("ray", reason="ray is not installed here: its engine is not 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 RANKS = 2
-#: Variables of all processes. Ray asks for no token: with a token in ~/.ray, only the head node would demand one.
+#: Variables of all processes. No authentication: with a token in ~/.ray, the head node would refuse the other node.
 RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 

@@ -1,4 +1,4 @@
-"""Verdicts on states: of the lab's real scheduler and connectors, and made by hand where the lab has none."""
+"""Verdicts on states from the lab's real scheduler and connectors, or written by hand if the lab has none."""
 
 import copy
 from dataclasses import replace
@@ -57,7 +57,7 @@ def only(states: list[dict[str, Any]], seconds: float) -> Any:
     ],
 )  # fmt: skip
 def test_verdict_on_a_standstill(engine: tuple[str, ...], seconds: int, code: str, message: str, once: Once) -> None:
-    """One look is never enough for a verdict. After a second, a transfer that may still end has none."""
+    """One look is never enough for a verdict. A transfer that may still end gets no verdict after one second."""
     states = once(wedged.twice, NEWEST, *engine)
     found = only(states, seconds)
     assert (found.code, found.request, found.message) == (code, "r", message)
@@ -174,7 +174,7 @@ def test_a_hook_that_waits_for_the_server(locked_out: States) -> None:
     assert found.code == "KVD204"
     assert found.message == (
         "the LMCache server does not answer VLLM::Worker (7), which has waited for it in start_load_kv for at least 5 "
-        "s; the scheduler waits for its answer"
+        "s; the scheduler waits for this process"
     )
     worker["stack"] = ["from_ipc_handle (torch/cuda/streams.py:197)", "query (multiprocess/futures.py:203)"]
     assert verdicts([Look(0, [locked_out[0], worker]), Look(5, [locked_out[1], worker])])[0].code == "KVD213"

@@ -1,7 +1,7 @@
 """Run the code blocks of the README: from the error text to a fixed engine and to an exported patch.
 
-The environment is new: a fresh Python, an empty home, kvfix from its source archive. The engine is replaced by the real
-vLLM scheduler with the released LMCache 0.3.10, which dies with the schedule of the first report.
+The environment is new: a fresh Python, an empty home, kvfix from its source archive. In place of an engine, the real
+vLLM scheduler runs with the released LMCache 0.3.10. It dies when it plays the schedule of KVF001.
 """
 
 import os

@@ -9,7 +9,7 @@ import pytest
 import kvfix
 from tests.conftest import answers
 
-#: Keeps the second chunk alive if the thread hangs: `__del__` of that chunk would hang too.
+#: Keeps the chunk `kept` alive if the thread hangs, because its `__del__` would hang too.
 KEPT: list[Any] = []
 
 
@@ -31,9 +31,9 @@ def host_memory() -> Any:
 )
 @answers(also="fixes release answer")
 def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> list[Any]:
-    """Return ["hangs"], or "goes on" and two counts of chunks: after the collection, and after one more release.
+    """Return ["hangs"], or "goes on" and two counts of chunks: after the collection, and after `kept` is freed.
 
-    With `revert`, `kvfix.revert` replaces the release.
+    With `revert`, the test calls `kvfix.revert` and does not free `kept`.
     limit: maximum seconds to wait for the thread.
     """
     import lmcache.utils

@@ -3,7 +3,7 @@
     python -m maintain released_findings [CONNECTOR...]
 
 A fix belongs to a finding if a schedule with all other fixes still shows the finding. For each kind of finding, the
-program tries schedules until a schedule shows the fix.
+program tries schedules until one of them tells which fixes belong to the finding.
 """
 
 import math

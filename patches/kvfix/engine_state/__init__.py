@@ -12,12 +12,12 @@ prompts or host names. None: not known. Times are seconds before the look.
      "kvfix": {"mode": "observe", "version": "0.1.0", "fixes": ["KVF001"]} or None,
      "stack": ["recv (zmq/sugar/socket.py:980)", ...],  of the main thread, innermost first
      "hook": "get_num_new_matched_tokens",              hook of a connector on that stack; "" if none
-     "in_step": True,                                   the scheduler works: its queues are not complete
+     "in_step": True,                                   the scheduler is inside a step: its queues are not complete
      "scheduler": {...} or None,                        see scheduler.py
      "connectors": [{...}],                             of the scheduler and of the worker
      "unread": {"scheduler": "AttributeError ..."}}     what could not be read, and why
 
-Each connector has a row, and so has each child of a MultiConnector:
+Each connector has a row. In place of a MultiConnector, each of its children has a row:
 
     {"class": "LMCacheMPConnector", "role": "SCHEDULER", "engine": "0a1b2", "rank": 0, "ranks": 2, "chunk_size": 256,
      "healthy": True,            the server answers its pings; in process: LMCache runs; None: not known
@@ -27,7 +27,7 @@ Each connector has a row, and so has each child of a MultiConnector:
      "requests": {id: {...}},    scheduler: "lookup", "hit", "promised", "granted", "stored", "phase", "since"
      "loads": [id], "stores": [id],    worker: begun, and not reported as ended
      "answered": [id],           worker: loads and stores that have ended, to be reported in the next step
-     "unreported": [id],         worker: other transfers that have ended and are not reported
+     "unreported": [id],         worker: ended transfers that no step will report
      "failed_blocks": 0,         worker: blocks of failed loads that are not reported
      "pins": {id: 3},            worker, in process: number of chunks that a lookup has pinned
      "fetched": [id],            worker, in process: requests with chunks from an asynchronous lookup

@@ -94,7 +94,7 @@ class Reader:
         return None
 
     def lease_name(self, request: Any) -> str:
-        """Return the peer's name of this request, if that name is not the request id; else ""."""
+        """Return the name that the peer uses for this request, if it is not the request id; else ""."""
         return ""
 
     def waits(self, request: str) -> bool:

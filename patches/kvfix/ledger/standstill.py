@@ -137,7 +137,7 @@ def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
             continue
         name, inside = _name(process), f"in {hook} for at least {looks[-1].at - looks[0].at:.0f} s"
         at = f", at {process['stack'][0]}" if process.get("stack") else ""
-        rest = "; the scheduler waits for its answer" if "rank" in name or "Worker" in name else ""
+        rest = "; the scheduler waits for this process" if "rank" in name or "Worker" in name else ""
         if any(frame.startswith(_OF_SERVER) for frame in process.get("stack") or ()):
             yield Verdict(
                 "KVD204", "server-does-not-answer", "",

@@ -1,4 +1,4 @@
-"""Events of the ledger from log lines, and their requests. A line that lacks a value of an event makes none."""
+"""Events of the ledger from log lines, and their requests. A line that lacks a value makes no event."""
 
 import re
 from collections import deque

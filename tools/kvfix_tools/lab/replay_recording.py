@@ -1,7 +1,7 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-A record has neither prompts nor steps without an event. So the lab makes its own prompts, and it makes steps until the
-next event of the record can happen.
+A record has no prompts, and no steps in which nothing happened. So the lab makes its own prompts, and it makes steps
+until the next event of the record can happen.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def options(found: recording.Recording) -> Options:
     if len(known) != 1:
         names = ", ".join(sorted({line["name"] for line in lines})) or "none"
         raise ValueError(
-            f"one scheduler's connector that the lab plays ({', '.join(KINDS)}) is needed; it has: {names}"
+            f"the file must have exactly one scheduler with a connector of {', '.join(KINDS)}, but has: {names}"
         )
     sizes = dict(known[0]["sizes"])
     lacks = lacking()

@@ -26,7 +26,7 @@ def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
 
 @fix_around(when=_in_part)
 def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
-    engine_log.warning("KVF035: a request names a decoder in `disagg_spec` without its whole address; kvfix ignores it")
+    engine_log.warning("KVF035: a `disagg_spec` lacks a part of the address; the request runs without a decoder")
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
     yield View(request, kv_transfer_params=others), num_external_tokens
     if request.request_id in impl._unfinished_requests:  # the hook keeps the View that it was given

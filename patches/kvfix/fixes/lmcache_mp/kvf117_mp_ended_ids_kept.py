@@ -4,7 +4,8 @@ Symptom: Nothing shows at first: the workers' memory grows with every request, b
 choose ids and reuses one, the blocks of that request are never freed, and the KV cache fills up.
 
 Cause: The adapter keeps the ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
-0.5.6:2034). With asynchronous scheduling two steps may ask for the same id. No id is removed or reported twice.
+0.5.6:2034). With asynchronous scheduling two steps may ask for the same id. The adapter reports each id once, and
+removes no id.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -22,10 +23,10 @@ KEPT = 32
 
 
 class Recent(set[str]):
-    """A bounded set of ids. More than KEPT ids become the old ids, and replace the previous old ids.
+    """A bounded set of ids. If it has more than KEPT ids, they replace the previous old ids.
 
-    LMCache calls only `update` and `in`. `update` runs in every step, and `in` once for each ended request. So `in`
-    drops the old ids, at most once between two updates. It never drops the ids of the last update.
+    LMCache calls only `update` and `in`. `update` runs in every step, and `in` only once for each ended request.
+    So `in` drops the old ids. It never drops the ids of the last update.
     """
 
     old: frozenset[str] = frozenset()

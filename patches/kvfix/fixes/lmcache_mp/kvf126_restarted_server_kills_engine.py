@@ -13,10 +13,10 @@ The new server raises at the worker's next store, and sends no answer (multiproc
 With engine-driven transfer the worker waits for that answer in the step, for 300 seconds (`lmcache.mp.mq_timeout`).
 vLLM ends the step after 300 seconds too. A request that was in flight when the server ended gets no answer either.
 
-Fix: LMCache's client notices a lost connection. The fix then answers the calls in flight: a lookup has no hit, a load
-or store has failed. Until the worker has registered again, the fix answers its loads and stores in the same way, and
-does not send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine
-continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
+Fix: LMCache's client already notices a lost connection. The fix then answers the calls in flight: a lookup has no
+hit, a load or store has failed. Until the worker has registered again, the fix answers its loads and stores in the same
+way, and does not send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again.
+The engine continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
 
 If only the network was interrupted, the server still knows the worker. Its loads still fail until the next heartbeat,
 and their read locks stay on the server until they time out.
@@ -68,7 +68,7 @@ def hold_transfers(client: Any) -> Steps:
 
 
 def _is_answered(client: Any, request: Any) -> bool:
-    """Return True if the fix has answered this request, which is next in the queue. It is then not sent."""
+    """Answer the next request of the queue, a transfer of an unregistered worker. Return False if it must be sent."""
     spec = getattr(request, "rpc_spec", None)  # a control frame of a stream has no rpc_spec
     if spec is not None and spec.operation in _REGISTRATIONS:
         client._kvfix_unregistered = False
@@ -103,5 +103,5 @@ FIX = Fix(
     api.MP_CLIENT.process_outbound_task(broken="==0.5.6", fix=hold_transfers, helper=True),
     api.MP_HEARTBEAT._execute(broken="==0.5.6", fix=register_again, helper=True),
     effect="hang",
-    proof="tests/runtime/test_server_restart.py, with a real server: the lab's server answers in the step",
+    proof="tests/runtime/test_server_restart.py, with a real server, because the lab's server answers within the step",
 )

@@ -6,16 +6,16 @@ attention and of sliding windows (Gemma, gpt-oss), the connector loads between s
 Cause: Even a long request holds only a few blocks of a window at once. The number of blocks that the request may still
 need is at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's list
 (`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include null blocks
-in front of the window and blocks that a hit skips. After a hit that is longer than the limit, the result is 0.
+in front of the window, also those of a hit. After a hit that is longer than the limit, the result is 0.
 
 vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
-0.32.0:1249). A loaded request holds its blocks until it runs. Each of the loaded requests may then need more blocks
-than are free, while the other loaded requests hold all of them.
+0.32.0:1249). A loaded request holds its blocks until it runs. Each loaded request may then need more blocks than
+are free, and the other loaded requests hold the blocks for which it waits.
 
 Fix: The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request`
 minus the blocks that the request has in use. (The fix wraps only the managers that recycle blocks. A wrapper in their
 base class costs a twelfth of the scheduler's time, with 256 requests.)
-- Releases: vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
+- Releases: vLLM 0.20.2 to 0.33.0. Before 0.26, vLLM reserves no blocks for loads.
 - Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
 - Remove when: `get_num_blocks_to_allocate` subtracts no null blocks from the limit.
 """

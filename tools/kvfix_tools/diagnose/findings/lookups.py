@@ -7,7 +7,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding, note
 from kvfix_tools.diagnose.log_line import LogLine
 
-#: Minimum number of requests with a lookup for a finding. Maximum numbers of requests and engines to remember.
+#: A finding needs lookups of ENOUGH requests. Maximum numbers of requests and engines to remember.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
 #: Defaults of `chunk_size` in tokens and of `max_local_cpu_size` in GB, in every release.
 CHUNK, _CPU_SIZE = 256, 5.0
@@ -177,7 +177,7 @@ def stores_without_hits(log: Diagnosis, line: LogLine | None) -> Answers:
         why = "; kv_role is kv_consumer, which does not store" if is_consumer else ""
         yield "nothing-stored", Answer(f"{unstored}{why}", sure=is_consumer)
     elif 0 < kept.local < kept.chunk:
-        shared = f"vLLM itself had at most {kept.local} tokens of a prompt, and a chunk has {chunk} tokens"
+        shared = f"vLLM's own prefix cache had at most {kept.local} tokens of a prompt; a chunk has {chunk} tokens"
         sentence = f"{kept.number} lookups, {kept.stored} stores, 0 hits; {shared}"
         yield "shared-prefix-below-a-chunk", Answer(sentence)
 

@@ -11,7 +11,7 @@ from kvfix_tools.doctor.setup import Setup
 
 @check("plugins")
 def plugins(setup: Setup) -> Iterator[Line]:
-    """VLLM_PLUGINS names kvfix, if both VLLM_PLUGINS and KVFIX are set. vLLM loads only the plugins named there."""
+    """Checks that VLLM_PLUGINS, if it is set with KVFIX, names kvfix. vLLM loads only the plugins named there."""
     listed = setup.environment.get("VLLM_PLUGINS")
     mode = setup.environment.get("KVFIX", "")
     if listed is None or not mode or mode.startswith("off"):
@@ -41,14 +41,14 @@ def fixes(setup: Setup) -> Iterator[Line]:
 
 @check("sliding-windows")
 def sliding_windows(setup: Setup) -> Iterator[Line]:
-    """A model with sliding windows and the multi-process connector has the fixes that it needs. Without the fixes,
+    """Checks that the fixes for sliding windows are on if the multi-process connector needs them. Without the fixes,
     LMCache stores wrong KV under valid keys, and the model returns wrong text without an error."""
     if setup.mp is None or not has_windows(setup) or setup.has_option("disable-hybrid-kv-cache-manager"):
         return
     fixes = [fix for fix in catalogue.fixes() if "KVR014" in fix.evidence]
     codes = [fix.code for fix in fixes if any(_has_bug(target, setup) for target in fix.targets)]
     if codes and _is_off(setup):
-        what = f"this LMCache stores wrong KV for models with sliding windows, like this one: {', '.join(codes)}"
+        what = f"the model has sliding windows, and this LMCache stores wrong KV for such models: {', '.join(codes)}"
         yield problem(what, "kvfix run -- CMD, or KVFIX=fix in the environment, or --disable-hybrid-kv-cache-manager")
     elif codes:
         yield ok(f"the model has sliding windows, and kvfix fixes their stores: {', '.join(codes)}")

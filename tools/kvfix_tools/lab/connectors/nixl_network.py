@@ -1,4 +1,4 @@
-"""Replace agents, sockets of handshakes and threads of two engines with NixlConnector. All run in the lab's steps."""
+"""Stand-ins for agents, handshake sockets and threads of two engines with NixlConnector. They run in lab steps."""
 
 import itertools
 import threading
@@ -328,7 +328,7 @@ class Signal(threading.Event):
 
 
 class _Writer:
-    """Replaces the writer thread of push mode: runs a round of its loop after a wake-up, and in each polling step."""
+    """Replaces the writer thread of push mode: runs a round of its loop after a wake-up and in each step that polls."""
 
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network

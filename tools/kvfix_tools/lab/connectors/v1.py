@@ -238,18 +238,18 @@ class V1(Connector):
             socket.events = events
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
-        """A step: another instance has stored the whole chunks of this prompt."""
+        """A step of a schedule: another instance has stored all complete chunks of this prompt."""
         contents, size = Prefix().of(prompt), self.scheduler_adapter._lmcache_chunk_size
         for start, end, key in self.cache_engines[0].tokens.process_tokens(prompt, make_key=False):
             for each in self.cache_engines if end - start == size else ():
                 each.cache[(key,)] = of_rank(each.rank, contents[start:end])
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: in the last rank, the next `how_many` lookups time out by the lab's clock and find nothing."""
+        """A step of a schedule: in the last rank, the next `how_many` lookups time out by the lab's clock."""
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:
-        """Return why not. `lmcache.skip_save` stops no send to a decoder (0.5.6 vllm_v1_adapter.py:1109, 300)."""
+        """Return why a request is not stored. `lmcache.skip_save` stops no transfer (0.5.6 vllm_v1_adapter.py:1109)."""
         if self._role == "kv_consumer":
             return "this instance is a kv_consumer"
         asked = request.kv_transfer_params or {}

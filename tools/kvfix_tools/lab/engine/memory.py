@@ -1,4 +1,4 @@
-"""Memory with checkable contents. KV depends on all tokens up to its own, so a slot holds the hash of these tokens."""
+"""Memory with checkable contents. The KV of a token depends on all tokens before it, so its slot holds their hash."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the contents of these tokens, which continue the known ones. The caller must not change the list."""
+        """Return the contents of these tokens, which begin with the known ones. Do not change the returned list."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])

@@ -258,5 +258,5 @@ def _in_one(inner: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..
 
 
 def as_released() -> Any:
-    """Return a context to use inside `fixes_in`. Engines that are made in this context do not have the fixes."""
+    """Return a context to use inside `fixes_in`. While the context is active, no engine has the fixes."""
     return _set(_FIXED, "")
