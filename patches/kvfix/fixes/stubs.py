@@ -35,6 +35,20 @@ class Nothing:
         return lambda *_, **__: None
 
 
+class Calls(list[Any]):
+    """A function that records its calls as (args, kwargs), and returns this answer, or raises it if it is an error."""
+
+    def __init__(self, answer: Any = None) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.append((args, kwargs))
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
 def stub(more: dict[str, Any], **attributes: Any) -> Any:
     """Return an object with these attributes; `more` adds or replaces some."""
     return SimpleNamespace(**{**attributes, **more})
