@@ -91,14 +91,9 @@ def revert() -> None:
     session.config = None
     if Finder in sys.meta_path:
         sys.meta_path.remove(Finder)
-    if "kvfix.applying" in sys.modules:
-        from kvfix import applying
-
-        engine_log.guarded("kvfix.revert", applying.remove_all)
-    if "kvfix.connector_events" in sys.modules:
-        from kvfix import connector_events
-
-        engine_log.guarded("kvfix.revert", connector_events.remove_all)
+    for name in ("kvfix.applying", "kvfix.connector_events"):
+        if name in sys.modules:
+            engine_log.guarded("kvfix.revert", sys.modules[name].remove_all)
 
 
 def status() -> list[FixRow]:
