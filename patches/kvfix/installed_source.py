@@ -132,9 +132,10 @@ def _tokens(span: list[str]) -> list[str]:
         if kind in ("FSTRING_START", "TSTRING_START"):
             starts.append(token.start)
         elif kind in ("FSTRING_END", "TSTRING_END"):
-            start = starts.pop()
+            row, column = starts.pop()
             if not starts:
-                words.append(_slice(lines, start, token.end) + " ")
+                last, until = token.end
+                words.append("".join([*lines[row - 1 : last - 1], lines[last - 1][:until]])[column:] + " ")
         elif starts or kind in ("COMMENT", "NL", "ENDMARKER"):
             continue
         elif kind in ("INDENT", "DEDENT", "NEWLINE"):
@@ -142,11 +143,6 @@ def _tokens(span: list[str]) -> list[str]:
         else:
             words.append(token.string + " ")
     return words
-
-
-def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    (row, column), (last, until) = start, end
-    return "".join([*lines[row - 1 : last - 1], lines[last - 1][:until]])[column:]
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
