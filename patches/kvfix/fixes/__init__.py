@@ -18,17 +18,8 @@ def modules() -> dict[str, tuple[str, str]]:
     """Return {code: (slug, module)}, sorted by code. The modules may be source, bytecode, or in a zip."""
     import pkgutil  # imported only here: the start of a process does not need it
 
-    found = []
-    for folder in pkgutil.iter_modules(__path__):
-        if folder.ispkg:
-            inside = pkgutil.iter_modules([f"{path}/{folder.name}" for path in __path__])
-            found += [(each.name, f"{__name__}.{folder.name}.{each.name}") for each in inside]
-    return {
-        code: (slug, module)
-        for name, module in sorted(found)
-        for code, slug in [code_and_slug(name)]
-        if name.startswith("kvf")
-    }
+    names = [each.name for each in pkgutil.walk_packages(__path__, f"{__name__}.") if ".kvf" in each.name]
+    return dict(sorted((code, (slug, name)) for name in names for code, slug in [code_and_slug(name)]))
 
 
 def code_and_slug(module: str) -> tuple[str, str]:
