@@ -63,10 +63,7 @@ def source_file(dist: str, module: str) -> Path | None:
     if folder is None:
         return None
     path = folder.parent.joinpath(*module.split("."))
-    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
+    return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
 
 
 def file_hash(path: Path) -> str:
@@ -166,6 +163,4 @@ def is_from_file(function: Any, path: Path) -> bool:
     """Return True if the function inside all wrappers is the one in this file, and not a replacement."""
     function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
-        return False
-    return Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve()
+    return code is not None and (Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve())
