@@ -77,10 +77,7 @@ def apply(
 
 
 def revert() -> None:
-    """Remove every fix from this process, and the configuration from its environment. Idempotent.
-
-    Running child processes keep their fixes.
-    """
+    """Remove all fixes and the configuration from this process. Idempotent. Child processes keep their fixes."""
     for name, value in session.environment.items():
         if value is None:
             os.environ.pop(name, None)

@@ -23,10 +23,7 @@ _PLAIN = (int, bool, str, float, type(None))
 
 @dataclass(slots=True)
 class Tally:
-    """The counters of the wrappers with one key, which is the code of a fix or another key.
-
-    acted, faults: how often the wrappers acted, and how often their code raised. first: a text on the first action.
-    """
+    """Counters of the wrappers with one key. acted, faults: number of actions, of errors. first: the first action."""
 
     key: str
     acted: int = 0

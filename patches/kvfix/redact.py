@@ -157,10 +157,7 @@ def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
 
 
 def _closing(words: str, opening: re.Match[str]) -> int:
-    """Return where the value in these quotes ends: before the closing quote, or at the end of the line.
-
-    The closing quote has at most as many backslashes as the opening one.
-    """
+    """Return the end of the value: a quote with at most as many backslashes as `opening`, or the end of the line."""
     line = words.find("\n", opening.end())
     for found in _QUOTE.finditer(words, opening.end(), len(words) if line < 0 else line):
         if found[0][-1] == opening[0][-1] and len(found[0]) <= len(opening[0]):

@@ -35,10 +35,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce that this process handles the signal, which would kill any other process.
-
-    Called again after a new connector: the announcement contains the ids of the engines.
-    """
+    """Announce that this process of these engines handles the signal, which would kill any other process."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         violations.written(write_announcement)
 
