@@ -29,6 +29,7 @@ from typing import Any
 #: vLLM's queues of waiting requests, in the order in which it admits from them. Earlier releases have only some.
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
+_OF_CONFIG = ("max_num_batched_tokens", "max_num_seqs", "async_scheduling")
 _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
 #: KV groups in which each token keeps its slot, and KV groups that free the slots before a window.
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
@@ -127,11 +128,9 @@ def _row(scheduler: Any, request: Any, queue: str, held: Row, recorded: Row, now
 def _settings(scheduler: Any) -> dict[str, Any]:
     config = scheduler.scheduler_config
     return {
-        "max_num_batched_tokens": getattr(config, "max_num_batched_tokens", None),
-        "max_num_seqs": getattr(config, "max_num_seqs", None),
+        **{name: getattr(config, name, None) for name in _OF_CONFIG},
         "max_model_len": getattr(scheduler, "max_model_len", None),
         "reserve_full_isl": getattr(scheduler, "scheduler_reserve_full_isl", None),
-        "async_scheduling": getattr(config, "async_scheduling", None),
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
     }
 
