@@ -31,13 +31,7 @@ _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 #: (pattern of a secret without a name, its replacement)
 _VALUES = (
     (re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
-    (
-        re.compile(
-            r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?"
-            r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
-        ),
-        HIDDEN,
-    ),
+    (re.compile(r"(?s)-----BEGIN ([A-Z ]*PRIVATE KEY(?: BLOCK)?)-----.*?(?:-----END \1-----|\Z)"), HIDDEN),
     (re.compile(r"((?<![\w-])(?:-u|--user)[ \t=]+[\w.@-]+:)(?!//)[^\s\"']+"), rf"\1{HIDDEN}"),
     (re.compile(r"([?&]sig=)[\w%+/=.-]{16,}"), rf"\1{HIDDEN}"),
     # A JSON web token: at least a header and its claims.
