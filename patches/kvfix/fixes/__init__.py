@@ -7,10 +7,8 @@ component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its mu
 
 #: {retired code of a fix, rule or finding, which is never used again: why it is gone, and what to read instead}
 RETIRED = {
-    "KVF368": (
-        "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 describes "
-        "the bug and what to set"
-    )
+    "KVF368": "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 "
+    "describes the bug and what to set"
 }
 
 
