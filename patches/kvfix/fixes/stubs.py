@@ -128,17 +128,11 @@ def request(num_tokens: int, **more: Any) -> Any:
 
 
 def step(
-    tokens: int = 0,
-    *,
-    new: Any = None,
-    computed: int = 0,
-    blocks: list[int] | None = None,
-    resumed: bool = False,
-    preempted: bool = False,
+    tokens: int = 0, *, new: Any = None, computed: int = 0, blocks: list[int] | None = None, resumed: bool = False
 ) -> Any:
     """Return a scheduler output with one request, `new` or a cached one; without a request if `tokens` is 0.
 
-    computed, blocks: of a cached request. resumed: the step resumes it. preempted: the step preempts the request.
+    computed, blocks: of a cached request. resumed: the step resumes it.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(
@@ -149,5 +143,5 @@ def step(
     return SimpleNamespace(
         finished_req_ids=set(), scheduled_new_reqs=[] if new is None else [new], scheduled_cached_reqs=cached,
         num_scheduled_tokens={NAME: tokens} if tokens else {}, total_num_scheduled_tokens=tokens,
-        preempted_req_ids={NAME} if preempted else set(),
+        preempted_req_ids=set(),
     )  # fmt: skip

@@ -63,7 +63,9 @@ def _worker(store: Any) -> Any:
 
 def connector_shows_bug(hook: Any, module: Any) -> bool:
     """Run a step after a preemption. With the bug, the metadata are not marked, or the worker does not wait."""
-    metadata = hook(_mp.scheduler_side(module), stubs.step(preempted=True))
+    step = stubs.step()
+    step.preempted_req_ids.add(stubs.NAME)
+    metadata = hook(_mp.scheduler_side(module), step)
     if not getattr(metadata, "need_flush_before_forward", False):
         return True
     store = stubs.Stub(query=lambda: False, wait=stubs.Calls())

@@ -31,7 +31,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _update_req_states=nothing, _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
         manager=stubs.Stub(on_schedule_end=nothing),
     )  # fmt: skip
-    return stubs.raises(AssertionError, hook, scheduler, stubs.step(preempted=True))
+    step = stubs.step()
+    step.preempted_req_ids.add(stubs.NAME)
+    return stubs.raises(AssertionError, hook, scheduler, step)
 
 
 FIX = Fix(
