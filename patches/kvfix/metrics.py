@@ -77,14 +77,10 @@ def count_fault(tally: Tally) -> None:
 
 def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str) -> str:
     name = getattr(function, "__qualname__", "")
-    request = next((each for each in map(_request_id, args[1:]) if each), "")
+    ids = (getattr(each, "request_id", None) or getattr(each, "req_id", None) for each in args[1:])
+    request = next((each for each in ids if each and isinstance(each, str)), "")
     parts = [name, what or ("" if name else "an object was corrected in place")]
     return ": ".join(part for part in parts if part) + (f" (request {request[:_ID]!r})" if request else "")
-
-
-def _request_id(argument: Any) -> str:
-    found = getattr(argument, "request_id", None) or getattr(argument, "req_id", None)
-    return found if isinstance(found, str) else ""
 
 
 def _short(value: Any) -> str:
