@@ -58,6 +58,8 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
             row = {"id": getattr(request, "request_id", ""), "queue": queue, "unread": type(error).__name__}
         rows.append(row)
     pause = getattr(scheduler, "_pause_state", None)
+    # KVOutputAggregator counts the ranks that have not reported a load (kv_connector/utils.py 0.32.0:70).
+    aggregator = getattr(getattr(engine, "model_executor", None), "kv_output_aggregator", None)
     return {
         "class": type(scheduler).__name__,
         "steps": getattr(scheduler, "current_step", None),
@@ -74,7 +76,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
         "answers": None if engine is None else len(getattr(engine, "batch_queue", None) or ()),
         "deferred": sum(len(blocks) for _, blocks in list(getattr(scheduler, "deferred_frees", ()))),
         "ended_reports": sorted(set(scheduler.finished_recving_kv_req_ids) - set(scheduler.requests)),
-        "ranks_left": _ranks_left(engine),
+        "ranks_left": dict(getattr(aggregator, "_recv_remaining_count", None) or {}),
         "settings": _settings(scheduler),
         "requests": rows,
     }
@@ -133,12 +135,6 @@ def _settings(scheduler: Any) -> dict[str, Any]:
         "reserve_full_isl": getattr(scheduler, "scheduler_reserve_full_isl", None),
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
     }
-
-
-def _ranks_left(engine: Any) -> dict[str, int]:
-    """Return the counters of KVOutputAggregator: ranks that have not reported (kv_connector/utils.py 0.32.0:70)."""
-    aggregator = getattr(getattr(engine, "model_executor", None), "kv_output_aggregator", None)
-    return dict(getattr(aggregator, "_recv_remaining_count", None) or {})
 
 
 def _blocks(scheduler: Any, request: Any) -> Any:
