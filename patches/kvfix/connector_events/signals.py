@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce that this process of these engines handles the signal, which would kill any other process."""
+    """Announce this process, which handles the signal, with its engines. The signal would kill any other process."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         violations.written(write_announcement)
 
