@@ -77,10 +77,7 @@ def apply(
 
 
 def revert() -> None:
-    """Remove every fix from this process, and the configuration from its environment. Idempotent.
-
-    Running child processes keep their fixes.
-    """
+    """Remove all fixes and the configuration from this process. Idempotent. Child processes keep their fixes."""
     for name, value in session.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -91,14 +88,9 @@ def revert() -> None:
     session.config = None
     if Finder in sys.meta_path:
         sys.meta_path.remove(Finder)
-    if "kvfix.applying" in sys.modules:
-        from kvfix import applying
-
-        engine_log.guarded("kvfix.revert", applying.remove_all)
-    if "kvfix.connector_events" in sys.modules:
-        from kvfix import connector_events
-
-        engine_log.guarded("kvfix.revert", connector_events.remove_all)
+    for name in ("kvfix.applying", "kvfix.connector_events"):
+        if name in sys.modules:
+            engine_log.guarded("kvfix.revert", sys.modules[name].remove_all)
 
 
 def status() -> list[FixRow]:
@@ -113,19 +105,15 @@ def load() -> None:
 
     vLLM calls this function in each of its processes and catches no exception. So this function never raises.
     """
+    text = os.environ.get(ENV)
     try:
-        text = os.environ.get(ENV)
-        if not text or Config.is_off(text):
-            return
-        try:
-            config = Config.parse(text)
-        except ValueError as error:
-            engine_log.warning(
-                f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
-                f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
-            )
-            return
-        activate(config)
+        if text and not Config.is_off(text):
+            activate(Config.parse(text))
+    except ValueError as error:
+        engine_log.warning(
+            f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
+            f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
+        )
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.activation.load", error)
 

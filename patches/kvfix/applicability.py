@@ -82,7 +82,8 @@ def judge(target: Target) -> Applicability:
 
 
 def judge_releases(target: Target, same_code: list[str]) -> Applicability:
-    code_of = f"has the code of {target.dist} {_span(same_code)}"
+    span = ", ".join(same_code) if len(same_code) < 4 else f"{same_code[0]} and others up to {same_code[-1]}"
+    code_of = f"has the code of {target.dist} {span}"
     releases = frozenset(same_code)
     broken = _broken(target.dist, target.broken)
     if not broken.isdisjoint(same_code):
@@ -176,10 +177,6 @@ def _silent(module: ModuleType) -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _span(releases: list[str]) -> str:
-    return ", ".join(releases) if len(releases) < 4 else f"{releases[0]} and others up to {releases[-1]}"
 
 
 class Decision(NamedTuple):

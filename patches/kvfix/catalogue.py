@@ -41,10 +41,7 @@ def fixes_of(module: str) -> list[Fix]:
 
 @functools.lru_cache(maxsize=1)
 def modules_of_fixes() -> dict[str, list[str]]:
-    """Return {module of vLLM or LMCache: modules of the fixes of its functions}.
-
-    The pairs come from fingerprints.json. This function loads only the fixes that are not in fingerprints.json.
-    """
+    """Return {module of vLLM or LMCache: modules of its fixes}. Load only the fixes that fingerprints.json lacks."""
     found: dict[str, list[str]] = {}
     indexed = set()
     for known in applicability.fingerprints().values():

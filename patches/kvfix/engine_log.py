@@ -51,10 +51,7 @@ def _report(level: str, text: str) -> None:
 
 
 def _admitted(text: str) -> str:
-    """Return the line to log; "" for a text that was logged before, or of a kind with too many lines.
-
-    The kind of a line is its text up to the first colon.
-    """
+    """Return the line to log; "" for a text logged before, or too many lines of a kind (the text up to a colon)."""
     if text in session.reported:
         return ""
     _remember(session.reported, text, None, TEXTS)

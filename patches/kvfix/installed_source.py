@@ -63,10 +63,7 @@ def source_file(dist: str, module: str) -> Path | None:
     if folder is None:
         return None
     path = folder.parent.joinpath(*module.split("."))
-    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
+    return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
 
 
 def file_hash(path: Path) -> str:
@@ -132,9 +129,10 @@ def _tokens(span: list[str]) -> list[str]:
         if kind in ("FSTRING_START", "TSTRING_START"):
             starts.append(token.start)
         elif kind in ("FSTRING_END", "TSTRING_END"):
-            start = starts.pop()
+            row, column = starts.pop()
             if not starts:
-                words.append(_slice(lines, start, token.end) + " ")
+                last, until = token.end
+                words.append("".join([*lines[row - 1 : last - 1], lines[last - 1][:until]])[column:] + " ")
         elif starts or kind in ("COMMENT", "NL", "ENDMARKER"):
             continue
         elif kind in ("INDENT", "DEDENT", "NEWLINE"):
@@ -142,11 +140,6 @@ def _tokens(span: list[str]) -> list[str]:
         else:
             words.append(token.string + " ")
     return words
-
-
-def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    (row, column), (last, until) = start, end
-    return "".join([*lines[row - 1 : last - 1], lines[last - 1][:until]])[column:]
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
@@ -170,6 +163,4 @@ def is_from_file(function: Any, path: Path) -> bool:
     """Return True if the function inside all wrappers is the one in this file, and not a replacement."""
     function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
-        return False
-    return Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve()
+    return code is not None and (Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve())

@@ -23,10 +23,7 @@ _PLAIN = (int, bool, str, float, type(None))
 
 @dataclass(slots=True)
 class Tally:
-    """The counters of the wrappers with one key, which is the code of a fix or another key.
-
-    acted, faults: how often the wrappers acted, and how often their code raised. first: a text on the first action.
-    """
+    """Counters of the wrappers with one key. acted, faults: number of actions, of errors. first: the first action."""
 
     key: str
     acted: int = 0
@@ -56,10 +53,11 @@ def note(module_name: str, what: str = "") -> None:
 def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[Any, ...] = (), what: str = "") -> None:
     try:
         tally.acted += 1
-        if tally.acted == 1 and tally.key.startswith("KVF"):
-            tally.first = _text(function, args, what)
-            engine_log.info(f"{tally.key} acted: {tally.first}")
-        _count_of_fix("kvfix_fix_acted", "Outcomes that a fix changed.", tally.key)
+        if tally.key.startswith("KVF"):
+            if tally.acted == 1:
+                tally.first = _text(function, args, what)
+                engine_log.info(f"{tally.key} acted: {tally.first}")
+            _count("kvfix_fix_acted", "Outcomes that a fix changed.", code=tally.key)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.metrics", error)
 
@@ -73,19 +71,16 @@ def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], a
 
 def count_fault(tally: Tally) -> None:
     tally.faults += 1
-    _count_of_fix("kvfix_faults", "Errors in the code of a fix of kvfix.", tally.key)
+    if tally.key.startswith("KVF"):
+        _count("kvfix_faults", "Errors in the code of a fix of kvfix.", code=tally.key)
 
 
 def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str) -> str:
     name = getattr(function, "__qualname__", "")
-    request = next((each for each in map(_request_id, args[1:]) if each), "")
+    ids = (getattr(each, "request_id", None) or getattr(each, "req_id", None) for each in args[1:])
+    request = next((each for each in ids if each and isinstance(each, str)), "")
     parts = [name, what or ("" if name else "an object was corrected in place")]
     return ": ".join(part for part in parts if part) + (f" (request {request[:_ID]!r})" if request else "")
-
-
-def _request_id(argument: Any) -> str:
-    found = getattr(argument, "request_id", None) or getattr(argument, "req_id", None)
-    return found if isinstance(found, str) else ""
 
 
 def _short(value: Any) -> str:
@@ -103,12 +98,6 @@ def violated(rule: str) -> None:
 def audited(chunks: int) -> None:
     """Count chunks that the audit has compared, in kvfix_audited_chunks_total."""
     _count("kvfix_audited_chunks", "Cached chunks compared with computed KV.", chunks)
-
-
-def _count_of_fix(name: str, text: str, key: str) -> None:
-    """Increment this metric with the label `code`, if the key of the wrapper is the code of a fix (KVF)."""
-    if key.startswith("KVF"):
-        _count(name, text, code=key)
 
 
 def _count(name: str, text: str, by: int = 1, **label: str) -> None:

@@ -31,13 +31,7 @@ _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 #: (pattern of a secret without a name, its replacement)
 _VALUES = (
     (re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
-    (
-        re.compile(
-            r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?"
-            r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
-        ),
-        HIDDEN,
-    ),
+    (re.compile(r"(?s)-----BEGIN ([A-Z ]*PRIVATE KEY(?: BLOCK)?)-----.*?(?:-----END \1-----|\Z)"), HIDDEN),
     (re.compile(r"((?<![\w-])(?:-u|--user)[ \t=]+[\w.@-]+:)(?!//)[^\s\"']+"), rf"\1{HIDDEN}"),
     (re.compile(r"([?&]sig=)[\w%+/=.-]{16,}"), rf"\1{HIDDEN}"),
     # A JSON web token: at least a header and its claims.
@@ -157,10 +151,7 @@ def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
 
 
 def _closing(words: str, opening: re.Match[str]) -> int:
-    """Return where the value in these quotes ends: before the closing quote, or at the end of the line.
-
-    The closing quote has at most as many backslashes as the opening one.
-    """
+    """Return the end of the value: a quote with at most as many backslashes as `opening`, or the end of the line."""
     line = words.find("\n", opening.end())
     for found in _QUOTE.finditer(words, opening.end(), len(words) if line < 0 else line):
         if found[0][-1] == opening[0][-1] and len(found[0]) <= len(opening[0]):

@@ -3,6 +3,8 @@
 The function gets its arguments as the caller passed them. A wrapper gets the arguments by position, with the defaults
 filled in, because releases and callers differ in what they pass by name.
 
+`when` takes the parameters of the wrapper's code. The wrapper runs its code only if `when` returns true.
+
 If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
 answer. ORIGINAL, the default, gives the function's own answer: right for crashes, leaks and hangs. A fix of wrong KV
 fails closed instead: its `on_fault` gives the answer of a load that failed, a store that is skipped, or no promise. If
@@ -56,7 +58,6 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """Call `prepare` before the function.
 
     prepare: (instance, *arguments). If its result is true, the fix has acted.
-    when: takes the parameters of `prepare`. `prepare` is called only if `when` returns true.
     on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises. The function is not called.
     """
 
@@ -84,7 +85,6 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
     """Call the function, then change its answer.
 
     change: (instance, answer, *arguments) -> the right answer; None keeps the answer. If it differs, the fix has acted.
-    when: takes the parameters of `change`. `change` is called only if `when` returns true.
     on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
     """
 
@@ -119,7 +119,6 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     the function with those arguments instead of the caller's. A return before the yield skips the function. If the
     function raises, its exception goes to the caller and the generator is closed (use `finally`). The fix has acted if
     it changes the arguments or the answer, or skips the call.
-    when: takes the parameters of `steps`. `steps` is called only if `when` returns true.
     on_fault: (arguments of the caller) -> the answer if the code of the wrapper raises. If it raises before the yield,
     the function is not called.
     """

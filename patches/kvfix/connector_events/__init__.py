@@ -106,7 +106,9 @@ def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         except Violation:
             raise
         except Exception as error:
-            _raised(watched, name, error, args)
+            if error is not _errors[thread]:  # else a hook inside the scheduler has recorded it
+                _errors[thread] = error
+                _record(watched, "raised", (name, error, args), {})
             raise
         finally:
             if is_outermost:
@@ -127,15 +129,6 @@ def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs:
         if session.failed_generation != session.generation:
             session.failed_generation = session.generation
             engine_log.fault(f"kvfix.connector_events.watched.{what}", error)
-
-
-def _raised(watched: WatchedConnector, name: str, error: Exception, args: tuple[Any, ...]) -> None:
-    thread = get_ident()
-    if error is _errors.get(thread):  # recorded by a hook inside the scheduler
-        return
-    if thread in _errors:
-        _errors[thread] = error
-    _record(watched, "raised", (name, error, args), {})
 
 
 def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:

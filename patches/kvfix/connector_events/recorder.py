@@ -159,11 +159,8 @@ def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
     if reason in ("signal", "standstill"):
         yield {"kind": "stacks", "pid": os.getpid(), "text": _stacks()}
     if finding is not None:
-        fields = finding._asdict() | {
-            "event": _event(finding.event),
-            "earlier": finding.earlier and _event(finding.earlier),
-        }
-        yield {"kind": "finding", **fields}
+        events = {"event": _event(finding.event), "earlier": finding.earlier and _event(finding.earlier)}
+        yield {"kind": "finding", **finding._asdict(), **events}
     for entry in snapshot():
         yield {"kind": "event", **entry._asdict(), **_event(entry.event)}
 

@@ -4,6 +4,7 @@ A process with its own handler for SIGUSR2 keeps it. The handler of kvfix logs n
 """
 
 import atexit
+import json
 import os
 import signal
 import threading
@@ -34,10 +35,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce that this process handles the signal, which would kill any other process.
-
-    Called again after a new connector: the announcement contains the ids of the engines.
-    """
+    """Announce this process, which handles the signal, with its engines. The signal would kill any other process."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         violations.written(write_announcement)
 
@@ -57,8 +55,6 @@ def _engines() -> set[str]:
 
 def announced(descriptor: int) -> Iterator[int]:
     """Yield the pids of other processes of the same engines that have announced themselves in this folder."""
-    import json
-
     engines = _engines()
     for name in os.listdir(descriptor):
         if not name.endswith(".ready"):
@@ -98,8 +94,6 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
 
     A process whose main thread runs no Python does not answer within `seconds`.
     """
-    import json
-
     found: list[dict[str, Any]] = []
     with suppress(OSError), recorder.folder() as (_, descriptor):
         before, asked = set(os.listdir(descriptor)), set[str]()

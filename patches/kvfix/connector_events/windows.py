@@ -22,10 +22,7 @@ class Read(NamedTuple):
 
 
 def stores(connector: Any) -> "Stores | None":
-    """Return a Stores for the scheduler's connector, or None.
-
-    None if the model has one KV group, or no windows or states, or if vLLM does not call `bind_kv_cache_manager`.
-    """
+    """Return a Stores; None for one KV group, without windows and states, or without `bind_kv_cache_manager`."""
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
     if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):

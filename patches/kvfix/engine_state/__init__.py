@@ -68,7 +68,7 @@ def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = 
         engine = read("engine", places.engine, frames)
         scheduler = getattr(engine, "scheduler", None)
     found = [getattr(scheduler, "connector", None), *(workers or [read("worker", places.worker_connector)])]
-    held = read("connectors", _read, [each for each in found if each is not None])
+    held = read("connectors", _rows, found)
     events = read("recorder", places.recorded) or {}
     rows = _by_request(held or ())
     state = {
@@ -89,18 +89,16 @@ def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = 
     return {**state, "milliseconds": round((time.perf_counter() - began) * 1e3, 3)}
 
 
-def _read(connectors: Sequence[Any]) -> list[dict[str, Any]]:
+def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
     """Return one row for each connector, and for each child of a MultiConnector instead of the MultiConnector."""
-    return [_one(each) for each in _with_children(connectors)]
-
-
-def _with_children(connectors: Iterable[Any]) -> Iterable[Any]:
+    rows: list[dict[str, Any]] = []
     for each in connectors:
         children = getattr(each, "_connectors", None)
         if isinstance(children, list | tuple) and children:
-            yield from _with_children(children)
-        else:
-            yield each
+            rows += _rows(children)
+        elif each is not None:
+            rows.append(_one(each))
+    return rows
 
 
 def _by_request(connectors: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -50,25 +50,21 @@ class V1(Reader):
         return {"chunk_size": self._chunk, **{name: value for name, value in found.items() if value is not None}}
 
     def loads(self, metadata: Any) -> Spans:
+        specs = [(meta.req_id, meta.load_spec, len(meta.token_ids)) for meta in metadata.requests]
         return [  # the worker loads at most the tokens in `token_ids` (0.5.6 vllm_v1_adapter.py:856)
-            (
-                meta.req_id,
-                meta.load_spec.vllm_cached_tokens,
-                min(meta.load_spec.lmcache_cached_tokens, len(meta.token_ids)),
-            )
-            for meta in metadata.requests
-            if meta.load_spec is not None and meta.load_spec.can_load
+            (name, spec.vllm_cached_tokens, min(spec.lmcache_cached_tokens, most))
+            for name, spec, most in specs
+            if spec is not None and spec.can_load
         ]
 
     def stores(self, metadata: Any) -> Spans:
         if self.impl.kv_role == "kv_consumer":
             return []
+        specs = [(meta.req_id, meta.save_spec, len(meta.token_ids)) for meta in metadata.requests]
         return [
-            (meta.req_id, meta.save_spec.skip_leading_tokens // self._chunk * self._chunk, len(meta.token_ids))
-            for meta in metadata.requests
-            if meta.save_spec is not None
-            and meta.save_spec.can_save
-            and meta.save_spec.skip_leading_tokens < len(meta.token_ids)
+            (name, spec.skip_leading_tokens // self._chunk * self._chunk, end)
+            for name, spec, end in specs
+            if spec is not None and spec.can_save and spec.skip_leading_tokens < end
         ]
 
     def not_stored(self, metadata: Any) -> Collection[str]:

@@ -29,6 +29,7 @@ from typing import Any
 #: vLLM's queues of waiting requests, in the order in which it admits from them. Earlier releases have only some.
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
+_OF_CONFIG = ("max_num_batched_tokens", "max_num_seqs", "async_scheduling")
 _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
 #: KV groups in which each token keeps its slot, and KV groups that free the slots before a window.
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
@@ -57,6 +58,8 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
             row = {"id": getattr(request, "request_id", ""), "queue": queue, "unread": type(error).__name__}
         rows.append(row)
     pause = getattr(scheduler, "_pause_state", None)
+    # KVOutputAggregator counts the ranks that have not reported a load (kv_connector/utils.py 0.32.0:70).
+    aggregator = getattr(getattr(engine, "model_executor", None), "kv_output_aggregator", None)
     return {
         "class": type(scheduler).__name__,
         "steps": getattr(scheduler, "current_step", None),
@@ -73,7 +76,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
         "answers": None if engine is None else len(getattr(engine, "batch_queue", None) or ()),
         "deferred": sum(len(blocks) for _, blocks in list(getattr(scheduler, "deferred_frees", ()))),
         "ended_reports": sorted(set(scheduler.finished_recving_kv_req_ids) - set(scheduler.requests)),
-        "ranks_left": _ranks_left(engine),
+        "ranks_left": dict(getattr(aggregator, "_recv_remaining_count", None) or {}),
         "settings": _settings(scheduler),
         "requests": rows,
     }
@@ -127,19 +130,11 @@ def _row(scheduler: Any, request: Any, queue: str, held: Row, recorded: Row, now
 def _settings(scheduler: Any) -> dict[str, Any]:
     config = scheduler.scheduler_config
     return {
-        "max_num_batched_tokens": getattr(config, "max_num_batched_tokens", None),
-        "max_num_seqs": getattr(config, "max_num_seqs", None),
+        **{name: getattr(config, name, None) for name in _OF_CONFIG},
         "max_model_len": getattr(scheduler, "max_model_len", None),
         "reserve_full_isl": getattr(scheduler, "scheduler_reserve_full_isl", None),
-        "async_scheduling": getattr(config, "async_scheduling", None),
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
     }
-
-
-def _ranks_left(engine: Any) -> dict[str, int]:
-    """Return the counters of KVOutputAggregator: ranks that have not reported (kv_connector/utils.py 0.32.0:70)."""
-    aggregator = getattr(getattr(engine, "model_executor", None), "kv_output_aggregator", None)
-    return dict(getattr(aggregator, "_recv_remaining_count", None) or {})
 
 
 def _blocks(scheduler: Any, request: Any) -> Any:

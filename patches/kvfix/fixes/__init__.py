@@ -7,10 +7,8 @@ component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its mu
 
 #: {retired code of a fix, rule or finding, which is never used again: why it is gone, and what to read instead}
 RETIRED = {
-    "KVF368": (
-        "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 describes "
-        "the bug and what to set"
-    )
+    "KVF368": "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 "
+    "describes the bug and what to set"
 }
 
 
@@ -18,17 +16,8 @@ def modules() -> dict[str, tuple[str, str]]:
     """Return {code: (slug, module)}, sorted by code. The modules may be source, bytecode, or in a zip."""
     import pkgutil  # imported only here: the start of a process does not need it
 
-    found = []
-    for folder in pkgutil.iter_modules(__path__):
-        if folder.ispkg:
-            inside = pkgutil.iter_modules([f"{path}/{folder.name}" for path in __path__])
-            found += [(each.name, f"{__name__}.{folder.name}.{each.name}") for each in inside]
-    return {
-        code: (slug, module)
-        for name, module in sorted(found)
-        for code, slug in [code_and_slug(name)]
-        if name.startswith("kvf")
-    }
+    names = [each.name for each in pkgutil.walk_packages(__path__, f"{__name__}.") if ".kvf" in each.name]
+    return dict(sorted((code, (slug, name)) for name in names for code, slug in [code_and_slug(name)]))
 
 
 def code_and_slug(module: str) -> tuple[str, str]:

@@ -41,11 +41,8 @@ def lmcache_adapters(scheduler: Any) -> list[Any]:
 
 def running(*requests: Any, adapter: Any = None) -> Any:
     """For probes: return a scheduler that runs these requests, with blocks 3 and 4. adapter: its LMCache adapter."""
-    manager = stubs.Stub(
-        get_block_ids=lambda name: ([3, 4],),
-        evict_blocks=lambda blocks: None,
-        block_pool=stubs.Stub(blocks=[stubs.Stub(ref_cnt=1, block_hash=None)] * 5),
-    )
+    pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1, block_hash=None)] * 5)
+    manager = stubs.Stub(get_block_ids=lambda name: ([3, 4],), evict_blocks=stubs.Calls(), block_pool=pool)
     by_name = {request.request_id: request for request in requests}
     return stubs.Stub(
         block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=by_name,

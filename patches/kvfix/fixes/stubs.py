@@ -35,6 +35,20 @@ class Nothing:
         return lambda *_, **__: None
 
 
+class Calls(list[Any]):
+    """A function that records its calls as (args, kwargs), and returns this answer, or raises it if it is an error."""
+
+    def __init__(self, answer: Any = None) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.append((args, kwargs))
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
 def stub(more: dict[str, Any], **attributes: Any) -> Any:
     """Return an object with these attributes; `more` adds or replaces some."""
     return SimpleNamespace(**{**attributes, **more})
@@ -114,17 +128,11 @@ def request(num_tokens: int, **more: Any) -> Any:
 
 
 def step(
-    tokens: int = 0,
-    *,
-    new: Any = None,
-    computed: int = 0,
-    blocks: list[int] | None = None,
-    resumed: bool = False,
-    preempted: bool = False,
+    tokens: int = 0, *, new: Any = None, computed: int = 0, blocks: list[int] | None = None, resumed: bool = False
 ) -> Any:
     """Return a scheduler output with one request, `new` or a cached one; without a request if `tokens` is 0.
 
-    computed, blocks: of a cached request. resumed: the step resumes it. preempted: the step preempts the request.
+    computed, blocks: of a cached request. resumed: the step resumes it.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(
@@ -135,5 +143,5 @@ def step(
     return SimpleNamespace(
         finished_req_ids=set(), scheduled_new_reqs=[] if new is None else [new], scheduled_cached_reqs=cached,
         num_scheduled_tokens={NAME: tokens} if tokens else {}, total_num_scheduled_tokens=tokens,
-        preempted_req_ids={NAME} if preempted else set(),
+        preempted_req_ids=set(),
     )  # fmt: skip

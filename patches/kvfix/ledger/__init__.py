@@ -30,6 +30,10 @@ class Finding(NamedTuple):
         return f"{self.code} {self.name} {self.request}: {self.message}"
 
 
+#: {type of event: attribute of History that holds the last event of this type}
+_LAST = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.LeaseEnded: "lease_ended"}
+
+
 class History:
     """The known state of one request. A count is None until an event contains it."""
 
@@ -71,19 +75,13 @@ class History:
                 self.granted, self.due = event, None
         elif kind is ev.Stored:
             self.stored_to = max(self.stored_to or 0, event.end, event.covered)
-        elif kind is ev.LoadDue:
-            self.due = event
         elif kind in (ev.Preempted, ev.LoadFailed):
             self.asked = self.granted = self.due = None
-        elif kind is ev.Finished:
-            self.finished = event
         elif kind is ev.TimedOut:
             self.timed_out_again = self.timed_out is not None and event.is_at_once_after(self.timed_out)
             self.timed_out = event
-        elif kind is ev.Leased:
-            self.lease = event
-        elif kind is ev.LeaseEnded:
-            self.lease_ended = event
+        elif kind in _LAST:
+            setattr(self, _LAST[kind], event)
         self.events.append(event)
 
 

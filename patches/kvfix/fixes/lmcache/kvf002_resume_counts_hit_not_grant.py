@@ -51,10 +51,7 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """Save from the end of the hit on: the hit is saved already, and the tokens after it are not.
-
-    The worker of a kv_producer saves even if the spec has can_save=False (0.5.6 vllm_v1_adapter.py:1152).
-    """
+    """Save from the end of the hit on. A kv_producer saves also without can_save (0.5.6 vllm_v1_adapter.py:1152)."""
     specs = [(each.save_spec, len(each.token_ids)) for each in requests if each.save_spec is not None]
     for spec, tokens in specs:
         spec.skip_leading_tokens = min(hit, tokens)

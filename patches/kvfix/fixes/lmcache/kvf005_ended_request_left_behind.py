@@ -65,11 +65,8 @@ FIX = Fix(
     effect="leak",
     evidence={
         "KVD401": "",
-        "KVR009": (
-            r"^(load_specs|tmp_disagg_tracker|_request_trackers|_unfinished_requests|_requests_priority"
-            r"|lookup_client\.reqs_status) "
-            r"|^(pins|fetched chunks) of the worker "
-        ),
+        "KVR009": r"^(load_specs|tmp_disagg_tracker|_request_trackers|_unfinished_requests|_requests_priority"
+        r"|lookup_client\.reqs_status) |^(pins|fetched chunks) of the worker ",
     },
     scenarios=(
         "abort-while-waiting", "async-abort-while-other-loads", "decoder-left-after-resume",

@@ -67,14 +67,9 @@ def fix_metadata(impl: Any, scheduler_output: Any) -> Steps:
         salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)
         with_tag = tagged(new.sampling_params, new.lora_request, salt)
         if with_tag is not new.sampling_params and new.req_id not in session.before:
-            new, changed = copy.copy(new), True
-            new.sampling_params = with_tag
+            new, changed = View(new, sampling_params=with_tag), True
         new_requests.append(new)
-    if not changed:
-        return (yield)
-    output = copy.copy(scheduler_output)
-    output.scheduled_new_reqs = new_requests
-    return (yield (output,))
+    return (yield (View(scheduler_output, scheduled_new_reqs=new_requests),) if changed else None)
 
 
 def _layers_found_by_none(call: dict[str, Any]) -> None:
@@ -92,15 +87,9 @@ fix_layer_saves = _lmcache.layer_saves(_add_request_configs, _layers_found_by_no
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
     """Look up a request with a salt. With the bug, the lookup has no request_configs."""
-    asked: list[Any] = []
-
-    def lookup(*_: Any, request_configs: Any = None, **__: Any) -> int:
-        asked.append(request_configs)
-        return 0
-
-    client = stubs.Stub(lookup_cache=lambda lookup_id: -1, lookup=lookup)
+    client = stubs.Stub(lookup_cache=lambda lookup_id: -1, lookup=stubs.Calls(0))
     hook(stubs.scheduler_side(lookup_client=client), stubs.request(300, lora_request=None, cache_salt="a"), 0)
-    return not (asked and asked[0])
+    return not (client.lookup and client.lookup[0][1].get("request_configs"))
 
 
 def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
@@ -113,30 +102,25 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
-    """Return a worker that loads or saves one request by layers, and the request_configs that its engine gets."""
-    passed: list[Any] = []
-
-    def layers(*_: Any, request_configs: Any = None, **__: Any) -> Any:
-        passed.append(request_configs)
-        return iter([None, None, None])
-
-    engine = stubs.Stub(retrieve_layer=layers, store_layer=layers)
+    """Return a worker that loads or saves one request by layers, and the calls of its engine."""
+    calls = stubs.Calls(iter([None, None, None]))
+    engine = stubs.Stub(retrieve_layer=calls, store_layer=calls)
     request = stubs.metadata(16, request_configs={TAG: "a"}, **meta)
-    return stubs.worker_side(adapter, request, use_layerwise=True, lmcache_engine=engine), passed
+    return stubs.worker_side(adapter, request, use_layerwise=True, lmcache_engine=engine), calls
 
 
 def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
     """Load a request with a tag by layers. With the bug, the load has no tag."""
-    impl, passed = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
+    impl, calls = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
     hook(impl, stubs.Stub(attn_metadata=object()))
-    return passed == [None]
+    return len(calls) == 1 and not calls[0][1].get("request_configs")
 
 
 def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
     """Save a request with a tag by layers. With the bug, the save has no tag."""
-    impl, passed = _layers(adapter, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=True))
+    impl, calls = _layers(adapter, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=True))
     hook(impl, "layer", None, None)
-    return passed == [None]
+    return len(calls) == 1 and not calls[0][1].get("request_configs")
 
 
 FIX = Fix(

@@ -172,11 +172,8 @@ FIX = Fix(
     api.CACHE_ENGINE.retrieve(broken=">=0.4.3", fix=fix_retrieve, order=4, helper=True),
     effect="wrong output",
     no_patch={
-        "lmcache": (
-            "https://github.com/LMCache/LMCache/pull/4467 and"
-            " https://github.com/LMCache/LMCache/pull/4887"
-            " are open; the second fixes the compiled operations too, which cannot be tried without a GPU"
-        )
+        "lmcache": "https://github.com/LMCache/LMCache/pull/4467 and https://github.com/LMCache/LMCache/pull/4887"
+        " are open; the second fixes the compiled operations too, which cannot be tried without a GPU"
     },
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
 )

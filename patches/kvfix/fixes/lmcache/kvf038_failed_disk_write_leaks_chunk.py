@@ -48,24 +48,17 @@ def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Let a write fail. With the bug, the memory stays in use."""
-    released: list[bool] = []
-
-    def write_file(*_: Any) -> None:
-        raise OSError("no space")
-
-    memory = stubs.Stub(
-        tensor=object(), byte_array=b"", get_size=lambda: 0, get_physical_size=lambda: 0,
-        ref_count_down=lambda: released.append(True),
-    )  # fmt: skip
+    size, release = stubs.Calls(0), stubs.Calls()
+    memory = stubs.Stub(tensor=id, byte_array=b"", get_size=size, get_physical_size=size, ref_count_down=release)
     backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # it has all methods of the class
     vars(backend).update(
-        _key_to_path=lambda key: os.devnull + "/none", write_file=write_file, usage=0, current_cache_size=0,
-        disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),
+        _key_to_path=lambda key: os.devnull + "/none", write_file=stubs.Calls(OSError("no space")), usage=0,
+        current_cache_size=0, disk_lock=nullcontext(), stats_monitor=stubs.Nothing(), disk_worker=stubs.Nothing(),
         cache_policy=stubs.Nothing(),
     )  # fmt: skip
     with suppress(OSError):
         hook(backend, stubs.NAME, memory)
-    return not released
+    return not release
 
 
 FIX = Fix(

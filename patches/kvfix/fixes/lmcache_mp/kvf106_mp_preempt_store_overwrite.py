@@ -55,13 +55,6 @@ def wait(connector: Any, metadata: Any) -> None:
                 store.wait(timeout=adapter._mq_timeout)
 
 
-def _store() -> Any:
-    """Return a store in flight that records whether the hook waited for it."""
-    store = stubs.Stub(query=lambda: False, waited=False)
-    store.wait = lambda timeout=None: setattr(store, "waited", True)
-    return store
-
-
 def _worker(store: Any) -> Any:
     """Return a worker's connector with this store in flight."""
     adapter = stubs.Stub(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
@@ -70,31 +63,33 @@ def _worker(store: Any) -> Any:
 
 def connector_shows_bug(hook: Any, module: Any) -> bool:
     """Run a step after a preemption. With the bug, the metadata are not marked, or the worker does not wait."""
-    metadata = hook(_mp.scheduler_side(module), stubs.step(preempted=True))
+    step = stubs.step()
+    step.preempted_req_ids.add(stubs.NAME)
+    metadata = hook(_mp.scheduler_side(module), step)
     if not getattr(metadata, "need_flush_before_forward", False):
         return True
-    store = _store()
+    store = stubs.Stub(query=lambda: False, wait=stubs.Calls())
     if module.__name__ == api.VLLM_MP.module:
         getattr(module, api.VLLM_MP.name).handle_preemptions(_worker(store), metadata)
-        return not store.waited
+        return not store.wait
     return own_shows_bug(hook, module)
 
 
 def own_shows_bug(hook: Any, module: Any) -> bool:
     """Call `flush_inflight_stores`, as LMCache's own `handle_preemptions` does. With the bug, it does not wait."""
-    store = _store()
+    store = stubs.Stub(query=lambda: False, wait=stubs.Calls())
     context = stubs.Stub(
         _inflight_lock=nullcontext(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
     )
     sys.modules[_TRANSFER].LMCacheDrivenTransferContext.flush_inflight_stores(context)
-    return not store.waited
+    return not store.wait
 
 
 def base_shows_bug(hook: Any, module: Any) -> bool:
     """Return True if the base class does not wait, which is right for connectors that store within the step."""
-    store = _store()
+    store = stubs.Stub(query=lambda: False, wait=stubs.Calls())
     hook(_worker(store), stubs.Stub())
-    return not store.waited
+    return not store.wait
 
 
 FIX = Fix(

@@ -26,15 +26,12 @@ def fix(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Register the worker. With the bug, the heartbeat does not start."""
-    started: list[bool] = []
-    adapter = stubs.Stub(
-        lmcache_tokens_per_chunk=256,
-        _send_register_kv_caches_request=lambda kv_caches: None,
-        _ensure_heartbeat_started=lambda: started.append(True),
-    )
+    start, send = stubs.Calls(), stubs.Calls()
+    adapter = stubs.Stub(_send_register_kv_caches_request=send, _ensure_heartbeat_started=start)
+    adapter.lmcache_tokens_per_chunk = 256
     # With layout_hints the hook does not read the layout from the tensors; before 0.5.5 it has no such parameter.
     hook(adapter, {}, **({"layout_hints": {}} if "layout_hints" in inspect.signature(hook).parameters else {}))
-    return not started
+    return not start
 
 
 FIX = Fix(

@@ -26,9 +26,7 @@ def _without_hit(connector: Any, request: Any, blocks: Any, num_external_tokens:
 
 
 @fix_around(
-    when=lambda connector, request, blocks, num_external_tokens, *_, **__: (
-        not num_external_tokens and _mp.is_in(connector, request, "PREFETCHING")
-    ),
+    when=lambda impl, request, blocks, granted, *_, **__: not granted and _mp.is_in(impl, request, "PREFETCHING"),
     on_fault=_without_hit,
 )
 def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> Steps:

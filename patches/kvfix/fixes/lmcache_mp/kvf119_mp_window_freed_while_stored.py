@@ -80,10 +80,12 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
     stores = vars(connector).setdefault("_kvfix_stores", Stores())
     computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
     stores.step(computed, scheduled, connector.request_trackers)
-    if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
-        # LMCache from 0.5.2 on reads the first flag, and KVF106 reads the second
-        note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
-        metadata.need_flush_before_forward = metadata._kvfix_preempted = True
+    if stores.freed:
+        pool = getattr(connector, "_gpu_block_pool", None) or connector._kv_cache_manager.block_pool
+        if len(stores.freed) > _MOST or any(pool.blocks[block].ref_cnt for block in stores.freed):
+            # LMCache from 0.5.2 on reads the first flag, and KVF106 reads the second
+            note(__name__, "workers wait for stores in flight: vLLM has freed their blocks")
+            metadata.need_flush_before_forward = metadata._kvfix_preempted = True
     if getattr(metadata, "need_flush_before_forward", False):
         stores.held, stores.freed = [], set()
     states = {group: (_windows.STATE, size) for group, size in _windows.states(connector).items()}
@@ -95,11 +97,6 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
                 Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done)
                 for group, window in windows.items()
             ]
-
-
-def _any_in_use(connector: Any, blocks: set[int]) -> bool:
-    pool = getattr(connector, "_gpu_block_pool", None) or connector._kv_cache_manager.block_pool
-    return any(pool.blocks[block].ref_cnt for block in blocks)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -18,10 +18,7 @@ from kvfix.fixes import _closed, _mp
 from kvfix.fixes.api import Any, Fix, fix_before, multi_process, note, stubs
 
 
-@fix_before(
-    when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
-    on_fault=_closed.store_nothing_more,
-)
+@fix_before(when=lambda impl, output, *_, **__: output.scheduled_new_reqs, on_fault=_closed.store_nothing_more)
 def fix(connector: Any, scheduler_output: Any, metadata: Any) -> None:
     for new in scheduler_output.scheduled_new_reqs:
         tracker = connector.request_trackers.get(new.req_id)

@@ -87,11 +87,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 def preemption_shows_bug(hook: Any, module: Any) -> bool:
     """Run a step after a preemption, with a store in flight. With the bug, the worker does not wait for the store."""
-
-    def wait() -> None:
-        raise TimeoutError
-
-    context = stubs.Stub(flush_inflight_stores=wait)
+    context = stubs.Stub(flush_inflight_stores=stubs.Calls(TimeoutError()))
     adapter = _unhealthy(module, transfer_ctx=context, store_futures={stubs.NAME: object()})
     return not stubs.raises(TimeoutError, hook, adapter, True)
 

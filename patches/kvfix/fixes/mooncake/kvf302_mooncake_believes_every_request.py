@@ -39,9 +39,7 @@ def _is(scheduler: Any, role: str) -> bool:
 
 def _of_other_role(scheduler: Any, request: Any, *_: Any) -> bool:
     """True if the request asks for a transfer that an engine of this role cannot do."""
-    params = request.kv_transfer_params
-    if not params:
-        return False
+    params = request.kv_transfer_params or {}
     if params.get("do_remote_prefill"):
         return _is(scheduler, "kv_producer")
     return bool(params.get("do_remote_decode")) and _is(scheduler, "kv_consumer")

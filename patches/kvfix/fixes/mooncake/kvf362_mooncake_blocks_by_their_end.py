@@ -22,10 +22,7 @@ def _send_no_block(connector: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-@fix_before(
-    when=lambda connector, *_, **__: connector._reqs_need_send and not connector._is_hma_required,
-    on_fault=_send_no_block,
-)
+@fix_before(when=lambda impl, *_, **__: impl._reqs_need_send and not impl._is_hma_required, on_fault=_send_no_block)
 def build_connector_meta(connector: Any, *_: Any) -> bool:
     cut = False
     parallel = connector.vllm_config.parallel_config

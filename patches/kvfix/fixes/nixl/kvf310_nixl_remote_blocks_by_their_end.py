@@ -47,25 +47,17 @@ def _same_blocks(worker: Any, engine: str) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Load two blocks from a prefill that has three. With the bug, the worker reads the last two."""
-    read: list[Any] = []
-
-    def reads(read_spec: Any, **_: Any) -> bool:
-        read.append(read_spec.remote_block_ids)
-        return True
-
-    class FullAttentionSpec:
-        pass
-
+    read = stubs.Calls(True)
     engine = stubs.Stub(remote_block_size=16, remote_physical_blocks_per_logical=1, remote_dcp_size=1, remote_tp_size=1)
     topo = stubs.Stub(get_engine_info=lambda _: engine, tp_ratio=lambda _: 1, block_size_ratio=lambda _: 1)
     plan = stubs.Stub(all_source_ranks=(0,), source_ranks_per_group=((0,),), local_consumers=1)
     worker = _nixl.worker_side(
         transfer_topo=topo, tp_mappings={"p": plan}, _remote_agents={"p": {(0, 0): "a"}}, _mixed_mem_types=False,
-        dst_region_group_ids={"p": [0]}, region_group_ids=[0], _group_spec_types=(FullAttentionSpec,),
-        src_xfer_handles_by_block_size={16: 1}, dst_xfer_side_handles={"p": {0: 2}}, _read_blocks=reads,
+        dst_region_group_ids={"p": [0]}, region_group_ids=[0], _group_spec_types=(type("FullAttentionSpec", (), {}),),
+        src_xfer_handles_by_block_size={16: 1}, dst_xfer_side_handles={"p": {0: 2}}, _read_blocks=read,
     )  # fmt: skip
     hook(worker, stubs.NAME, _nixl.load([7, 8, 9], [1, 2]))
-    return bool(read != [[[7, 8]]])
+    return [kwargs["read_spec"].remote_block_ids for _, kwargs in read] != [[[7, 8]]]
 
 
 FIX = Fix(

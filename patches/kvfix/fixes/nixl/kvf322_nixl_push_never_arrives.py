@@ -63,10 +63,8 @@ def get_transfer_results(worker: Any) -> None:
             worker._failed_recv_reqs.put(name)
 
 
-@fix_around(
-    when=lambda worker, request_id, local_block_ids, registration_data: _UNTIL in registration_data,
-    on_fault=_closed.nothing,  # nothing is written; the decode engine gives up at its timeout
-)
+# After an error of the fix, nothing is written. The decode engine gives up at its timeout.
+@fix_around(when=lambda worker, request, blocks, registration: _UNTIL in registration, on_fault=_closed.nothing)
 def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, registration_data: Any) -> Steps:
     """Begin no write in the prefill worker after the end of the registration."""
     offset = worker._engine_clock_offset.get(registration_data["decode_engine_id"])

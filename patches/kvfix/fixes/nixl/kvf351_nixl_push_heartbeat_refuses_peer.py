@@ -40,19 +40,14 @@ def _is_refused(worker: Any, ranks: int) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Send a heartbeat to a peer whose two ranks share a head. With the bug, it starts the complete handshake."""
-    asked: list[bool] = []
-
-    def ensures(*arguments: Any) -> Any:
-        asked.append(arguments[6])
-        return asked
-
+    ensures = stubs.Calls("pending")
     peer = stubs.Stub(host="p", port=1, tp_size=2, dcp_size=1, pp_size=1, req_ids={stubs.NAME})
     worker = _nixl.worker_side(
         _TRANSFER_MODE="push", _hb_handshake_notif_only=True, _ensure_handshake=ensures,
         transfer_topo=stubs.Stub(total_num_kv_heads=1),
     )  # fmt: skip
     hook(worker, stubs.Stub(heartbeat_by_engine={"p": peer}))
-    return not asked[0]
+    return not ensures[0][0][6]
 
 
 FIX = Fix(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", order=1, probe=shows_bug, fix=fix), effect="hang")

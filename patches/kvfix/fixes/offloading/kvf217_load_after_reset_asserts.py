@@ -23,10 +23,7 @@ def hide_loading(scheduler: Any, scheduler_output: Any) -> Steps:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Preempt a request that has a load in flight. The bug raises AssertionError."""
-
-    def nothing(*_: Any) -> dict[Any, Any]:
-        return {}
-
+    nothing = stubs.Calls({})
     scheduler = stubs.Stub(
         _jobs={7: stubs.Stub(req_id=stubs.NAME, is_store=False)},
         _req_status={stubs.NAME: stubs.Stub(transfer_jobs={7})}, _current_batch_load_jobs={7: None},
@@ -34,7 +31,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _update_req_states=nothing, _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
         manager=stubs.Stub(on_schedule_end=nothing),
     )  # fmt: skip
-    return stubs.raises(AssertionError, hook, scheduler, stubs.step(preempted=True))
+    step = stubs.step()
+    step.preempted_req_ids.add(stubs.NAME)
+    return stubs.raises(AssertionError, hook, scheduler, step)
 
 
 FIX = Fix(

@@ -22,19 +22,16 @@ from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, Steps, View, fix_aro
 @fix_around(when=lambda scheduler, output, *_, **__: output.kv_connector_block_state)
 def keep_limit(scheduler: Any, scheduler_output: Any) -> Steps:
     state = scheduler_output.kv_connector_block_state
-    if not state.boundary_state_offloads:
+    offloads = state.boundary_state_offloads
+    if not offloads:
         return (yield)
+    limits = {name: getattr(scheduler._req_status.get(name), "max_offload_tokens", None) for name in offloads}
     within = {
-        name: [entry for entry in entries if _fits(scheduler, name, entry)]
-        for name, entries in state.boundary_state_offloads.items()
+        name: [entry for entry in entries if limits[name] is None or entry[2] <= limits[name]]
+        for name, entries in offloads.items()
     }
     state = View(state, boundary_state_offloads=within)
     return (yield (View(scheduler_output, kv_connector_block_state=state),))
-
-
-def _fits(scheduler: Any, name: str, entry: Any) -> bool:
-    limit = getattr(scheduler._req_status.get(name), "max_offload_tokens", None)
-    return limit is None or bool(entry[2] <= limit)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -22,9 +22,7 @@ def _has_form(role: Any) -> bool:
 
 
 def _malformed(params: Any) -> bool:
-    if not params:
-        return False
-    return not isinstance(params, dict) or not all(_has_form(params.get(role)) for role in _ROLES)
+    return bool(params) and not (isinstance(params, dict) and all(_has_form(params.get(role)) for role in _ROLES))
 
 
 @fix_around(when=lambda tier, context, *_, **__: _malformed(context.kv_transfer_params))

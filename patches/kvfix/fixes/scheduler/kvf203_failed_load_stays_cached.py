@@ -48,13 +48,11 @@ def _evict(manager: Any, blocks: set[int]) -> None:
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
     """Let one block of a running request fail. With the bug, neither the hook nor its caller evicts the block."""
-    evicted: list[Any] = []
     stub = _scheduler.running(stubs.request(32, num_computed_tokens=20, num_cached_tokens=16))
-    stub.kv_cache_manager.evict_blocks = evicted.append
     stub._update_requests_with_invalid_blocks = functools.partial(hook, stub)
     calls = inspect.unwrap(scheduler.Scheduler._handle_invalid_blocks)
     calls(stub, {3}, *_scheduler.scheduled_tokens(calls, stub))
-    return not evicted
+    return not stub.kv_cache_manager.evict_blocks
 
 
 FIX = Fix(
