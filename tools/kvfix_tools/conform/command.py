@@ -136,5 +136,4 @@ def as_junit(done: Run) -> bytes:
             found = next((each for each in done.violations if each.message == message), None)
             lines = [] if found is None else [*found.schedule, "", *found.history]
             ElementTree.SubElement(test, tag, message=message).text = "\n".join(lines)
-    text: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
-    return text
+    return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))

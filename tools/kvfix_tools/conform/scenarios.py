@@ -88,7 +88,7 @@ SCENARIOS = (
         [do.store("a", prompt(64)), do.admit("b", prompt(64), 4, sampling={"prompt_logprobs": 1}), do.run(),
          do.admit("c", prompt(65), 2), do.run()], proof=("finished",)),
     Scenario("another-one-loads", "granted", "In a MultiConnector another connector loads, and this one gets nothing.",
-        [do.admit("b", prompt(64), 4, in_other_connector=True), do.run(), do.admit("c", prompt(64, 3), 2), do.run()],
+        [do.admit("b", prompt(64), 4, in_other=True), do.run(), do.admit("c", prompt(64, 3), 2), do.run()],
         proof=("loaded_beside",), needs=("multi",), options={"beside": True}),
     Scenario("asked-until-there-is-room", "asked-again", "vLLM asks for a request in many steps, until it has blocks.",
         [do.store("a", prompt(64)), do.keep_blocks(2), do.admit("b", prompt(64), 4), do.step(6), do.free_blocks(),
