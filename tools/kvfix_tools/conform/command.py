@@ -80,8 +80,7 @@ def prepare() -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")
     runner.prepare(None, ("vllm",))
-    why = releases.cannot_play("")
-    if why:
+    if why := releases.cannot_play(""):
         raise ValueError(f"not applicable: {why}; installed: vllm {releases.versions()['vllm']}")
 
 
