@@ -30,9 +30,7 @@ def _each(places: Any) -> Any:
     if places.shape[1] == 3:
         return places
     rows = places.tolist()
-    return numpy.array(
-        [(start + n * by, size, device) for start, size, device, by, count in rows for n in range(count)]
-    )
+    return numpy.array([(at + n * by, size, device) for at, size, device, by, count in rows for n in range(count)])
 
 
 class Transfer:
