@@ -73,8 +73,7 @@ def tensor(slots: Slots, options: Options, rank: int = 0) -> torch.Tensor:
         contents = slots.tensor.view(torch.int64)[..., 0].numpy()
         alone = heads == range(1)
         slots.put_in([SharedBlock(block[0]) if alone else HeadsBlock(block, heads) for block in contents])
-    made: torch.Tensor = slots.tensor
-    return made
+    return slots.tensor
 
 
 def contents_of(row: Any, size: int) -> list[int]:
