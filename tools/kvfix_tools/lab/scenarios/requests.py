@@ -3,13 +3,13 @@
 from functools import partial
 
 from kvfix_tools.lab import steps as do
+from kvfix_tools.lab.fuzz.parameters import DECODER
 from kvfix_tools.lab.scenario import Options, Scenario, large_chunks, scenario
 from kvfix_tools.lab.scenarios.mp import MP, NEW_WEIGHTS, states
 from kvfix_tools.lab.scenarios.pairs import OFFLOAD
 from kvfix_tools.lab.steps import continued, prompt
 
 PART_OF_DECODER = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id": "r", "receiver_host": "decoder"}}}}
-DECODER = {"req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]}
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": DECODER}}}
 producer = partial(scenario, options=Options(kv_role="kv_producer"))
 
