@@ -143,9 +143,8 @@ class Pair(Engines):
         self.network.tick()
         for address in self.network.dead_listeners:
             engine = self.engine(address.partition(":")[0])
-            engine.request_events.violated(
-                rules.THREAD_DIED, "", f"the {engine.name} engine answers no handshake any more"
-            )
+            message = f"the {engine.name} engine answers no handshake any more"
+            engine.request_events.violated(rules.THREAD_DIED, "", message)
         self.network.dead_listeners.clear()
         self._send_due()
 
