@@ -9,6 +9,7 @@ from kvfix_tools.lab.scenario import MEMORY, SERVER, Options, Scenario, mp_scena
 from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
+STORES_DECODE = {"mp.save_decode_cache": True}
 MP = partial(Options, connector="mp")
 mp = partial(scenario, options=MP(num_blocks=60, max_num_batched_tokens=256))
 windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
@@ -175,12 +176,7 @@ SCENARIOS: dict[str, Any] = {
         [do.step(3), do.run(), do.end_input("r")],
         shows="LAB001 other KV than that of tokens 64 on is stored under their key",
         hooks_rule="KVR008",
-        options={
-            "max_num_batched_tokens": 64,
-            "drafter": "eagle",
-            "drafts": 7,
-            "lmcache": {"mp.save_decode_cache": True},
-        },
+        options={"max_num_batched_tokens": 64, "drafter": "eagle", "drafts": 7, "lmcache": STORES_DECODE},
     ),
     "mp-stats-assert": mp_scenarios(
         [do.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}), do.abort("r")],
