@@ -209,8 +209,10 @@ class _Builder:
 def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
     """Play the schedule. abort: a request to abort when no request can move."""
 
+    still = rules.NO_REQUEST_CAN_MOVE.code
+
     def stuck() -> list[str]:
-        return [found.message for found in engine.findings if found.code == rules.NO_REQUEST_CAN_MOVE.code]
+        return [found.message for found in engine.findings if found.code == still]
 
     with runner.applied(fixes):
         engine = LabEngine(schedule.options)
@@ -224,10 +226,6 @@ def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
                 if not engine.requests[abort].is_finished():
                     engine.abort(abort)
             engine.run(END)
-        also = [
-            str(found)
-            for found in engine.findings
-            if found.verdict == "violated" and found.code != rules.NO_REQUEST_CAN_MOVE.code
-        ]
+        also = [str(found) for found in engine.findings if found.verdict == "violated" and found.code != still]
         ended = sum(request.is_finished() for request in engine.requests.values())
         return Outcome(ended, len(engine.requests), next(iter(stuck()[before:]), ""), also)

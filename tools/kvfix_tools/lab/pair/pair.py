@@ -236,16 +236,10 @@ class Pair(Engines):
         return float(max(longest, getattr(self.network, "longest", 0)))
 
     def _state(self) -> list[Any]:
-        return [
-            (
-                engine.counts["finished"],
-                len(engine.scheduler.requests),
-                # a request that is preempted again and again computes tokens, but does not progress
-                sum(r.num_output_tokens for r in engine.requests.values()),
-                engine.counts["loaded_tokens"],
-            )
-            for engine in self.engines
-        ]
+        counts = [each.counts[name] for each in self.engines for name in ("finished", "loaded_tokens")]
+        # a request that is preempted again and again computes tokens, but does not progress
+        generated = [sum(r.num_output_tokens for r in each.requests.values()) for each in self.engines]
+        return [*counts, *generated, *(len(each.scheduler.requests) for each in self.engines)]
 
     def expect_all_ended(self) -> bool:
         """After many steps with free blocks: expect that all requests have ended. No state may outlive the leases."""
