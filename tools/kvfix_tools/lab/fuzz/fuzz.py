@@ -254,8 +254,6 @@ def _state(pair: Pair) -> State:
 
 
 def _differences(was: State, has: State) -> list[tuple[str, Any, Any]]:
-    if was == has:
-        return []
     found = []
     for about in {**was, **has}:
         one, other = was.get(about), has.get(about)

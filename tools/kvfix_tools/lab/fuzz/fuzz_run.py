@@ -36,8 +36,7 @@ class Violation(NamedTuple):
     schedule: Schedule
 
     def as_json(self) -> dict[str, Any]:
-        steps = [list(step) for step in self.schedule.steps]
-        schedule = {"options": vars(self.schedule.options), "steps": steps}
+        schedule = {"options": vars(self.schedule.options), "steps": [list(step) for step in self.schedule.steps]}
         own = {"rule": self.rule, "count": self.times, "seed": self.seed, "message": self.message}
         return {**own, "schedule": schedule}
 

@@ -106,13 +106,8 @@ def _with_ranks(options: Options, rng: Random) -> Options:
     if "bidirectional_kv_xfer" in options.extra:
         reads.append((prefill, decode))
     least = max((other for own, other in reads if other > own), default=1)
-    return replace(
-        options,
-        ranks=prefill,
-        peer_ranks=decode,
-        kv_heads=rng.choice([heads for heads in (1, 2, 4) if heads >= least]),
-        rank_delay=rng.choice((0, 0, 1, 3)),
-    )
+    heads, delay = rng.choice([each for each in (1, 2, 4) if each >= least]), rng.choice((0, 0, 1, 3))
+    return replace(options, ranks=prefill, peer_ranks=decode, kv_heads=heads, rank_delay=delay)
 
 
 def _step(rng: Random, kind: str, number: int, options: Options, room: int, plain: bool) -> DrawnStep:
