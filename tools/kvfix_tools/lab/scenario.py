@@ -54,8 +54,7 @@ class Scenario:
     not_in_hooks: str = ""
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
-    #: The key of the scenario in SCENARIOS.
-    name: str = ""
+    name: str = ""  # the key of the scenario in SCENARIOS
     #: One sentence: what the schedule shows. "": the fix has no other scenario, so the title of the fix says it.
     doc: str = ""
 

@@ -52,8 +52,7 @@ class StoredObject(NamedTuple):
     number: int
     #: (KV group, how many tokens at the end of the chunk the object has). No step reads the earlier tokens.
     parts: tuple[tuple[KVGroup, int], ...]
-    #: Number of chunks at the end of a hit that must have the object; 0: all chunks.
-    chunks: int = 0
+    chunks: int = 0  # at the end of a hit that must have the object; 0: all chunks
 
     def key(self, chunk: tuple[object, ...]) -> tuple[object, ...]:
         return (*chunk, self.number) if self.number else chunk

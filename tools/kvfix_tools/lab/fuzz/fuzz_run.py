@@ -47,14 +47,10 @@ class Tally(msgspec.Struct):
     steps: int = 0
     seeds: int = 0
     seconds: float = 0.0
-    #: {option: number of seeds that were played with it}
-    options: dict[str, int] = {}
-    #: See counts.py.
-    counts: dict[str, int] = {}
-    #: {signature: (times, first seed, rule, message)}
-    found: dict[str, tuple[int, int, str, str]] = {}
-    #: Filled at the end of the run. The most frequent violation is the first.
-    violations: list[Any] = []
+    options: dict[str, int] = {}  # {option: number of seeds that were played with it}
+    counts: dict[str, int] = {}  # see counts.py
+    found: dict[str, tuple[int, int, str, str]] = {}  # {signature: (times, first seed, rule, message)}
+    violations: list[Any] = []  # filled at the end of the run, the most frequent violation first
 
     def add(self, other: "Tally") -> None:
         self.seeds += other.seeds
@@ -90,11 +86,8 @@ class Run(msgspec.Struct, frozen=True):
     connector: str
     fixes: bool
     plain: bool = False
-    #: The mode of `kvfix.apply`.
-    mode: str = "fix"
-    #: See Options.real_server.
-    real_server: bool = False
-    #: See Options.real_transfers.
+    mode: str = "fix"  # of `kvfix.apply`
+    real_server: bool = False  # see Options
     real_transfers: bool = False
     #: The engine with the default fixes: "prefill" or "decode" of a pair, "one" of two that share a cache, or "both".
     fixes_in: str = "both"
