@@ -155,8 +155,7 @@ def shortest(
 ) -> tuple[Sequence[Any], Finding, fuzz.Played]:
     """Shrink a schedule with a finding of this signature. If the result loses the finding, return `schedule` itself."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
-    again = player(found)
-    for candidate, played in ((found, again), (schedule, done)):
+    for candidate, played in ((found, player(found)), (schedule, done)):
         finding = next((each for each in played.findings if fuzz.signature(each) == wanted), None)
         if finding is not None:
             return candidate.steps, finding, played

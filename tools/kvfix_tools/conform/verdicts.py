@@ -245,6 +245,5 @@ def _short(value: Any) -> str:
 
 def _history(done: "Played", found: "Finding") -> list[str]:
     """Return the last events of the finding's request, or of all requests if it has none."""
-    of_all = not found.request
-    events = [(step, event) for step, event in done.log if of_all or event.request in (found.request, "")]
+    events = [each for each in done.log if not found.request or each[1].request in (found.request, "")]
     return [f"step {step}: {event.text()}" for step, event in events[-12:]]

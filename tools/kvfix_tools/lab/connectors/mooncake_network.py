@@ -163,8 +163,7 @@ class Network(PairNetwork):
         requests, self.requests = self.requests, []
         for kept, reader in requests:
             self.add(WriteBegun(kept, reader))
-        copy = Copy(zip(*pieces, strict=True), self.now + self.delay)
-        self._writes.append(Write(of, to, copy, requests, ended))
+        self._writes.append(Write(of, to, Copy(zip(*pieces, strict=True), self.now + self.delay), requests, ended))
         return done
 
     def _end(self, write: Write) -> None:

@@ -113,8 +113,7 @@ class MultiSide(V1, PairSide):
         return super().evict(self.cache_engines[0].cache, chunks, forced)
 
     def kept(self) -> dict[str, set[str]]:
-        beside = {f"beside: {where}": set(names) for where, names in self._reader_beside.kept()}
-        return {**super().kept(), **beside}
+        return {**super().kept(), **{f"beside: {where}": set(names) for where, names in self._reader_beside.kept()}}
 
 
 class NixlAndLMCache(MultiSide, NixlSide):

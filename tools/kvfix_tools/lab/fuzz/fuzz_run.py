@@ -144,8 +144,7 @@ class Run(msgspec.Struct, frozen=True):
                 violations = self.not_as_released(schedule, done.violations)
                 counts["violated_as_released"] += bool(done.violations) and not violations
                 for finding in violations:
-                    each = {signature(finding): (1, seed, finding.code, str(finding))}
-                    tally.add(Tally(found=each))
+                    tally.add(Tally(found={signature(finding): (1, seed, finding.code, str(finding))}))
         tally.counts, tally.options = dict(counts), dict(options)
         return tally
 
