@@ -104,10 +104,7 @@ class Pair(Engines):
 
     @property
     def counts(self) -> Counter[str]:
-        counts: Counter[str] = self._counts + self.network.counts
-        for engine in (*self.gone, *self.engines):
-            counts.update(engine.counts)
-        return counts
+        return super().counts + self._counts + self.network.counts
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         getattr(self, step)(*arguments, **keywords)
