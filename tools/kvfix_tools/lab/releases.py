@@ -112,8 +112,7 @@ def cannot_play_options(options: Options) -> str:
 
 
 def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    known = _parameters(made)
-    return {name: value for name, value in arguments.items() if name in known}
+    return {name: value for name, value in arguments.items() if name in _parameters(made)}
 
 
 @functools.cache
