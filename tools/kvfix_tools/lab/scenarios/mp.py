@@ -74,9 +74,7 @@ SCENARIOS: dict[str, Any] = {
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-ended-ids-kept": mp_scenarios(
-        do.serve("r", prompt(20)),
-        *[do.serve(f"r{number}", prompt(20)) for number in range(80)],
-        do.expect_forgotten("r"),
+        [do.serve("r", prompt(20)), *[do.serve(f"r{n}", prompt(20)) for n in range(80)], do.expect_forgotten("r")],
         shows="KVR009 worker_adapter._returned_finished",
         not_in_hooks=MEMORY,
     ),
@@ -236,9 +234,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-resume-load-circle": mp(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
         do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
-        [do.step(), do.free_blocks()],
-        *[do.fail_load("r"), do.step()] * 40,
-        do.expect_all_ended(),
+        [do.step(), do.free_blocks(), *[do.fail_load("r"), do.step()] * 40, do.expect_all_ended()],
         doc="The load of a preempted request fails again and again, and the request never runs.",
         shows="LAB003",
         wrong={"lmcache": ">=0.5.6"},
