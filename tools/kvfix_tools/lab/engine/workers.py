@@ -25,14 +25,11 @@ _TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_n
 
 @dataclass(eq=False)
 class Worker:
-    """One rank. in_worker: LMCache's connector. adapter: the object to which the connector delegates.
-
-    called: the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child.
-    """
+    """One rank. in_worker: LMCache's connector. adapter: the object to which the connector delegates."""
 
     rank: int
     slots: Slots
-    called: Any
+    called: Any  # the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child
     in_worker: Any
     adapter: Any
     failing: dict[str, int]  # {request: chunks after which its next load fails}

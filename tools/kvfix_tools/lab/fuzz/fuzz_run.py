@@ -175,9 +175,6 @@ def fuzz(
     - most: steps after which no more seeds are played
     - jobs: number of processes
     - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
-
-    If only one of two engines has the fixes, a seed counts as `violated_as_released` if the release shows all its
-    violations without fixes too.
     """
     start = time.monotonic()
     kept = Notes(releases.versions(), releases.code() if notes else "", run, seeds.start, Tally())
