@@ -80,8 +80,7 @@ def prepare() -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")
     runner.prepare(None, ("vllm",))
-    why = releases.cannot_play("")
-    if why:
+    if why := releases.cannot_play(""):
         raise ValueError(f"not applicable: {why}; installed: vllm {releases.versions()['vllm']}")
 
 
@@ -136,5 +135,4 @@ def as_junit(done: Run) -> bytes:
             found = next((each for each in done.violations if each.message == message), None)
             lines = [] if found is None else [*found.schedule, "", *found.history]
             ElementTree.SubElement(test, tag, message=message).text = "\n".join(lines)
-    text: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
-    return text
+    return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -85,13 +84,11 @@ class Player(Engines):
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         """Do the step of this name. If its request is missing, as in a shrunk schedule, do nothing."""
         if step not in _OF_REQUEST or arguments[0] in self.engine.requests:
-            getattr(self, step, partial(self.engine.do, step))(*arguments, **keywords)
+            getattr(self, step, functools.partial(self.engine.do, step))(*arguments, **keywords)
 
-    def admit(
-        self, name: str, prompt: list[int], max_tokens: int = 1, in_other_connector: bool = False, **more: Any
-    ) -> None:
-        """Admit a request. in_other_connector: the other connector of a MultiConnector has its KV."""
-        if in_other_connector:
+    def admit(self, name: str, prompt: list[int], max_tokens: int = 1, in_other: bool = False, **more: Any) -> None:
+        """Admit a request. in_other: the other connector of a MultiConnector has its KV."""
+        if in_other:
             self.engine.has_in_other_connector(name)
         if self.engine.is_free(name):
             self.engine.admit(name, prompt, max_tokens, **more)
@@ -107,13 +104,6 @@ class Player(Engines):
         self.engine.step(4)
         self.engine.reset_prefix_cache()
 
-    def until_loading(self, name: str) -> None:
-        """Run engine steps until a load of this request is in flight, or the request has ended."""
-        self._until(name, RequestStatus.WAITING_FOR_REMOTE_KVS)
-
-    def until_running(self, name: str) -> None:
-        self._until(name, RequestStatus.RUNNING)
-
     def restart(self) -> None:
         """End the engine, and start another engine whose connector has the same folder."""
         before = self.engine
@@ -122,12 +112,16 @@ class Player(Engines):
         self.engine = LabEngine(dataclasses.replace(before.options, config=before.connector.config))
         self.engine.connector.folder = before.connector.folder
 
-    def _until(self, name: str, status: RequestStatus) -> None:
+    def _until(self, status: RequestStatus, name: str) -> None:
+        """Run engine steps until this request has the status, or has ended."""
         for _ in range(_STEPS):
             request = self.engine.requests.get(name)
             if request is None or request.status == status or request.is_finished():
                 return
             self.engine.step()
+
+    until_loading = functools.partialmethod(_until, RequestStatus.WAITING_FOR_REMOTE_KVS)
+    until_running = functools.partialmethod(_until, RequestStatus.RUNNING)
 
 
 def play(schedule: Schedule) -> fuzz.Played:
@@ -161,8 +155,7 @@ def shortest(
 ) -> tuple[Sequence[Any], Finding, fuzz.Played]:
     """Shrink a schedule with a finding of this signature. If the result loses the finding, return `schedule` itself."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
-    again = player(found)
-    for candidate, played in ((found, again), (schedule, done)):
+    for candidate, played in ((found, player(found)), (schedule, done)):
         finding = next((each for each in played.findings if fuzz.signature(each) == wanted), None)
         if finding is not None:
             return candidate.steps, finding, played

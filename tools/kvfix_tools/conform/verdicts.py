@@ -36,9 +36,7 @@ class Rule(NamedTuple):
 
 _TEXT = Path(__file__).with_name("contract.md").read_text(encoding="utf-8")
 _RULE = re.compile(r"## (\S+): (.+)\n\n((?:.+\n)+)\n- proof: (\w+)(?:\n- codes: (.+))?")
-RULES = tuple(
-    Rule(slug, title, doc, proof, tuple(codes.split())) for slug, title, doc, proof, codes in _RULE.findall(_TEXT)
-)
+RULES = tuple(Rule(*fields, tuple(codes.split())) for *fields, codes in _RULE.findall(_TEXT))
 SLUGS = {rule.slug: rule for rule in RULES}
 #: Rules about contents. Wrong KV in a scenario of such a rule violates this rule, and in any other scenario `granted`.
 _OF_CONTENT = {
@@ -247,6 +245,5 @@ def _short(value: Any) -> str:
 
 def _history(done: "Played", found: "Finding") -> list[str]:
     """Return the last events of the finding's request, or of all requests if it has none."""
-    of_all = not found.request
-    events = [(step, event) for step, event in done.log if of_all or event.request in (found.request, "")]
+    events = [each for each in done.log if not found.request or each[1].request in (found.request, "")]
     return [f"step {step}: {event.text()}" for step, event in events[-12:]]

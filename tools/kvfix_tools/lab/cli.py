@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
-LMCachePath = Annotated[
-    str | None, value("DIR", "Use the LMCache release in this folder (pip install --no-deps --target DIR).")
-]
+LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
 
 
@@ -36,16 +34,12 @@ Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as r
 def list_scenarios(json: Json = False) -> None:
     """List the scenarios with their bug, releases and fix."""
     if json:
-        rows = [
-            {"slug": s.slug, "title": s.title, "fixes": s.fixes, "rule": s.rule, "wrong": s.wrong} for s in scenarios()
-        ]
+        rows = [{name: getattr(s, name) for name in ("slug", "title", "fixes", "rule", "wrong")} for s in scenarios()]
         print(jsonlib.dumps(rows, indent=2))
         return
     table = Table("scenario", "fixed by", "happens on", "what happens", box=None, pad_edge=False, header_style="bold")
-    for scenario in scenarios():
-        table.add_row(
-            scenario.slug, " ".join(scenario.fixes) or "nothing yet", _versions(scenario.wrong), scenario.title
-        )
+    for each in scenarios():
+        table.add_row(each.slug, " ".join(each.fixes) or "nothing yet", _versions(each.wrong), each.title)
     screen.console().print(table)
 
 
@@ -82,9 +76,7 @@ def fuzz_connector(
         typer.Option(help="lab: a model of NIXL. real: NIXL moves the bytes, compared with the model."),
     ] = "lab",
     seeds: Annotated[str, value("A:B", "Play seeds A to B - 1, or one seed.")] = "0:1000000",
-    seconds: Annotated[
-        float, typer.Option(help="Play schedules for this many seconds. Shrinking takes more time.")
-    ] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Play for this many seconds. Shrinking takes more time.")] = 60.0,
     steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
     mode: Annotated[
@@ -99,9 +91,7 @@ def fuzz_connector(
             "without fixes too separately."
         ),
     ] = "both",
-    plain: Annotated[
-        bool, typer.Option(help="Use default options only, without aborts, failed loads and evictions.")
-    ] = False,
+    plain: Annotated[bool, typer.Option(help="Use default options, without aborts, failed loads, evictions.")] = False,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule. 0: do not search.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[Path | None, value("FILE", "Note progress in this file, and continue from it.")] = None,
@@ -123,8 +113,7 @@ def fuzz_connector(
                 f"no fixes in {fixes_in!r} for {connector} in mode {mode}; known in fix: {', '.join(sides)}"
             )
         runner.prepare(lmcache_path)
-        why = releases.cannot_play(connector)
-        if why:
+        if why := releases.cannot_play(connector):
             raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
     if transfers == "real" and (lacks := releases.no_nixl()):
         print(f"kvfix lab fuzz: not checked: {lacks}", file=sys.stderr)
@@ -163,8 +152,7 @@ def play_schedule(
         if found_on != here:
             was, has = map(_versions, (found_on, here))
             raise ValueError(f"the schedule was found on {was}; installed here: {has}")
-        why = releases.cannot_play_schedule(schedule)
-        if why:
+        if why := releases.cannot_play_options(schedule.options):
             raise ValueError(f"not applicable: {why}")
     with runner.applied(fixes):
         from kvfix_tools.lab.fuzz.fuzz import play

@@ -167,12 +167,8 @@ class _Builder:
             self._do("step")  # vLLM admits requests in the order of their arrival
         for row in sorted(running, key=lambda row: row["computed"] < row["prompt"]):
             self._admit(row, row["computed"] if row["computed"] >= row["prompt"] else row["total"])
-        self._until(
-            lambda: (
-                all(self.lab.model.blocks(row["id"]) for row in loaded)
-                and all(self._computed(row["id"]) for row in running)
-            )
-        )
+        blocks, done = self.lab.model.blocks, self._computed
+        self._until(lambda: all(blocks(row["id"]) for row in loaded) and all(done(row["id"]) for row in running))
         self._do("budget", 0)  # without tokens, a step admits no request
         for row in self._rows:
             if row not in running and row not in loaded:
@@ -183,12 +179,10 @@ class _Builder:
             self.differs.append(f"{others} blocks belong to none of these requests: the lab never frees them")
             self._do("take_blocks", others)
         for row in self._rows:
-            have = self._computed(row["id"]), len(self.lab.model.blocks(row["id"]))
-            if have != (row["computed"], row["blocks"]):
-                self.differs.append(
-                    f"{row['id']} has {have[0]} tokens computed in {have[1]} blocks, not {row['computed']} in "
-                    f"{row['blocks']}"
-                )
+            has, was = (done(row["id"]), len(blocks(row["id"]))), (row["computed"], row["blocks"])
+            if has != was:
+                text = f"has {has[0]} tokens computed in {has[1]} blocks, not {was[0]} in {was[1]}"
+                self.differs.append(f"{row['id']} {text}")
         self._do("budget", self.lab.options.max_num_batched_tokens)
         for _ in range(2 * self.lab.options.delay + 2 * STILL):
             self._do("step")
@@ -215,8 +209,10 @@ class _Builder:
 def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
     """Play the schedule. abort: a request to abort when no request can move."""
 
+    still = rules.NO_REQUEST_CAN_MOVE.code
+
     def stuck() -> list[str]:
-        return [found.message for found in engine.findings if found.code == rules.NO_REQUEST_CAN_MOVE.code]
+        return [found.message for found in engine.findings if found.code == still]
 
     with runner.applied(fixes):
         engine = LabEngine(schedule.options)
@@ -230,10 +226,6 @@ def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
                 if not engine.requests[abort].is_finished():
                     engine.abort(abort)
             engine.run(END)
-        also = [
-            str(found)
-            for found in engine.findings
-            if found.verdict == "violated" and found.code != rules.NO_REQUEST_CAN_MOVE.code
-        ]
+        also = [str(found) for found in engine.findings if found.verdict == "violated" and found.code != still]
         ended = sum(request.is_finished() for request in engine.requests.values())
         return Outcome(ended, len(engine.requests), next(iter(stuck()[before:]), ""), also)

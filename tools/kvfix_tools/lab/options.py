@@ -5,14 +5,10 @@ from typing import Any, NamedTuple
 
 
 class Known(NamedTuple):
-    #: The class that vLLM loads.
-    name: str
-    #: The lab's class for both roles of the connector, as module:class.
-    side: str
-    #: {distribution: (specifier of the releases that the lab plays, reason)}
-    needs: dict[str, tuple[str, str]]
-    #: Module of the class, if vLLM has another class of this name.
-    module: str | None = None
+    name: str  # of the class that vLLM loads
+    side: str  # the lab's class for both roles of the connector, as module:class
+    needs: dict[str, tuple[str, str]]  # {distribution: (specifier of the releases that the lab plays, reason)}
+    module: str | None = None  # of the class, if vLLM has another class of this name
 
 
 _SINCE_0_32 = {"vllm": (">=0.32", "earlier ones were not tried")}

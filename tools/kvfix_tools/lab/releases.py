@@ -7,16 +7,13 @@ import inspect
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 import kvfix
 from kvfix import installed_source
-from kvfix_tools.lab.options import KNOWN
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.fuzz.schedule import Schedule
+from kvfix_tools.lab.options import KNOWN, Options
 
 _SINCE_0_32 = {"vllm": ">=0.32"}
 _SINCE_0_5_6 = {**_SINCE_0_32, "lmcache": ">=0.5.6"}
@@ -107,16 +104,15 @@ def no_nixl() -> str:
     return "NIXL is not installed: pip install nixl nixl-cu12"
 
 
-def cannot_play_schedule(schedule: "Schedule") -> str:
-    """Return why this schedule cannot be played on the installed releases, or ""."""
-    why = cannot_play(schedule.options.connector) or (schedule.options.real_transfers and no_nixl())
-    lacks = sorted(lacking() & set(schedule.options.lmcache))
+def cannot_play_options(options: Options) -> str:
+    """Return why a schedule with these options cannot be played on the installed releases, or ""."""
+    why = cannot_play(options.connector) or (options.real_transfers and no_nixl())
+    lacks = sorted(lacking() & set(options.lmcache))
     return why or (f"LMCache {versions()['lmcache']} has no setting {', '.join(lacks)}" if lacks else "")
 
 
 def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    known = _parameters(made)
-    return {name: value for name, value in arguments.items() if name in known}
+    return {name: value for name, value in arguments.items() if name in _parameters(made)}
 
 
 @functools.cache

@@ -54,9 +54,7 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
     """
     if lmcache_path is not None:
         if not Path(lmcache_path, "lmcache", "__init__.py").is_file():
-            raise ValueError(
-                f"{lmcache_path} holds no lmcache package; unpack one with: pip install --no-deps --target"
-            )
+            raise ValueError(f"{lmcache_path} holds no lmcache package; unpack one: pip install --no-deps --target")
         if "lmcache" in sys.modules:
             raise ValueError("lmcache is imported already; one release per process")
         sys.path.insert(0, str(Path(lmcache_path).resolve()))
@@ -71,9 +69,8 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
         if installed_source.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")
     # kvfix reads the versions for every scenario. The installed packages do not change, so find each version once.
-    vars(installed_source)["version"] = functools.cache(
-        getattr(installed_source.version, "__wrapped__", installed_source.version)
-    )
+    version = installed_source.version
+    vars(installed_source)["version"] = functools.cache(getattr(version, "__wrapped__", version))
 
 
 def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:

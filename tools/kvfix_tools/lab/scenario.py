@@ -54,8 +54,7 @@ class Scenario:
     not_in_hooks: str = ""
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
-    #: The key of the scenario in SCENARIOS.
-    name: str = ""
+    name: str = ""  # the key of the scenario in SCENARIOS
     #: One sentence: what the schedule shows. "": the fix has no other scenario, so the title of the fix says it.
     doc: str = ""
 
@@ -109,6 +108,8 @@ def scenario(*parts: Any, shows: str, **more: Any) -> Scenario:
     return Scenario(list(do.flat(parts)), shows, **more)
 
 
+#: Options for long prompts.
+LARGE = functools.partial(Options, num_blocks=100, chunk_size=256, max_num_batched_tokens=2048)
 #: `scenario` with chunks of 256 tokens, and with steps of up to 512 tokens, so that one step computes a whole chunk.
 large_chunks = functools.partial(scenario, options=Options(chunk_size=256, max_num_batched_tokens=512))
 

@@ -81,8 +81,7 @@ class AnyWorker(Worker):
         with self._step as step:
             attention = self._attention()
             slots = {name: each.slot_mapping for name, each in attention.items()}
-            context = set_forward_context(attention, self._config, self._tokens, slot_mapping=slots)
-            step.enter_context(context)
+            step.enter_context(set_forward_context(attention, self._config, self._tokens, slot_mapping=slots))
             deferred = self._config.speculative_config is not None
             self._report = step.enter_context(_Runner._get_kv_connector_output(self._output, deferred))
             self._waits(0)
@@ -184,8 +183,7 @@ class AnyConnector(Connector):
         self._idle = 0
         self._contract = Contract(self)
         if options.beside:
-            children = self.in_scheduler._connectors
-            self.other = next(each for each in children if isinstance(each, OtherConnector))
+            self.other = next(each for each in self.in_scheduler._connectors if isinstance(each, OtherConnector))
 
     def _make_worker(self, rank: int, slots: Slots, config: Any) -> AnyWorker:
         of_rank = vllm_objects.of_rank(config, rank)

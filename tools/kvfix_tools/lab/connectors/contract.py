@@ -103,14 +103,11 @@ class Contract:
     def reported(self, report: Any) -> None:
         """Check that reported transfers were in flight (:395-398). Otherwise vLLM asserts, or frees blocks in use."""
         owner = self._owner
-        for kind, names, known in (
-            ("sent", report.finished_sending, owner.sending),
-            ("received", report.finished_recving, owner.loading()),
-        ):
-            for name in sorted(names or ()):
-                if name not in known:
-                    message = f"reported as {kind}, but no transfer of it was in flight"
-                    owner.events.violated(rules.NOT_IN_FLIGHT, name, message)
+        sent, received = (report.finished_sending, owner.sending), (report.finished_recving, owner.loading())
+        for kind, (names, known) in {"sent": sent, "received": received}.items():
+            for name in sorted(set(names or ()) - known):
+                message = f"reported as {kind}, but no transfer of it was in flight"
+                owner.events.violated(rules.NOT_IN_FLIGHT, name, message)
         if not isinstance(report.invalid_block_ids, (set, frozenset)):
             self._kind("", "get_block_ids_with_load_errors", "a set of block ids", report.invalid_block_ids)
 

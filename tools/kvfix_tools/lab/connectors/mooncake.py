@@ -145,9 +145,8 @@ class MooncakeSide(PairSide):
                 self.events.violated(rules.AWAITED_IN_VAIN, had[transfer], message)
 
     @property
-    def _sends(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.between[0].adapter.reqs_need_send
-        return found
+    def _sends(self) -> Any:
+        return self.between[0].adapter.reqs_need_send
 
     @property
     def leases(self) -> set[str]:

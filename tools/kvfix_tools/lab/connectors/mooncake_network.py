@@ -152,21 +152,18 @@ class Network(PairNetwork):
         """Send a message to this host. If the host has ended before the message arrives, the message is lost."""
         self._messages.append((self.now + self.handshake_steps, host, deliver))
 
-    def write(
-        self, of: Host, send: Any, to: str, sources: list[int], targets: list[int], sizes: list[int]
-    ) -> Future[int]:
-        """Begin a write, and call `send` (`_send_blocks`) at its end. Return a future with its answer."""
+    def write(self, of: Host, send: Any, to: str, *pieces: list[int]) -> Future[int]:
+        """Begin a write of pieces (sources, targets, sizes). At its end call `send`. Return a future of the answer."""
         done: Future[int] = Future()
 
         def ended(answer: int) -> None:
             send.__self__.engine.answer = answer
-            done.set_result(send(to, sources, targets, sizes))
+            done.set_result(send(to, *pieces))
 
         requests, self.requests = self.requests, []
         for kept, reader in requests:
             self.add(WriteBegun(kept, reader))
-        copy = Copy(zip(sources, targets, sizes, strict=True), self.now + self.delay)
-        self._writes.append(Write(of, to, copy, requests, ended))
+        self._writes.append(Write(of, to, Copy(zip(*pieces, strict=True), self.now + self.delay), requests, ended))
         return done
 
     def _end(self, write: Write) -> None:
@@ -284,9 +281,8 @@ def replace(host: Host) -> None:
     engine.batch_transfer_sync_write = lambda *_: engine.answer
     module.TransferEngine = lambda: engine
     module.get_ip = lambda: host.name
-    module.envs = SimpleNamespace(
-        VLLM_MOONCAKE_CONNECTOR_TIMEOUT=5, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=network.timeout
-    )
+    module.envs = SimpleNamespace(VLLM_MOONCAKE_CONNECTOR_TIMEOUT=5)
+    module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = network.timeout
     module.torch = SimpleNamespace(accelerator=SimpleNamespace(current_device_index=lambda: 0), Tensor=torch.Tensor)
     module.current_platform = SimpleNamespace(set_device=lambda _: None)
     module.get_tensor_model_parallel_rank = lambda: 0

@@ -18,9 +18,7 @@ class Chunks:
         self.size = options.chunk_size
         self._options = options
         #: The memory of each rank with the block size of each KV group.
-        self._slots = [
-            [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])] for slots in memories
-        ]
+        self._slots = [[slots.of_group(group.block_size) for group in kv_groups(options)] for slots in memories]
         self.keep()
 
     def keep(self, windows: Sequence[int] = ()) -> None:
@@ -68,12 +66,8 @@ class Chunks:
         return found
 
     def _needed(self, keys: list[Any], hit: int) -> list[object]:
-        return [
-            key
-            for number, chunk in enumerate(keys[:hit])
-            for stored, _, key in self._keys(chunk)
-            if number in stored.needed(hit)
-        ]
+        numbered = enumerate(keys[:hit])
+        return [key for at, chunk in numbered for stored, _, key in self._keys(chunk) if at in stored.needed(hit)]
 
     def in_one_rank_only(self, chunk: Any) -> bool:
         there = [key in self.cache for _, _, key in self._keys(chunk)] if len(self._slots) > 1 else []

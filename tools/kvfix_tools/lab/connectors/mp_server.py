@@ -272,7 +272,7 @@ class Server:
         self.loading[request_id] += 1
 
         def load_in_time() -> Any:
-            self._end_load(request_id)
+            self.loading -= Counter([request_id])
             answer = load()
             tokens = key.end - key.start if brought(answer) else 0
             self.events.counts["loads_of_groups"] += several_groups and tokens > 0
@@ -280,11 +280,6 @@ class Server:
             return answer
 
         return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
-
-    def _end_load(self, request_id: str) -> None:
-        self.loading[request_id] -= 1
-        if not self.loading[request_id]:
-            del self.loading[request_id]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
         """If this release waits for stores on CUDA (FLUSHES), do all actions in flight, also of a stopped server."""
@@ -298,7 +293,7 @@ class Server:
         for place, due in enumerate(self._later):
             if due.load is not None and due.load[0] == rank and due.load[1] in requests:
                 self._later[place] = Due(due.step, due.late or due.action)
-                self._end_load(due.load[1])
+                self.loading -= Counter([due.load[1]])
         for name in sorted(requests):
             self.events.may_fail.add(name)
             self.events.loaded(name, 0, 0, rank)
@@ -312,7 +307,7 @@ class Server:
                 due.action()
             elif due.load[0] == rank:
                 lost.add(due.load[1])
-                self._end_load(due.load[1])
+                self.loading -= Counter([due.load[1]])
             else:
                 self._later.append(due)
         for name in sorted(lost):

@@ -30,9 +30,7 @@ def _each(places: Any) -> Any:
     if places.shape[1] == 3:
         return places
     rows = places.tolist()
-    return numpy.array(
-        [(start + n * by, size, device) for start, size, device, by, count in rows for n in range(count)]
-    )
+    return numpy.array([(at + n * by, size, device) for at, size, device, by, count in rows for n in range(count)])
 
 
 class Transfer:
@@ -111,19 +109,17 @@ class Agent:
             raise AgentError("NIXL_ERR_NOT_FOUND")
         if self._network.fails("setup"):
             raise AgentError("NIXL_ERR_BACKEND")
-        handle = self._network.handle()
-        self.prepare(handle, operation, local, here, remote, there, notif_msg)
+        handle, reads = self._network.handle(), operation == "READ"
+        self.prepare(handle, reads, local, here, remote, there, notif_msg)
         pairs = []
         for one, other in zip(here, there, strict=True):
             address, size, _ = (int(each) for each in mine[one])
             far, _, _ = (int(each) for each in theirs[other])
-            pairs.append((far, address, size) if operation == "READ" else (address, far, size))
-        self._transfers[handle] = Transfer(peer, operation == "READ", pairs, notif_msg)
+            pairs.append((far, address, size) if reads else (address, far, size))
+        self._transfers[handle] = Transfer(peer, reads, pairs, notif_msg)
         return handle
 
-    def prepare(
-        self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
-    ) -> None:
+    def prepare(self, handle: int, reads: bool, local: int, here: Any, remote: int, there: Any, notice: bytes) -> None:
         """Prepare a transfer. Raises AgentError if a descriptor is unknown, or if lists differ in number or bytes."""
         mine, theirs = self._lists[local][1], self._lists[remote][1]
         if len(here) == len(there) > 0:

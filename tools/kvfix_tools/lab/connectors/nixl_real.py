@@ -7,7 +7,7 @@ engine, NIXL may read the source earlier. NIXL decides which calls it refuses, a
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -85,12 +85,10 @@ class RealAgent(Agent):
     def check_remote_metadata(self, name: str) -> bool:
         return bool(self._real.check_remote_metadata(name))
 
-    def prepare(
-        self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
-    ) -> None:
+    def prepare(self, handle: int, reads: bool, local: int, here: Any, remote: int, there: Any, notice: bytes) -> None:
         mine, theirs = (numpy.asarray(each, dtype=numpy.int32) for each in (here, there))
         self._real_transfers[handle] = self._real.make_prepped_xfer(
-            operation, self._real_lists[local], mine, self._real_lists[remote], theirs, notice
+            "READ" if reads else "WRITE", self._real_lists[local], mine, self._real_lists[remote], theirs, notice
         )
 
     def begin(self, handle: int, transfer: Transfer) -> None:

@@ -125,10 +125,6 @@ class AtOnce:
         return self._items.pop(0)
 
 
-class _Torch(cuda_stand_in.Torch):
-    Event = Event  # type: ignore[assignment]
-
-
 class CopyQueue(AtOnce):
     """Replaces the queue to the copy thread. An exception ends the thread, so the queue runs nothing more."""
 
@@ -157,8 +153,10 @@ def stand_in() -> None:
         return SimpleNamespace(start=lambda: setattr(args[0], "run", functools.partial(target, *args)))
 
     vars(worker).update(torch=cuda_stand_in.Torch(), PIN_MEMORY=False)
+    with_events: Any = cuda_stand_in.Torch()
+    with_events.Event = Event
     vars(copy_backend).update(
-        torch=_Torch(),
+        torch=with_events,
         current_platform=SimpleNamespace(set_device=lambda device: None),
         queue=SimpleNamespace(SimpleQueue=CopyQueue),
         threading=SimpleNamespace(Thread=thread),

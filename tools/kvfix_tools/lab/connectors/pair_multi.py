@@ -87,6 +87,8 @@ class MultiSide(V1, PairSide):
     def __init__(self, *arguments: Any) -> None:
         PairSide.__init__(self, *arguments)
 
+    configured = PairSide.configured
+
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         V1.__init__(self, options, memories, [Cache()])
         self._role = "kv_both"  # LMCache's role, independent of the other connector
@@ -98,9 +100,6 @@ class MultiSide(V1, PairSide):
         self.child = worker.child = _in_turn(self.alone.worker_class(self, memories[0], in_worker, options))
         self._reader_beside = readers.reader(self.beside)
         self.introduce(self.beside)
-
-    def configured(self, options: Options) -> Any:
-        return PairSide.configured(self, options)
 
     @property
     def between(self) -> Sequence[Any]:
@@ -114,8 +113,7 @@ class MultiSide(V1, PairSide):
         return super().evict(self.cache_engines[0].cache, chunks, forced)
 
     def kept(self) -> dict[str, set[str]]:
-        beside = {f"beside: {where}": set(names) for where, names in self._reader_beside.kept()}
-        return {**super().kept(), **beside}
+        return {**super().kept(), **{f"beside: {where}": set(names) for where, names in self._reader_beside.kept()}}
 
 
 class NixlAndLMCache(MultiSide, NixlSide):

@@ -111,8 +111,7 @@ class ServerProcess:
         server._folder.cleanup()
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        connection = HTTPConnection("localhost", self._http_port, timeout=PATIENCE)
-        with contextlib.closing(connection):
+        with contextlib.closing(HTTPConnection("localhost", self._http_port, timeout=PATIENCE)) as connection:
             text = None if body is None else json.dumps(body)
             connection.request(method, path, text, {"Content-Type": "application/json"})
             response = connection.getresponse()

@@ -154,10 +154,8 @@ class Offloading(BothRoles):
             self.events.violated(rules.NEVER_RESTS, "", "all requests ended many steps ago, and it still copies")
             return
         deferred = {block.block_id for _, blocks in self._scheduler.deferred_frees for block in blocks}
-        for where, pool, later in (
-            ("GPU", self._scheduler.kv_cache_manager.block_pool, deferred),
-            ("CPU", self._manager.cpu_block_pool, set()),
-        ):
+        gpu = "GPU", self._scheduler.kv_cache_manager.block_pool, deferred
+        for where, pool, later in (gpu, ("CPU", self._manager.cpu_block_pool, set())):
             held = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null} - later
             if held:
                 message = f"{len(held)} of {len(pool.blocks)} {where} blocks are held, and all requests have ended"

@@ -81,9 +81,7 @@ class _GPUConnector(NamedTuple):
         yield
         yield
 
-    def batched_from_gpu(
-        self, layers: list[list[_Chunk]], starts: list[int], ends: list[int], **more: Any
-    ) -> Iterator[None]:
+    def batched_from_gpu(self, layers: list[Any], starts: list[int], ends: list[int], **more: Any) -> Iterator[None]:
         slot_mapping = more["slot_mapping"].tolist()
         for chunks in layers:
             for chunk, start, end in zip(chunks, starts, ends, strict=True):

@@ -66,15 +66,13 @@ class HeadsBlock(SharedBlock):
 def tensor(slots: Slots, options: Options, rank: int = 0) -> torch.Tensor:
     """Return the memory of these slots, which all connectors of a rank share: [blocks, heads, slots, FLOATS]."""
     if slots.tensor is None:
-        shape = len(slots), options.heads_of_rank, slots.room, FLOATS
-        slots.tensor = torch.zeros(shape, dtype=torch.float32)
+        slots.tensor = torch.zeros((len(slots), options.heads_of_rank, slots.room, FLOATS), dtype=torch.float32)
         first = rank * options.kv_heads // options.ranks
         heads = range(first, first + options.heads_of_rank)
         contents = slots.tensor.view(torch.int64)[..., 0].numpy()
         alone = heads == range(1)
         slots.put_in([SharedBlock(block[0]) if alone else HeadsBlock(block, heads) for block in contents])
-    made: torch.Tensor = slots.tensor
-    return made
+    return slots.tensor
 
 
 def contents_of(row: Any, size: int) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1 import kv_cache_interface
+from vllm.v1 import kv_cache_interface as specs
 
 from kvfix_tools.lab.engine import byte_memory
 from kvfix_tools.lab.options import OF_VLLM, Options
@@ -52,8 +52,7 @@ class StoredObject(NamedTuple):
     number: int
     #: (KV group, how many tokens at the end of the chunk the object has). No step reads the earlier tokens.
     parts: tuple[tuple[KVGroup, int], ...]
-    #: Number of chunks at the end of a hit that must have the object; 0: all chunks.
-    chunks: int = 0
+    chunks: int = 0  # at the end of a hit that must have the object; 0: all chunks
 
     def key(self, chunk: tuple[object, ...]) -> tuple[object, ...]:
         return (*chunk, self.number) if self.number else chunk
@@ -94,17 +93,17 @@ def page_bytes(options: Options) -> int:
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 
-def kv_cache(options: Options, config: VllmConfig) -> kv_cache_interface.KVCacheConfig:
+def kv_cache(options: Options, config: VllmConfig) -> specs.KVCacheConfig:
     """Return vLLM's KV cache configuration, with tensors only for AnyConnector and vLLM's offloading connectors."""
     shape: dict[str, Any] = {"num_kv_heads": options.heads_of_rank, "head_size": 32, "dtype": torch.float32}
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
-    extra = accepted(kv_cache_interface.SlidingWindowSpec, extra_retained_tokens=retained)
+    extra = accepted(specs.SlidingWindowSpec, extra_retained_tokens=retained)
     if options.connector in OF_VLLM:  # blocks of all KV groups have one size, as in a hybrid model
         shape["page_size_padded"] = page_bytes(options)
     lab_groups = kv_groups(options)
     groups = [
-        kv_cache_interface.KVCacheGroupSpec(
+        specs.KVCacheGroupSpec(
             [LAYER.format(group.number + number * len(lab_groups)) for number in range(options.layers)],
             _spec(group, options, **shape, **(extra if group.window else {})),
         )
@@ -116,10 +115,8 @@ def kv_cache(options: Options, config: VllmConfig) -> kv_cache_interface.KVCache
         of_layer = page * options.num_blocks
         sizes = {"size": of_layer * options.layers, "layer_stride": of_layer, "block_stride": page}
         # all KV groups share the bytes: a block belongs to one of them at a time
-        tensors = [kv_cache_interface.KVCacheTensor(layers=group.layer_names, **sizes) for group in groups]
-    return kv_cache_interface.KVCacheConfig(
-        num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups
-    )
+        tensors = [specs.KVCacheTensor(layers=group.layer_names, **sizes) for group in groups]
+    return specs.KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -127,10 +124,10 @@ def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 
-def _spec(group: KVGroup, options: Options, **shape: Any) -> kv_cache_interface.KVCacheSpec:
+def _spec(group: KVGroup, options: Options, **shape: Any) -> specs.KVCacheSpec:
     if group.state:
         state = (group.block_size * byte_memory.FLOATS,)  # a page is as large as a page of full attention
-        return kv_cache_interface.MambaSpec(
+        return specs.MambaSpec(
             block_size=group.block_size,
             shapes=(state,),
             dtypes=(torch.float32,),
@@ -138,5 +135,5 @@ def _spec(group: KVGroup, options: Options, **shape: Any) -> kv_cache_interface.
             num_speculative_blocks=options.drafts,
         )
     if group.window:
-        return kv_cache_interface.SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
-    return kv_cache_interface.FullAttentionSpec(block_size=options.block_of_rank, **shape)
+        return specs.SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
+    return specs.FullAttentionSpec(block_size=options.block_of_rank, **shape)

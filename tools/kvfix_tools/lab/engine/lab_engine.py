@@ -146,11 +146,8 @@ class LabEngine:
         self._failed.append(set().union(*(worker.failed_blocks() for worker in self.workers)))
         for name, message in self.model.compute(output, set().union(*self._failed)):
             connector.reads_wrong(name, message)
-        ended = output.finished_req_ids
-        reports = [
-            self._guard("wait_for_save", "", worker.finish_step, forward, ended, self.options.save_last)
-            for worker in self.workers
-        ]
+        end = forward, output.finished_req_ids, self.options.save_last
+        reports = [self._guard("wait_for_save", "", worker.finish_step, *end) for worker in self.workers]
         self._answers.append((output, self.executor.answer(self.model.output(scheduled), reports)))
         in_flight = len(self._answers)
         self.counts["steps_ahead"] += in_flight > 1

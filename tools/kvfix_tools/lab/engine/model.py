@@ -162,14 +162,12 @@ class Drafter:
         """
         options = self._options
         drafts = self._last.get(name, scheduled)[: len(scheduled)] if options.async_scheduling else scheduled
-        accepted = 0
-        while not misled and accepted < len(drafts) and drafts[accepted] == next_token(right[end + accepted - 1]):
+        accepted, proposed = 0, len(drafts)
+        while not misled and accepted < proposed and drafts[accepted] == next_token(right[end + accepted - 1]):
             accepted += 1
-        self.counts.update(
-            drafts_proposed=len(drafts), drafts_accepted=accepted, drafts_rejected=len(drafts) - accepted
-        )
-        self.counts[f"steps_with_{len(drafts)}_drafts"] += 1
-        self.counts["no_draft_accepted" if not accepted else "all_drafts_accepted"] += accepted in (0, len(drafts))
+        self.counts.update(drafts_proposed=proposed, drafts_accepted=accepted, drafts_rejected=proposed - accepted)
+        self.counts[f"steps_with_{proposed}_drafts"] += 1
+        self.counts["no_draft_accepted" if not accepted else "all_drafts_accepted"] += accepted in (0, proposed)
         if options.async_scheduling:
             self._next_starts[name] = end + accepted
         contents = list(right[end : end + accepted])
@@ -198,9 +196,7 @@ class Drafter:
 class Model:
     """The right contents for each request, and the steps that read and write slots (LAB001, LAB008)."""
 
-    def __init__(
-        self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, memories: list[Slots], options: Options, groups: list[KVGroup]) -> None:
         self._scheduler = scheduler
         #: The KV groups. The first KV group is that of full attention.
         self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups]
@@ -270,8 +266,7 @@ class Model:
 
     def start(self, name: str, tokens: int) -> int:
         """Return the first token that this step computes. The scheduler already counts `tokens` as computed."""
-        computed: int = self.requests[name].num_computed_tokens - tokens
-        return self.drafter.starts.get(name, computed)
+        return self.drafter.starts.get(name, self.requests[name].num_computed_tokens - tokens)
 
     def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
         """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.

@@ -56,11 +56,9 @@ class Liveness:
         self._refused = (None, 0)
 
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
-        """Return the state after a step that scheduled nothing.
+        """Return the state after a step that scheduled nothing. undecided: requests whose promise is not known yet.
 
-        - in_flight: transfers, answers to steps, and blocks of `take_blocks`
-        - undecided: requests whose promise is not known yet
-        - lookups: lookups in flight
+        in_flight: transfers, answers to steps, and blocks of `take_blocks`. lookups: lookups in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]

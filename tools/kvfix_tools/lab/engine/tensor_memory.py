@@ -31,8 +31,7 @@ class TensorMemory:
         names = config.kv_cache_groups[0].layer_names
         self._arrays = [self.kv_caches[name].numpy() for name in names]
         elements = self._arrays[0].shape[-1]
-        marks = numpy.random.default_rng(7).integers(0, 256, (len(names), elements), dtype=numpy.uint8)
-        self._marks = list(marks)
+        self._marks = list(numpy.random.default_rng(7).integers(0, 256, (len(names), elements), dtype=numpy.uint8))
         #: {block: contents of its slots in the current layer}
         self.contents: list[list[int]] = []
         self._layer = 0

@@ -25,28 +25,19 @@ _TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_n
 
 @dataclass(eq=False)
 class Worker:
-    """One rank. in_worker: LMCache's connector. adapter: the object to which the connector delegates.
-
-    called: the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child.
-    """
+    """One rank. in_worker: LMCache's connector. adapter: the object to which the connector delegates."""
 
     rank: int
     slots: Slots
-    called: Any
+    called: Any  # the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child
     in_worker: Any
     adapter: Any
-    #: {request: chunks after which its next load fails}
-    failing: dict[str, int]
-    #: True: the server does not answer the multi-process connector in this step.
-    unanswered = False
-    #: Requests whose load the last step has reported as failed.
-    _failed_requests = set[str]()
-    #: True if the MultiConnector has an OffloadingConnector.
-    offloads = False
-    #: True if the connector's metadata are cleared at the end of a step.
-    clears = False
-    #: True if the connector reports failed loads by request.
-    by_request = False
+    failing: dict[str, int]  # {request: chunks after which its next load fails}
+    unanswered = False  # True: the server does not answer the multi-process connector in this step
+    _failed_requests = set[str]()  # requests whose load the last step has reported as failed
+    offloads = False  # True if the MultiConnector has an OffloadingConnector
+    clears = False  # True if the connector's metadata are cleared at the end of a step
+    by_request = False  # True if the connector reports failed loads by request
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         """Make the calls of vLLM's worker before the forward pass."""

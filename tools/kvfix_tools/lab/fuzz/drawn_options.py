@@ -1,8 +1,8 @@
 """Draw the options of a schedule for one engine from a seed (schedule.py), with the random generators of the seed."""
 
-import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.options import OF_VLLM, SERVER_CHUNK, Options
@@ -22,33 +22,33 @@ class Dice(NamedTuple):
     seed: object
     lacks: Collection[str] = ()
 
-    def own(self, name: str) -> random.Random:
-        return random.Random(f"{name} {self.seed}")
+    def own(self, name: str) -> Random:
+        return Random(f"{name} {self.seed}")
 
-    def lucky(self, name: str, chance: float) -> random.Random | None:
+    def lucky(self, name: str, chance: float) -> Random | None:
         """Return the generator of this option for a share `chance` of the seeds. None: the option is not drawn."""
         rng = self.own(name)
         return rng if name not in self.lacks and rng.random() < chance else None
 
 
-def drawn_arguments(rng: random.Random, kind: str, arguments: dict[str, tuple[Sequence[Any], ...]]) -> tuple[Any, ...]:
+def drawn_arguments(rng: Random, kind: str, arguments: dict[str, tuple[Sequence[Any], ...]]) -> tuple[Any, ...]:
     """Draw each argument of a step of this kind. arguments: {kind: values of each argument}."""
     return tuple(rng.choice(values) for values in arguments.get(kind, ()))
 
 
-def drawn_kinds(rng: random.Random, weights: dict[str, int], first: str) -> Iterator[tuple[int, str]]:
+def drawn_kinds(rng: Random, weights: dict[str, int], first: str) -> Iterator[tuple[int, str]]:
     """Yield the number and the kind of each step of a schedule. weights: {kind: weight}. first: kind of step 0."""
     for number in range(rng.randrange(30, 160)):
         yield number, rng.choices(list(weights), list(weights.values()))[0] if number else first
 
 
-def drawn_length(rng: random.Random, room: int, size: int) -> int:
+def drawn_length(rng: Random, room: int, size: int) -> int:
     """Draw the length of a prompt, near a multiple of `size`: prompts share prefixes of whole blocks or chunks."""
     whole = rng.randrange(1, max(2, room // size)) * size
     return max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(size)))))
 
 
-def drawn_sizes(rng: random.Random, block: int, room: int) -> dict[str, Any]:
+def drawn_sizes(rng: Random, block: int, room: int) -> dict[str, Any]:
     return {
         "block_size": block,
         "max_model_len": max(64, room),
@@ -59,9 +59,7 @@ def drawn_sizes(rng: random.Random, block: int, room: int) -> dict[str, Any]:
     }
 
 
-def draw(
-    rng: random.Random, dice: Dice, connector: str, plain: bool, real_server: bool
-) -> tuple[Options, set[str], int]:
+def draw(rng: Random, dice: Dice, connector: str, plain: bool, real_server: bool) -> tuple[Options, set[str], int]:
     """Return the options, the drawn FEATURES, and the maximum tokens of a request. Arguments: see `schedule.draw`."""
     lacks = {*dice.lacks, *(_FAULTS if plain else ()), *(_NOT_WITH_SERVER if real_server else ())}
     lacks |= {"roles", "stops"} if connector in OF_VLLM else {"stops"} if connector == "v1" else set()
@@ -162,7 +160,7 @@ def _cpu_sizes(options: Options) -> tuple[int, ...]:
     return options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks
 
 
-def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> dict[str, Any]:
+def _memory_of_vllm(options: Options, rng: Random, plain: bool) -> dict[str, Any]:
     """Draw settings of a connector in OF_VLLM, and its CPU memory: from one chunk to more than the GPU's."""
     sizes = _cpu_sizes(options)
     if options.connector == "simple-offload":
@@ -196,7 +194,7 @@ def _windows(options: Options, dice: Dice) -> dict[str, Any]:
     return {**drawn, "separate_object_groups": rng.random() < 0.5}
 
 
-def _drafts(rng: random.Random, block: int) -> dict[str, Any]:
+def _drafts(rng: Random, block: int) -> dict[str, Any]:
     """Draw options of speculative decoding. vLLM refuses more MTP modules than a block has tokens."""
     drafter, drafts = rng.choice(("ngram", "eagle", "mtp")), rng.randrange(1, 8)
     return {

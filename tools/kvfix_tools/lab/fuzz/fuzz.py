@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
@@ -143,15 +143,13 @@ def open_sessions(engine: LabEngine) -> list[str]:
     return [name for name, request, queue in queues if not (queue is None or None in queue or request.is_finished())]
 
 
-def _move_session(
-    engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, max_tokens: int = 1
-) -> None:
+def _move_session(engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, most: int = 1) -> None:
     """Begin a session, add input to it, or end it. At most three are open, each with a fourth of max_model_len."""
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
     if kind == "session":
-        if len(sessions) < 3 and tokens + max_tokens <= room and engine.is_free(which):
-            engine.admit(which, prompt(tokens, seed), max_tokens, resumable=True)
+        if len(sessions) < 3 and tokens + most <= room and engine.is_free(which):
+            engine.admit(which, prompt(tokens, seed), most, resumable=True)
         return
     if not sessions:
         return
@@ -160,8 +158,8 @@ def _move_session(
     queued = sum(len(update.prompt_token_ids) + update.max_tokens for update in request.streaming_queue)
     if kind == "end_input":
         engine.end_input(name)
-    elif request.num_prompt_tokens + request.max_tokens + queued + tokens + max_tokens <= room:
-        engine.add_input(name, prompt(tokens, seed), max_tokens)
+    elif request.num_prompt_tokens + request.max_tokens + queued + tokens + most <= room:
+        engine.add_input(name, prompt(tokens, seed), most)
 
 
 def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: int = 0) -> None:
@@ -256,8 +254,6 @@ def _state(pair: Pair) -> State:
 
 
 def _differences(was: State, has: State) -> list[tuple[str, Any, Any]]:
-    if was == has:
-        return []
     found = []
     for about in {**was, **has}:
         one, other = was.get(about), has.get(about)
@@ -283,11 +279,7 @@ def _play_both(options: Options, play: Callable[[Pair], Played]) -> Played:
     events = enumerate(zip_longest(model.log, real.log))
     in_states = ((step, *each) for step, (was, has) in states for each in _differences(was, has))
     in_events = ((number, "the events", one, other) for number, (one, other) in events if one != other)
-    first = next(chain(in_states, in_events), None)
-    if first is None:
-        return done
-    step, about, one, other = first
-    rule, message = rules.DIFFERS_FROM_MODEL, f"step {step}: {about}: {other} with NIXL, {one} with its model"
-    return done._replace(
-        findings=[*done.findings, Finding(rule.code, rule.name, "violated", "", message, real.log[-1][1])]
-    )
+    for step, about, one, other in islice(chain(in_states, in_events), 1):
+        rule, message = rules.DIFFERS_FROM_MODEL, f"step {step}: {about}: {other} with NIXL, {one} with its model"
+        done.findings.append(Finding(rule.code, rule.name, "violated", "", message, real.log[-1][1]))
+    return done

@@ -36,8 +36,7 @@ class Violation(NamedTuple):
     schedule: Schedule
 
     def as_json(self) -> dict[str, Any]:
-        steps = [list(step) for step in self.schedule.steps]
-        schedule = {"options": vars(self.schedule.options), "steps": steps}
+        schedule = {"options": vars(self.schedule.options), "steps": [list(step) for step in self.schedule.steps]}
         own = {"rule": self.rule, "count": self.times, "seed": self.seed, "message": self.message}
         return {**own, "schedule": schedule}
 
@@ -48,14 +47,10 @@ class Tally(msgspec.Struct):
     steps: int = 0
     seeds: int = 0
     seconds: float = 0.0
-    #: {option: number of seeds that were played with it}
-    options: dict[str, int] = {}
-    #: See counts.py.
-    counts: dict[str, int] = {}
-    #: {signature: (times, first seed, rule, message)}
-    found: dict[str, tuple[int, int, str, str]] = {}
-    #: Filled at the end of the run. The most frequent violation is the first.
-    violations: list[Any] = []
+    options: dict[str, int] = {}  # {option: number of seeds that were played with it}
+    counts: dict[str, int] = {}  # see counts.py
+    found: dict[str, tuple[int, int, str, str]] = {}  # {signature: (times, first seed, rule, message)}
+    violations: list[Any] = []  # filled at the end of the run, the most frequent violation first
 
     def add(self, other: "Tally") -> None:
         self.seeds += other.seeds
@@ -91,11 +86,8 @@ class Run(msgspec.Struct, frozen=True):
     connector: str
     fixes: bool
     plain: bool = False
-    #: The mode of `kvfix.apply`.
-    mode: str = "fix"
-    #: See Options.real_server.
-    real_server: bool = False
-    #: See Options.real_transfers.
+    mode: str = "fix"  # of `kvfix.apply`
+    real_server: bool = False  # see Options
     real_transfers: bool = False
     #: The engine with the default fixes: "prefill" or "decode" of a pair, "one" of two that share a cache, or "both".
     fixes_in: str = "both"
@@ -152,8 +144,7 @@ class Run(msgspec.Struct, frozen=True):
                 violations = self.not_as_released(schedule, done.violations)
                 counts["violated_as_released"] += bool(done.violations) and not violations
                 for finding in violations:
-                    each = {signature(finding): (1, seed, finding.code, str(finding))}
-                    tally.add(Tally(found=each))
+                    tally.add(Tally(found={signature(finding): (1, seed, finding.code, str(finding))}))
         tally.counts, tally.options = dict(counts), dict(options)
         return tally
 
@@ -184,9 +175,6 @@ def fuzz(
     - most: steps after which no more seeds are played
     - jobs: number of processes
     - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
-
-    If only one of two engines has the fixes, a seed counts as `violated_as_released` if the release shows all its
-    violations without fixes too.
     """
     start = time.monotonic()
     kept = Notes(releases.versions(), releases.code() if notes else "", run, seeds.start, Tally())

@@ -1,8 +1,8 @@
 """Schedules for two engines (pair.py), also with a second connector: draw them from a seed, and make their steps."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.fuzz import drawn_options, parameters
@@ -95,7 +95,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     return options, tuple(_step(rng, kind, number, options, room, plain) for number, kind in kinds)
 
 
-def _with_ranks(options: Options, rng: random.Random) -> Options:
+def _with_ranks(options: Options, rng: Random) -> Options:
     """Add several ranks to one engine or both.
 
     If the engine that reads or writes has fewer ranks than its peer, the model needs a head for each rank of the peer.
@@ -106,16 +106,11 @@ def _with_ranks(options: Options, rng: random.Random) -> Options:
     if "bidirectional_kv_xfer" in options.extra:
         reads.append((prefill, decode))
     least = max((other for own, other in reads if other > own), default=1)
-    return replace(
-        options,
-        ranks=prefill,
-        peer_ranks=decode,
-        kv_heads=rng.choice([heads for heads in (1, 2, 4) if heads >= least]),
-        rank_delay=rng.choice((0, 0, 1, 3)),
-    )
+    heads, delay = rng.choice([each for each in (1, 2, 4) if each >= least]), rng.choice((0, 0, 1, 3))
+    return replace(options, ranks=prefill, peer_ranks=decode, kv_heads=heads, rank_delay=delay)
 
 
-def _step(rng: random.Random, kind: str, number: int, options: Options, room: int, plain: bool) -> DrawnStep:
+def _step(rng: Random, kind: str, number: int, options: Options, room: int, plain: bool) -> DrawnStep:
     block = options.block_size
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
@@ -142,7 +137,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
     return (kind, engine, *drawn) if kind in _OF_ENGINE else (kind, *drawn)
 
 
-def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: random.Random, plain: bool) -> Drawn:
+def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: Random, plain: bool) -> Drawn:
     """Change a schedule for Mooncake. Most routers ask both engines at once."""
     timeout = 480 if plain else rng.choice((3, 6, 480))  # seconds that a producer waits; a consumer waits 60 s longer
     options = replace(options, extra={"kv_lease_duration": timeout})
@@ -163,7 +158,7 @@ def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: random.Rand
 
 
 def _with_evictions(
-    steps: Sequence[DrawnStep], rng: random.Random, engines: Sequence[str], *others: DrawnStep
+    steps: Sequence[DrawnStep], rng: Random, engines: Sequence[str], *others: DrawnStep
 ) -> tuple[DrawnStep, ...]:
     """Insert evictions and `others` at random places. A random one of `engines` makes each of these steps."""
     drawn: list[DrawnStep] = []

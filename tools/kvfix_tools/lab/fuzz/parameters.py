@@ -6,16 +6,12 @@ from typing import Any
 
 Params = dict[str, Any]
 
+DECODER = {"req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]}
 #: Parameters for LMCache's in-process connector: store nothing, or send the KV to a decoder.
 OF_LMCACHE: dict[str, dict[str, Any]] = {
     "skip_save": {"lmcache.skip_save": True},
-    "prefill": {
-        "ret_first_tok": True,
-        "disagg_spec": {
-            "req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]
-        },
-    },
-}  # fmt: skip
+    "prefill": {"ret_first_tok": True, "disagg_spec": DECODER},
+}
 #: Parameters for vLLM's OffloadingConnector.
 OF_OFFLOADING: dict[str, dict[str, Any]] = {
     "load_little": {"max_load_tokens": 40},

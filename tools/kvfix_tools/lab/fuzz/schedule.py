@@ -6,8 +6,8 @@
 
 import dataclasses
 import json
-import random
 from collections.abc import Collection, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.fuzz import drawn_options, pair_schedule, parameters
@@ -34,11 +34,8 @@ _SOMETIMES = {
 #: Drawn only if vLLM's OffloadingConnector is alone.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 _SIMPLE_OFFLOAD = {"fail_store": 2}
-KINDS = frozenset(
-    ("lose_loads", "lose_stored", "new_weights", "server_restarts", *_PLAIN, *_OFFLOADING, *_FAULTS)
-).union(
-    _ASYNCHRONOUS, _MULTI_CONNECTOR, *_SOMETIMES.values(), pair_schedule.KINDS,
-)  # fmt: skip
+_OTHERS = ("lose_loads", "lose_stored", "new_weights", "server_restarts", *_ASYNCHRONOUS, *_MULTI_CONNECTOR)
+KINDS = pair_schedule.KINDS.union(_PLAIN, _FAULTS, _OFFLOADING, _OTHERS, *_SOMETIMES.values())
 
 
 class Schedule(NamedTuple):
@@ -82,7 +79,7 @@ def draw(
     """
     if connector in PAIRS:
         return Schedule(*pair_schedule.draw(seed, connector, plain))
-    rng, dice = random.Random(seed), Dice(seed, lacks)
+    rng, dice = Random(seed), Dice(seed, lacks)
     options, features, room = drawn_options.draw(rng, dice, connector, plain, real_server)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector.startswith("mp") and not plain:
@@ -116,7 +113,7 @@ def draw(
     return Schedule(options, tuple(steps))
 
 
-def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
+def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
     """Draw the rank of a step, or no rank. A silent server can affect all ranks, and all ranks share its cache."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
@@ -124,7 +121,7 @@ def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
     return (rng.randrange(options.ranks),)
 
 
-def _step(rng: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
+def _step(rng: Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
     if kind in ("admit", "admit_again", "configured"):
         tokens = drawn_options.drawn_length(rng, room, options.chunk_size)
         # vLLM makes every id unique (input_processor.py 0.32.0:371). Some connectors rely on that: the worker of the

@@ -104,10 +104,7 @@ class Pair(Engines):
 
     @property
     def counts(self) -> Counter[str]:
-        counts: Counter[str] = self._counts + self.network.counts
-        for engine in (*self.gone, *self.engines):
-            counts.update(engine.counts)
-        return counts
+        return super().counts + self._counts + self.network.counts
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         getattr(self, step)(*arguments, **keywords)
@@ -143,9 +140,8 @@ class Pair(Engines):
         self.network.tick()
         for address in self.network.dead_listeners:
             engine = self.engine(address.partition(":")[0])
-            engine.request_events.violated(
-                rules.THREAD_DIED, "", f"the {engine.name} engine answers no handshake any more"
-            )
+            message = f"the {engine.name} engine answers no handshake any more"
+            engine.request_events.violated(rules.THREAD_DIED, "", message)
         self.network.dead_listeners.clear()
         self._send_due()
 
@@ -237,16 +233,10 @@ class Pair(Engines):
         return float(max(longest, getattr(self.network, "longest", 0)))
 
     def _state(self) -> list[Any]:
-        return [
-            (
-                engine.counts["finished"],
-                len(engine.scheduler.requests),
-                # a request that is preempted again and again computes tokens, but does not progress
-                sum(r.num_output_tokens for r in engine.requests.values()),
-                engine.counts["loaded_tokens"],
-            )
-            for engine in self.engines
-        ]
+        counts = [each.counts[name] for each in self.engines for name in ("finished", "loaded_tokens")]
+        # a request that is preempted again and again computes tokens, but does not progress
+        generated = [sum(r.num_output_tokens for r in each.requests.values()) for each in self.engines]
+        return [*counts, *generated, *(len(each.scheduler.requests) for each in self.engines)]
 
     def expect_all_ended(self) -> bool:
         """After many steps with free blocks: expect that all requests have ended. No state may outlive the leases."""

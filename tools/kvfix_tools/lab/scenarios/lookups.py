@@ -3,16 +3,15 @@
 from functools import partial
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import WORKER, Options, large_chunks, scenario
+from kvfix_tools.lab.scenario import LARGE, WORKER, Options, large_chunks, scenario
 from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
 #: A lookup times out after 3,000 ms. In this file, match(n) means that vLLM asks for a hit with n computed tokens.
 TIMED_OUT = do.step(), do.wait(4), do.step()
 FETCH = {"enable_async_loading": True}
-asynchronous = partial(
-    scenario, needs={"lmcache": ">=0.3.10"}, options=Options(lmcache=FETCH, max_num_batched_tokens=512)
-)
+OPTIONS = Options(lmcache=FETCH, max_num_batched_tokens=512)
+asynchronous = partial(scenario, needs={"lmcache": ">=0.3.10"}, options=OPTIONS)
 
 SCENARIOS = {
     "abort-while-waiting": large_chunks(
@@ -127,9 +126,7 @@ SCENARIOS = {
         # vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token 1,024: 1,024 - 80 are due.
         [do.store("before", prompt(1500)), do.serve("short", prompt(80)), do.admit("r", prompt(1500), max_tokens=2)],
         shows="KVR011 Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
-        options=Options(
-            num_blocks=120, chunk_size=256, max_num_batched_tokens=2048, lmcache={"max_tokens_per_load": 1024}
-        ),
+        options=LARGE(num_blocks=120, lmcache={"max_tokens_per_load": 1024}),
         needs={"lmcache": ">=0.4.7"},
     ),
     "mismatch-in-tokens-to-load": scenario(
@@ -148,9 +145,7 @@ SCENARIOS = {
         shows="KVR011 Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full "
         f"lmcache hits subtracts last token to recalculate logits) for request {LONG}",
         wrong={"lmcache": "==0.3.10"},
-        options=Options(
-            num_blocks=660, chunk_size=256, max_num_batched_tokens=16384, max_model_len=12288, reserve_full_isl=False
-        ),
+        options=LARGE(num_blocks=660, max_num_batched_tokens=16384, max_model_len=12288, reserve_full_isl=False),
     ),
     "raw-hit-beyond-request": scenario(
         # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224, the
@@ -163,7 +158,7 @@ SCENARIOS = {
         doc="The lookup cache promises a hit without subtracting computed tokens: their sum exceeds the request.",
         shows="KVR001",
         wrong={"lmcache": "==0.3.10"},
-        options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
+        options=LARGE(),
     ),
     "reused-id-gets-dead-hit": large_chunks(
         [do.store("before", prompt(600)), do.keep_blocks(0), do.admit("r", prompt(600), max_tokens=2), do.step()],

@@ -9,6 +9,7 @@ from kvfix_tools.lab.scenario import MEMORY, SERVER, Options, Scenario, mp_scena
 from kvfix_tools.lab.steps import prompt
 
 ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
+STORES_DECODE = {"mp.save_decode_cache": True}
 MP = partial(Options, connector="mp")
 mp = partial(scenario, options=MP(num_blocks=60, max_num_batched_tokens=256))
 windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
@@ -73,9 +74,7 @@ SCENARIOS: dict[str, Any] = {
         wrong=">=0.4.5,<0.5.6",
     ),
     "mp-ended-ids-kept": mp_scenarios(
-        do.serve("r", prompt(20)),
-        *[do.serve(f"r{number}", prompt(20)) for number in range(80)],
-        do.expect_forgotten("r"),
+        [do.serve("r", prompt(20)), *[do.serve(f"r{n}", prompt(20)) for n in range(80)], do.expect_forgotten("r")],
         shows="KVR009 worker_adapter._returned_finished",
         not_in_hooks=MEMORY,
     ),
@@ -175,12 +174,7 @@ SCENARIOS: dict[str, Any] = {
         [do.step(3), do.run(), do.end_input("r")],
         shows="LAB001 other KV than that of tokens 64 on is stored under their key",
         hooks_rule="KVR008",
-        options={
-            "max_num_batched_tokens": 64,
-            "drafter": "eagle",
-            "drafts": 7,
-            "lmcache": {"mp.save_decode_cache": True},
-        },
+        options={"max_num_batched_tokens": 64, "drafter": "eagle", "drafts": 7, "lmcache": STORES_DECODE},
     ),
     "mp-stats-assert": mp_scenarios(
         [do.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": ASKS}}), do.abort("r")],
@@ -240,9 +234,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-resume-load-circle": mp(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
         do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
-        [do.step(), do.free_blocks()],
-        *[do.fail_load("r"), do.step()] * 40,
-        do.expect_all_ended(),
+        [do.step(), do.free_blocks(), *[do.fail_load("r"), do.step()] * 40, do.expect_all_ended()],
         doc="The load of a preempted request fails again and again, and the request never runs.",
         shows="LAB003",
         wrong={"lmcache": ">=0.5.6"},

@@ -7,7 +7,7 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import Options, Scenario, scenario
 from kvfix_tools.lab.steps import Step, prompt
 
-SIMPLE = partial(Options, connector="simple-offload")
+SIMPLE = partial(Options, connector="simple-offload", max_num_batched_tokens=512)
 OFFLOADING = partial(Options, connector="offloading")
 #: Scenarios of LMCache's connectors in a MultiConnector with an offloading connector.
 beside = partial(scenario, needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"})
@@ -81,7 +81,7 @@ SCENARIOS = {
         [do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()],
         [do.fail_load("r"), do.admit("r", prompt(128), max_tokens=3)],
         shows="LAB003",
-        options=SIMPLE(max_num_batched_tokens=512),
+        options=SIMPLE(),
         not_in_hooks="the load was started, and the hooks do not show how long it takes",
     ),
     "simple-offload-never-rests": scenario(
@@ -107,8 +107,6 @@ SCENARIOS = {
         [do.serve("before", prompt(145)), do.settle(), do.reset_prefix_cache()],
         [do.serve("loads", prompt(145)), do.admit("r", [*prompt(120), 5, 5, 5], max_tokens=2)],
         shows="LAB001 in KV group 1",
-        options=SIMPLE(
-            windows=(64,), drafter="mtp", drafts=5, acceptance=100, num_blocks=128, max_num_batched_tokens=512
-        ),
+        options=SIMPLE(windows=(64,), drafter="mtp", drafts=5, acceptance=100, num_blocks=128),
     ),
 }

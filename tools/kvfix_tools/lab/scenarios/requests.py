@@ -3,13 +3,13 @@
 from functools import partial
 
 from kvfix_tools.lab import steps as do
-from kvfix_tools.lab.scenario import Options, Scenario, large_chunks, scenario
+from kvfix_tools.lab.fuzz.parameters import DECODER
+from kvfix_tools.lab.scenario import LARGE, Options, Scenario, large_chunks, scenario
 from kvfix_tools.lab.scenarios.mp import MP, NEW_WEIGHTS, states
 from kvfix_tools.lab.scenarios.pairs import OFFLOAD
 from kvfix_tools.lab.steps import continued, prompt
 
 PART_OF_DECODER = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id": "r", "receiver_host": "decoder"}}}}
-DECODER = {"req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]}
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": DECODER}}}
 producer = partial(scenario, options=Options(kv_role="kv_producer"))
 
@@ -45,9 +45,7 @@ SCENARIOS = {
         # in the other releases the abort itself raises (abort-engine-assert)
         wrong={"lmcache": ">=0.3.11,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     ),
-    "cache-salt-not-in-key": _not_in_key(
-        "Two tenants share KV: LMCache's key does not have the cache_salt.", "cache_salt"
-    ),
+    "cache-salt-not-in-key": _not_in_key("Two tenants share KV: LMCache's key lacks the cache_salt.", "cache_salt"),
     "decode-tokens-left-out": scenario(
         [do.admit("other", prompt(20, seed=1), max_tokens=9), do.admit("r", prompt(43), max_tokens=9), do.step(2)],
         [do.budget(1), do.step(2), do.budget(128)],
@@ -60,9 +58,7 @@ SCENARIOS = {
         do.admit("r", prompt(300), max_tokens=2, sampling=PART_OF_DECODER),
         shows="KVR011 KeyError: 'receiver_init_port'",
     ),
-    "lora-not-in-key": _not_in_key(
-        "Two LoRA adapters share KV: LMCache's key does not have the name of the adapter.", "lora"
-    ),
+    "lora-not-in-key": _not_in_key("Two LoRA adapters share KV: LMCache's key lacks the adapter's name.", "lora"),
     "producer-stores-what-it-must-not": producer(
         do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}),
         shows="LAB010 and it asks for lmcache.skip_save",
@@ -100,7 +96,7 @@ SCENARIOS = {
         doc="vLLM has more tokens of a preempted request than LMCache, and EngineCore dies when it resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 992 but lmcache_cached_tokens 768",
         wrong={"lmcache": ">=0.3.10.post1,<=0.3.10.post2"},
-        options=Options(num_blocks=80, chunk_size=256, max_num_batched_tokens=2048),
+        options=LARGE(num_blocks=80),
     ),
     "preempt-min-retrieve": scenario(
         # min_retrieve_tokens is 512. LMCache has 1,024 tokens and vLLM 800, so LMCache promises nothing.
@@ -109,9 +105,7 @@ SCENARIOS = {
         [do.step(), do.free_blocks()],
         doc="A hit is too small for a load, but LMCache expects it: EngineCore dies when the request resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 800 but",
-        options=Options(
-            num_blocks=100, chunk_size=256, max_num_batched_tokens=2048, lmcache={"min_retrieve_tokens": 512}
-        ),
+        options=LARGE(lmcache={"min_retrieve_tokens": 512}),
         needs={"lmcache": ">=0.3.14"},
     ),
     "preempt-multiconnector-loser": scenario(
@@ -121,7 +115,7 @@ SCENARIOS = {
         doc="Another connector of a MultiConnector loads a preempted request, and EngineCore dies when it resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 1088 but",
         wrong={"lmcache": ">=0.3.10.post1"},
-        options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048, beside=True),
+        options=LARGE(beside=True),
     ),
     "preempt-prompt-logprobs": scenario(
         # vLLM reads no prefix cache for this request (scheduler.py 0.32.0:982).
@@ -130,7 +124,7 @@ SCENARIOS = {
         shows="KVR011 Preempted request r has num_computed_tokens 0 but",
         # before vLLM 0.31 this request skips only the prefix cache, and takes the promise of the connector
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.3.10.post1"},
-        options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
+        options=LARGE(),
     ),
     "priority-left-after-resume": large_chunks(
         FEWER_IN_VLLM,
