@@ -37,6 +37,10 @@ _TYPE = {
     "unknown": "kvfix status --probe {code}",
     "unfixable": "kvfix explain {code} gives the workaround",
 }
+_PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
+_OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
+_EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
+_RELEASED = "Get the newest LMCache and vLLM with pip, and show which functions that kvfix patches have changed."
 
 
 class Selected(NamedTuple):
@@ -46,12 +50,6 @@ class Selected(NamedTuple):
     connectors: frozenset[str]
     where: str
     left_out: int
-
-
-_PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
-_OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
-_EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
-_RELEASED = "Get the newest LMCache and vLLM with pip, and show which functions that kvfix patches have changed."
 
 
 def status(

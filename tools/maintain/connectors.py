@@ -23,8 +23,6 @@ _PLAIN = (
     "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector",
     "FlexKVConnectorV1", "HF3FSKVConnector", "HiSparseConnector",
 )  # fmt: skip
-
-
 #: {name in the table, which starts with the connector's name: configuration}
 SUBJECTS: dict[str, dict[str, Any]] = {
     "ExampleConnector": _FOLDER,

@@ -1,5 +1,4 @@
-"""`make fingerprints`: write fingerprints of all fixed functions and hashes of their files to
-`kvfix/fingerprints.json`.
+"""`make fingerprints`: write fingerprints of fixed functions, and hashes of their files, to kvfix/fingerprints.json.
 
     python -m maintain fingerprints lmcache .cache/lmcache/*
 
@@ -19,8 +18,6 @@ from kvfix import catalogue, installed_source
 from kvfix_tools.doctor.packages import Packages
 
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
-
-
 #: The data of one release: {target: fingerprint}, {module: hash of its file}
 Taken = tuple[dict[str, str], dict[str, str]]
 

@@ -33,7 +33,6 @@ LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: The script that plays the pairs of one vLLM release, in this release's environment.
 PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
 LIMIT = 300  # maximum seconds for the import of vLLM, and for one pair, which usually takes ten seconds
-
 #: {(vllm, lmcache): {"date", "python", "code", "outcomes"}}. A pair that cannot be played has "why" and no "outcomes".
 Pairs = dict[tuple[str, str], dict[str, Any]]
 

@@ -21,6 +21,10 @@ OTHER_NAMESPACE = (
 _CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")  # names of the files whose functions kvfix calls
 #: Name for a breakpoint instruction in the tables of functions (`_exported`).
 TRAP = "breakpoint instruction"
+#: {pid: process}. kvfix reads a process once for all looks, because a process with CUDA has thousands of mappings.
+_PROCESSES: dict[int, "Process"] = {}
+#: {(device, inode, time) of a file: result of `_exported`}. A cache: an engine's processes use the same files.
+_SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
 class Process:
@@ -147,10 +151,6 @@ class Process:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-#: {pid: process}. kvfix reads a process once for all looks, because a process with CUDA has thousands of mappings.
-_PROCESSES: dict[int, Process] = {}
-
-
 def process(pid: int) -> Process:
     """Return the process with this id. Raise Refused if another program traces it, or if kvfix may not trace it."""
     for each, known in list(_PROCESSES.items()):
@@ -171,10 +171,6 @@ def _mapped_files(process: Path) -> dict[str, int]:
         if path.startswith("/") and _CALLED.match(path.rpartition("/")[2]):
             found.setdefault(path, int(addresses.partition("-")[0], 16))
     return found
-
-
-#: {(device, inode, time) of a file: result of `_exported`}. A cache: an engine's processes use the same files.
-_SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
 def _symbols(handle: int) -> dict[str, tuple[int, int]]:

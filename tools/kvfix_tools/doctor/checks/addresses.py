@@ -10,6 +10,11 @@ from kvfix_tools.doctor.machine import connects, port_in_use, redis_refuses, res
 from kvfix_tools.doctor.setup import Setup
 
 _ANY = ("0.0.0.0", "::", "*")
+#: {first word of an error of Redis (server.c of Redis 7.4): remedy}. KVD874 has the remedy for all other errors.
+_REFUSALS = {
+    "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
+    "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",
+}
 
 
 @check("listens")
@@ -127,13 +132,6 @@ def server(setup: Setup) -> Iterator[Line]:
             )
         else:
             yield ok(f"the server at {each.address.url} is LMCache {each.release}")
-
-
-#: {first word of an error of Redis (server.c of Redis 7.4): remedy}. KVD874 has the remedy for all other errors.
-_REFUSALS = {
-    "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
-    "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",
-}
 
 
 @check("remote-store")
