@@ -9,32 +9,23 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 GIB = 2**30
-
-
-class Memory(NamedTuple):
-    """limit: memory that all processes may use together; None if unknown. source: "this machine" or the container."""
-
-    limit: int | None
-    available: int | None
-    source: str
 
 
 class Machine:
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
 
-    def memory(self) -> Memory:
-        """Return the smaller of the container's limit and the machine's memory."""
+    def memory(self) -> tuple[int | None, int | None, str]:
+        """Return (limit for all processes together, available memory, source of the limit). None if unknown."""
         lines = (line.split() for line in self._text("proc/meminfo").splitlines())
         values = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
         total, available = values.get("MemTotal:"), values.get("MemAvailable:")
         limit, file = min(self._cgroup_limits(), default=(None, ""))
         if limit is not None and (total is None or limit < total):
-            return Memory(limit, min(limit, available) if available is not None else None, f"the container ({file})")
-        return Memory(total, available, "this machine")
+            return limit, min(limit, available) if available is not None else None, f"the container ({file})"
+        return total, available, "this machine"
 
     def shared_memory(self) -> tuple[int, int] | None:
         """Return (size, free) of /dev/shm; None if there is none."""
