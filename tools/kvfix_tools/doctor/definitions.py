@@ -76,11 +76,8 @@ def read(lmcache: Package) -> Definitions:
     table = assigned(tree, "_CONFIG_DEFINITIONS")
     if not isinstance(table, ast.Dict):
         return Definitions()
-    known = {}
-    for key, value in zip(table.keys, table.values, strict=True):
-        name = constant(key)
-        if isinstance(name, str) and isinstance(value, ast.Dict):
-            known[name] = _definition(name, value)
+    rows = ((constant(key), value) for key, value in zip(table.keys, table.values, strict=True))
+    known = {name: _definition(name, value) for name, value in rows if name and isinstance(value, ast.Dict)}
     aliases, deprecated = (constant(assigned(tree, each)) or {} for each in ("_CONFIG_ALIASES", "_DEPRECATED_CONFIGS"))
     return Definitions(known, aliases, deprecated)
 

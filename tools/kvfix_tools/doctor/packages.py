@@ -36,10 +36,7 @@ class Package(NamedTuple):
     def file(self, module: str) -> Path | None:
         """Return the file of `package.module`; None if there is none."""
         path = self.folder.parent.joinpath(*module.split("."))
-        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-        return None
+        return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
 
     def has(self, module: str) -> bool:
         """Return True if the module exists as Python, as a compiled file, or as a folder without `__init__.py`."""

@@ -110,9 +110,8 @@ def inspect(each: Address, http_given: str) -> Server:
     if each.port is None or why_not:
         return Server(each, why_not, {}, "")
     command = running(each.port) if each.host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "") else None
-    options: dict[str, Any] = {}
-    if command:
-        options = {name.replace("-", "_"): value for name, value in command.options.items()}
+    given = command.options if command else {}
+    options: dict[str, Any] = {name.replace("-", "_"): value for name, value in given.items()}
     at = http_address(http_given, command, each.host if each.host != "0.0.0.0" else "localhost")
     told, version = (ask(*at, "/config"), ask(*at, "/version")) if at else (None, None)
     for part in told.values() if isinstance(told, dict) else ():

@@ -20,6 +20,7 @@ from kvfix_tools.lab import releases
 from kvfix_tools.lab.options import KNOWN
 
 _WHERE = "run kvfix doctor where the engine runs: in its container, with its Python"
+_AGAIN = "kvfix doctor again, when the machine is less busy"
 IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
 _SHOWN = 3  # maximum number of misfits to show for one pair of packages. The report only counts further misfits
@@ -94,7 +95,14 @@ def _satisfies(wanted: Requirement, version: str) -> bool:
 @check("extensions", essential=True)
 def loads(setup: Setup) -> Iterator[Line]:
     """The compiled extensions of vLLM and LMCache load with this torch. A child process loads them."""
-    yield from _other_python(setup)
+    for file in _operations(setup):
+        suffix = file.name[file.name.index(".") :]
+        if suffix not in EXTENSION_SUFFIXES:
+            yield problem(
+                f"{_name(file)} is built for another Python ({suffix}), not for "
+                f"{sys.version_info.major}.{sys.version_info.minor}",
+                f"{sys.executable} -m pip install --force-reinstall --no-deps lmcache",
+            )
     if not setup.vllm and not setup.lmcache:
         yield unchecked("neither vLLM nor LMCache is installed", _WHERE)
         return
@@ -104,7 +112,7 @@ def loads(setup: Setup) -> Iterator[Line]:
     tried = setup.tried
     if tried.torch is None:
         if tried.why.startswith("not done"):
-            yield unchecked(f"import torch: {tried.why}", "kvfix doctor again, when the machine is less busy")
+            yield unchecked(f"import torch: {tried.why}", _AGAIN)
         else:
             what = f"import torch fails: {tried.why}"
             yield problem(what, "pip install --force-reinstall torch, in a build for the CUDA of this machine")
@@ -114,8 +122,7 @@ def loads(setup: Setup) -> Iterator[Line]:
         name = _name(file)
         error = tried.errors.get(str(file))
         if error is None:
-            do = "kvfix doctor again, when the machine is less busy"
-            yield unchecked(f"{name}: {tried.why or 'not tried'}", do)
+            yield unchecked(f"{name}: {tried.why or 'not tried'}", _AGAIN)
         elif not error:
             yield ok(f"{name} loads with {built}")
         else:
@@ -125,17 +132,6 @@ def loads(setup: Setup) -> Iterator[Line]:
             f"{setup.lmcache.title} has no compiled operations ({' or '.join(OPERATIONS)}): it was built without CUDA",
             remedy("KVD714"),
         )
-
-
-def _other_python(setup: Setup) -> Iterator[Line]:
-    for file in _operations(setup):
-        suffix = file.name[file.name.index(".") :]
-        if suffix not in EXTENSION_SUFFIXES:
-            yield problem(
-                f"{_name(file)} is built for another Python ({suffix}), not for "
-                f"{sys.version_info.major}.{sys.version_info.minor}",
-                f"{sys.executable} -m pip install --force-reinstall --no-deps lmcache",
-            )
 
 
 def _operations(setup: Setup) -> list[Path]:
@@ -168,9 +164,7 @@ def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
 @check("gpu")
 def gpu(setup: Setup) -> Iterator[Line]:
     """torch can use the GPU of this machine."""
-    if setup.packages.get("torch") is None or not (setup.vllm or setup.lmcache):
-        return
-    facts = setup.tried.torch
+    facts = setup.tried.torch if setup.packages.get("torch") and (setup.vllm or setup.lmcache) else None
     if facts is None:
         return
     if not facts["cuda"]:
