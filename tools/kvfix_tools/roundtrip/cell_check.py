@@ -10,7 +10,7 @@ import torch
 from kvfix_tools.roundtrip.element import FIRST, HOST_POISON, POISON, SECOND, Identity
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.mismatch import Mismatch, find
-from kvfix_tools.roundtrip.region import Coordinates, Expected, Region, kv_cache, make
+from kvfix_tools.roundtrip.region import Coordinates, Expected, Region, make
 
 REPEATS = 3  # repetitions of a timed copy
 
@@ -59,7 +59,8 @@ class CellCheck:
         self.cell, self.device = cell, device
         self.geometry = cell.geometry()
         self.source, self.target = (slots.to(device) for slots in cell.mappings())
-        self.cache = kv_cache(self.geometry, device, cell.seed)
+        parts = [(self.geometry.sizes(), None)]
+        self.cache = make("KV cache", self.geometry, self.geometry.layout.axes, parts, device, cell.seed)
         self.result = result or Result(cell)
         self.result.moved = self.geometry.token_bytes(cell.count)
 

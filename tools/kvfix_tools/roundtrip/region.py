@@ -123,11 +123,6 @@ class Region:
         return element.encode(who.number(), self.seed)
 
 
-def kv_cache(geometry: Geometry, device: torch.device, seed: int) -> Region:
-    """Make the paged memory of an engine: one tensor, or one for each layer."""
-    return make("KV cache", geometry, geometry.layout.axes, [(geometry.sizes(), None)], device, seed)
-
-
 def make(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
