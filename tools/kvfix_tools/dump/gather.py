@@ -95,12 +95,8 @@ def _files(process: Process) -> set[Path]:
 
 def ranks(connectors: list[dict[str, Any]]) -> list[str]:
     """Return the roles of a process's connectors, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2"."""
-    found = set()
-    for line in connectors:
-        if line.get("engine"):
-            rank = f"rank {line['rank']} of {line['ranks']}" if line["role"] == "WORKER" else "scheduler"
-            found.add(f"{rank} of {line['engine']}")
-    return sorted(found)
+    known, rank = (line for line in connectors if line.get("engine")), "rank {rank} of {ranks} of {engine}"
+    return sorted({(rank if line["role"] == "WORKER" else "scheduler of {engine}").format(**line) for line in known})
 
 
 def _connectors(recorder: str) -> list[dict[str, Any]]:
