@@ -8,7 +8,7 @@ lease's parameters. A request arrives at the peer before the peer sends the requ
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,11 +65,9 @@ class RouterLog:
 
     def text(self, request: str) -> str:
         lines = ", ".join(map(str, self.lines(request)))
-        return (
-            f"The router's log names the request in line {lines} of {self._name}"
-            if lines
-            else f"The router's log {self._name} does not name the request"
-        )
+        if not lines:
+            return f"The router's log {self._name} does not name the request"
+        return f"The router's log names the request in line {lines} of {self._name}"
 
 
 class Peers:
@@ -138,12 +136,10 @@ class Peers:
         at = done[0].mono - low if done and low is not None else None
         return Reader(link.reader, bool(loaded), failed, at, pushed)
 
-    def history(self, links: Iterable[Link]) -> list[tuple[str, Entry]]:
+    def history(self, links: Sequence[Link]) -> list[tuple[str, Entry]]:
         """Return the entries of a kept request and its readers, by the clock of the engine that keeps the blocks."""
-        found: list[tuple[Engine, Part, Entry]] = []
-        for number, link in enumerate(links):
-            if not number:
-                found += [(link.keeps, *each) for each in link.keeps.history(link.kept)]
+        found = [(links[0].keeps, *each) for each in links[0].keeps.history(links[0].kept)]
+        for link in links:
             ahead = self.clock(link.reads, link.keeps).ahead
             for part, entry in link.reads.history(link.reader):
                 found.append((link.reads, part, entry._replace(mono=entry.mono - ahead)))
