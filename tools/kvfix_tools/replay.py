@@ -35,10 +35,7 @@ class Judged(NamedTuple):
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
-    """Print the violations. Return 1 with violations, 2 if a file is unreadable or two files are of one rank, else 0.
-
-    router: the log of the router between several engines.
-    """
+    """Print the violations. Return 1 with violations, 2 for an unreadable file or two files of one rank, else 0."""
     recordings: list[Recording] = []
     for path in paths:
         try:
