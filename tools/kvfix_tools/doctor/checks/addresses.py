@@ -41,11 +41,9 @@ def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
     for option, default in options.items():
         name = option.removeprefix("--")
         value = command.options.get(name, str(default))
-        host = command.options.get("host" if name == "port" else "http-host", "") or (
-            "" if command.serves else "localhost"
-        )
+        host = command.options.get("host" if name == "port" else "http-host", "")
         if value.isdigit() and not (value == "0" and command.serves):
-            yield option, host, int(value)
+            yield option, host or ("" if command.serves else "localhost"), int(value)
     if any("Nixl" in each.name for each in setup.connectors):
         value = setup.environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")  # vllm/envs.py 0.32.0:234
         if value.isdigit():
@@ -141,9 +139,8 @@ def remote_store(setup: Setup) -> Iterator[Line]:
         at = servers.address(url)
         if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):
             continue
-        line = _answers(
-            f"remote_url {redact.text(url)}", at.host, at.port, "start this store before vLLM, or correct remote_url"
-        )
+        do = "start this store before vLLM, or correct remote_url"
+        line = _answers(f"remote_url {redact.text(url)}", at.host, at.port, do)
         if line.status == OK and url.startswith("redis://"):
             why = redis_refuses(at.host, at.port)
             word = why.partition(" ")[0].rstrip(":")
