@@ -187,10 +187,8 @@ class Looker:
         threads, why = gather.stacks(process.pid)
         if not threads:
             return None, NOT, f"{reason}; {why}", setting
-        frames = [
-            (each["name"].rpartition(".")[2], each["filename"] or "", each["line"] or 0)
-            for each in gather.main_frames(threads)
-        ]
+        main = gather.main_frames(threads)
+        frames = [(each["name"].rpartition(".")[2], each["filename"] or "", each["line"] or 0) for each in main]
         about = {"pid": process.pid, "process": process.name, "name": process.name, "silent": reason}
         return {**about, **of_stack(frames)}, STACKS, reason, setting
 

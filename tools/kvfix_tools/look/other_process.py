@@ -53,9 +53,8 @@ class Process:
 
     def python(self) -> str:
         """Return Python's release, such as "3.11", from the file name of the library or program; "" without one."""
-        return next(
-            (found[1] for path in self._mapped if (found := re.search(r"python(3\.\d+)", path.rpartition("/")[2]))), ""
-        )
+        found = (re.search(r"python(3\.\d+)", path.rpartition("/")[2]) for path in self._mapped)
+        return next((each[1] for each in found if each), "")
 
     def has_mapped(self, address: int) -> bool:
         with suppress(OSError):
