@@ -219,9 +219,7 @@ def _first(entries: list[Entry], kind: type) -> Entry | None:
 
 def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
     """Return (end of the lease by the scheduler's clock, True if the lease expired). Only workers record expiry."""
-    ends = [
-        (part, entry.mono, entry.event.expired) for part, entry in entries if isinstance(entry.event, ev.LeaseEnded)
-    ]
-    how = [expired for part, _, expired in ends if not part.is_scheduler]
+    ends: list[tuple[Part, Any]] = [each for each in entries if isinstance(each[1].event, ev.LeaseEnded)]
+    how = [entry.event.expired for part, entry in ends if not part.is_scheduler]
     expired = True if True in how else False if how and all(each is False for each in how) else None
-    return min((mono for _, mono, _ in ends), default=None), expired
+    return min((entry.mono for _, entry in ends), default=None), expired
