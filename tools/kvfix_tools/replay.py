@@ -89,10 +89,8 @@ def _replay_process(found: Recording, json: bool) -> int:
     findings = judged(found)
     violated = _violated(findings)
     if json:
-        rows = [
-            _as_dict(each.finding) | {name: getattr(each.entry, name) for name in ("connector", "hook", "mono", "wall")}
-            for each in findings
-        ]
+        where = ("connector", "hook", "mono", "wall")
+        rows = [_as_dict(each.finding) | {name: getattr(each.entry, name) for name in where} for each in findings]
         print(jsonlib.dumps({"recorder": found.head, "events": len(found.entries), "findings": rows}, indent=2))
         return int(bool(violated))
     for each in violated:
