@@ -160,10 +160,8 @@ def plain(size: int, device: torch.device) -> tuple[float, float]:
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)
-    store, load = (
-        min([seconds(partial(to.copy_, source, non_blocking=True), device) for _ in range(REPEATS + 1)][1:])
-        for to, source in both
-    )
+    copies = (partial(to.copy_, source, non_blocking=True) for to, source in both)
+    store, load = (min([seconds(copy, device) for _ in range(REPEATS + 1)][1:]) for copy in copies)
     return store, load
 
 
