@@ -1,6 +1,5 @@
 """A real vLLM engine with a small random model. run() starts a program that makes the engine and writes its answer."""
 
-import contextlib
 import json
 import os
 import random
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +127,7 @@ def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
     return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-@contextlib.contextmanager
+@contextmanager
 def server(
     log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), options: tuple[str, ...] = ANY_MODE
 ) -> Iterator[dict[str, Any]]:
@@ -146,11 +146,11 @@ def server(
             yield {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         finally:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
 
 
-@contextlib.contextmanager
+@contextmanager
 def started(
     command: list[str], log: Path, environment: dict[str, str], popen: Any = subprocess.Popen, **more: Any
 ) -> Iterator[Any]:
@@ -161,7 +161,7 @@ def started(
     try:
         yield process
     finally:  # an engine that fails to start leaves processes behind
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -186,10 +186,7 @@ def run(
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]
-    with (
-        started(command, log, environment, popen, cwd=folder) as process,
-        contextlib.suppress(subprocess.TimeoutExpired),
-    ):
+    with started(command, log, environment, popen, cwd=folder) as process, suppress(subprocess.TimeoutExpired):
         if while_it_runs is not None:
             while_it_runs(process)
         code = process.wait(timeout=limit)
@@ -211,6 +208,6 @@ def free_port() -> int:
     """Return a free port below the range of outgoing connections. A connection could take a port of this range."""
     while True:
         port = random.randrange(20000, 32768)
-        with socket.socket() as taken, contextlib.suppress(OSError):
+        with socket.socket() as taken, suppress(OSError):
             taken.bind(("127.0.0.1", port))
             return port
