@@ -72,9 +72,7 @@ class Region:
     def tensors(self) -> list[torch.Tensor]:
         """Return views of the rows of each section: [rows, words of a row]."""
         size = self.geometry.row_words
-        return [
-            self.words[section.start : section.start + section.rows * size].view(-1, size) for section in self.sections
-        ]
+        return [self.words[each.start :][: each.rows * size].view(-1, size) for each in self.sections]
 
     def typed(self) -> list[torch.Tensor]:
         return [rows.view(self.geometry.dtype).view(self.geometry.tensor_shape()) for rows in self.tensors()]
