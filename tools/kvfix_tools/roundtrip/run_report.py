@@ -192,10 +192,8 @@ class RunReport:
         """Return the first failed cells in full, and the classes of wrong words in all cells."""
         lines = []
         for result in self.wrong[:SHOWN]:
-            lines += [f"{result.verdict}: {self._command(result)}"]
-            lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
-            lines += [f"  {result.reason}"] if result.reason else []
-            lines.append("")
+            details = "\n".join([*map(str, result.findings), result.reason]).splitlines()
+            lines += [f"{result.verdict}: {self._command(result)}", *(f"  {line}" for line in details), ""]
         classes: Counter[str] = sum((f.classes for result in self.wrong for f in result.findings), Counter())
         if classes:
             lines += ["wrong words of 8 bytes, by class:"]
