@@ -92,9 +92,8 @@ def without_connector(device: str) -> dict[str, Any]:
 def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield kv_transfer_config for LMCache's connector of this kind, in a subclass that logs the loads."""
     with contextlib.ExitStack() as stack:
-        if kind == "v1":
-            transfer = real_engine.in_process(CHUNK)
-        else:
+        transfer = real_engine.in_process(CHUNK)
+        if kind == "mp":
             try:
                 server = real_engine.server(folder / "server.log", CHUNK, dict(os.environ))
                 transfer = stack.enter_context(server)
