@@ -38,8 +38,10 @@ _TYPE = {
     "unfixable": "kvfix explain {code} gives the workaround",
 }
 _PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
+_CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR."
 _OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
+_PROBE = "Import vLLM and LMCache, and test bugs whose presence is unknown."
 _RELEASED = "Get the newest LMCache and vLLM with pip, and show which functions that kvfix patches have changed."
 
 
@@ -56,14 +58,10 @@ def status(
     names: Annotated[Names, typer.Argument(metavar="[PID|KVF...]", help=_PID_OR_FIX)] = None,
     json: Json = False,
     everything: Annotated[bool, flag("--all", "Show the row of every fix.")] = False,
-    connector: Annotated[
-        str, value("NAME[,NAME]", "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR.")
-    ] = "",
+    connector: Annotated[str, value("NAME[,NAME]", _CONNECTOR)] = "",
     transfer_config: Annotated[str, value("JSON", _OF_TRANSFER, "--kv-transfer-config")] = "",
     severity: Annotated[str, value("EFFECT", _EFFECT)] = "",
-    probe: Annotated[
-        bool, typer.Option(help="Import vLLM and LMCache, and test bugs whose presence is unknown.")
-    ] = False,
+    probe: Annotated[bool, typer.Option(help=_PROBE)] = False,
     released: Annotated[bool, flag("--released", _RELEASED)] = False,
 ) -> int:
     """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if it has a bug."""
@@ -131,9 +129,8 @@ def _probed(target: Target) -> applicability.Applicability:
     try:
         return applicability.judge_live(target, import_module(target.module))
     except Exception as error:  # noqa: BLE001
-        return applicability.Applicability(
-            "refused", f"{target.module} cannot be imported: {type(error).__name__}: {error}"
-        )
+        why = f"{target.module} cannot be imported: {type(error).__name__}: {error}"
+        return applicability.Applicability("refused", why)
 
 
 def overview(selected: Selected) -> list[str]:
