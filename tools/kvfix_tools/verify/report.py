@@ -94,9 +94,8 @@ class Outcome:
 
     @property
     def first_test(self) -> bool:
-        return self.judge.first_test(
-            [max(each.size for each in case.cached.values()) for case in self.cases if case.control is not None]
-        )
+        controlled = [case.cached.values() for case in self.cases if case.control is not None]
+        return self.judge.first_test([max(each.size for each in differences) for differences in controlled])
 
     def above(self, mode: str, kind: str = "") -> list[Case]:
         return [

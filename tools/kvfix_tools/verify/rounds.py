@@ -83,9 +83,8 @@ class Rounds:
                 break
         else:
             raise Inconclusive(NEVER_ASKED if self.reference.metrics().queried == before.queried else NO_HIT)
-        self.not_numbers = sum(
-            has_numbers(one.answer) and not has_numbers(other.answer) for one, other in zip(computed, warm, strict=True)
-        )
+        both = zip(computed, warm, strict=True)
+        self.not_numbers = sum(has_numbers(one.answer) and not has_numbers(other.answer) for one, other in both)
         found = math.gcd(*(reply.hits or 0 for reply in warm))
         is_chunk = found >= self.sizes.block and found % self.sizes.block == 0
         self.sizes = sizes._replace(chunk=self.sizes.chunk or (found if is_chunk else sizes.block))
