@@ -58,14 +58,11 @@ def main(arguments: list[str]) -> int:
     return done.code
 
 
-@contextlib.contextmanager
-def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
+def connector(folder: Path, mode: str, in_process: bool) -> contextlib.AbstractContextManager[dict[str, Any]]:
     """Yield kv_transfer_config for LMCache in process, or for a new LMCache server."""
     if in_process:
-        yield real_engine.in_process(64, max_local_cpu_size=2.0)
-        return
-    with real_engine.server(folder / f"lmcache-{mode}", 64, dict(os.environ)) as transfer:
-        yield transfer
+        return contextlib.nullcontext(real_engine.in_process(64, max_local_cpu_size=2.0))
+    return real_engine.server(folder / f"lmcache-{mode}", 64, dict(os.environ))
 
 
 @contextlib.contextmanager
@@ -118,9 +115,8 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
     def ask(tokens: list[int]) -> None:
         job = {"model": "tiny", "prompt": tokens, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
         where, head = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
-        with urllib.request.urlopen(
-            urllib.request.Request(where, json.dumps(job).encode(), head), timeout=60
-        ) as answer:
+        request = urllib.request.Request(where, json.dumps(job).encode(), head)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             answer.read()
 
     start = time.monotonic()
