@@ -71,17 +71,13 @@ class Clock(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The comparison of a scheduler's record and a rank's record.
+    """The comparison of a scheduler's record and a rank's record."""
 
-    pairs: (index in the scheduler's events, index in the rank's events) of each event that both records have, in order.
-    differs: (index of the scheduler's previous paired event, event) for each load that only one of the records has.
-    unknown: number of the scheduler's loads that kvfix does not compare. They are before the first or after the last
-        pair, or were aborted before the rank started them. With `enable_fault_tolerance`, vLLM goes on after a rank
-        failed, and aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
-    """
-
-    pairs: list[tuple[int, int]]
-    differs: list[tuple[int, RankDiffers]]
+    pairs: list[tuple[int, int]]  # (index in the scheduler's events, index in the rank's) of events in both records
+    differs: list[tuple[int, RankDiffers]]  # (index of the scheduler's previous paired event, load of one record only)
+    #: Number of the scheduler's loads that kvfix does not compare. They are before the first or after the last pair, or
+    #: were aborted before the rank started them. With `enable_fault_tolerance`, vLLM goes on after a rank failed, and
+    #: aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
     unknown: int
 
 

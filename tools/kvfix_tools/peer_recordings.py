@@ -34,20 +34,15 @@ class Link(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A request of the peer that reads kept blocks. Its own engine has recorded these facts.
-
-    loaded: the request has loaded the blocks.
-    failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
-    done: latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a
-        load is in flight, the request has not ended, or the difference of the clocks has no bound.
-    pushed: as in the event ReadsFrom.
-    """
+    """A request of the peer that reads kept blocks. Its own engine has recorded these facts."""
 
     request: str
     loaded: bool
-    failed: bool
+    failed: bool  # the load failed, or the request ended before the push. vLLM then sends no release message
+    #: Latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a load
+    #: is in flight, the request has not ended, or the difference of the clocks has no bound.
     done: int | None
-    pushed: bool
+    pushed: bool  # as in the event ReadsFrom
 
 
 class RouterLog:

@@ -22,16 +22,12 @@ from kvfix_tools.recording import Recording
 
 
 class Judged(NamedTuple):
-    """A finding, and the entry at which it was found.
-
-    part: the recorded process, if kvfix read several recordings. history: (label of the process, entry) of each entry,
-    if the finding is about several engines.
-    """
+    """A finding, and the entry at which it was found."""
 
     finding: Finding
     entry: Entry
-    part: Part | None = None
-    history: list[tuple[str, Entry]] | None = None
+    part: Part | None = None  # the recorded process, if kvfix read several recordings
+    history: list[tuple[str, Entry]] | None = None  # with labels of processes, for a finding about several engines
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
