@@ -82,10 +82,8 @@ def engine_of(pid: int) -> list[Process]:
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, except for kvfix's own process. This stops no process.
-
-    A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
-    """
+    """Return the processes that have loaded vLLM or LMCache, except for kvfix's own process. This stops no process."""
+    # A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}
     sure = {each.pid for each in tree if _has_vllm(each, maps[each.pid])}

@@ -82,11 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def chosen(options: argparse.Namespace) -> Work:
-    """Return the backends and their cells. Raise ValueError for wrong options.
-
-    Without --backend, kvfix tests its own copy, LMCache and vLLM; for planted faults or races, only its own copy.
-    """
+    """Return the backends and their cells. Raise ValueError for wrong options."""
     is_self_test = options.inject is not None or options.race is not None
+    # Faults and races test kvfix's own copy by default.
     default = ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
     unknown = set(options.race or ()) - set(races.RACES)
     if unknown:
