@@ -203,6 +203,5 @@ def _print_rows(selected: Selected, everything: bool) -> None:
                 print(textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    "))
     if selected.left_out:
         print(f"{selected.left_out} rows do not concern the connector.")
-    left = len(selected.rows) - len(rows)
-    if left:
+    if left := len(selected.rows) - len(rows):
         print(f"{left} rows need nothing (kvfix status --all lists them).")

@@ -77,8 +77,7 @@ def recorder(process: Process) -> tuple[str | None, str]:
         return None, f"no recorder: the process cannot be signalled ({error.strerror})"
     until = time.monotonic() + RECORDER
     while time.monotonic() < until:
-        new = sorted(_files(process) - before)
-        if new:
+        if new := sorted(_files(process) - before):
             try:
                 return own_text(process, new[-1]), ""
             except OSError as error:

@@ -204,8 +204,7 @@ def _held(engine: Engine) -> Iterable[str]:
         kinds = [f"{len(names)} {kind} ({_some(names)})" for kind, names in held.items()]
         if each.get("failed_blocks"):
             kinds.append(f"{each['failed_blocks']} blocks of failed loads")
-        pins = {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}
-        if pins:
+        if pins := {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}:
             kinds.append(f"{sum(pins.values())} chunks pinned for ended requests ({_some(pins)})")
         health = "" if each.get("healthy") is not False else ", LMCache is unavailable"
         what = ", ".join(kinds) or "nothing in flight"
@@ -213,15 +212,12 @@ def _held(engine: Engine) -> Iterable[str]:
     missing = engine.ranks - len({each["rank"] for _, each in engine.workers})
     if missing > 0 and engine.connectors:
         yield f"{missing} of {engine.ranks} ranks could not be read"
-    reports = [row["id"] for row in engine.requests if row["report"]]
-    if reports:
+    if reports := [row["id"] for row in engine.requests if row["report"]]:
         yield f"loads that have ended, but that the scheduler has not processed: {_some(reports)}"
-    lookups = [row["id"] for row in engine.requests if row["lookup"] == "in flight"]
-    if lookups:
+    if lookups := [row["id"] for row in engine.requests if row["lookup"] == "in flight"]:
         yield f"lookups without an answer: {_some(lookups)}"
     for connector in engine.connectors:
-        kept = [name for name in connector.get("requests") or () if name not in alive]
-        if kept:
+        if kept := [name for name in connector.get("requests") or () if name not in alive]:
             yield f"{connector['class']} of the scheduler still keeps ended requests: {_some(kept)}"
     if scheduler["answers"]:
         yield f"{scheduler['answers']} steps that the workers have not answered"
@@ -236,8 +232,7 @@ def _some(names: Iterable[str], most: int = 5) -> str:
 
 def way_lines(ways: Collection[Way]) -> Iterable[str]:
     """Yield how kvfix read each process, and what the user can change so that kvfix reads it from inside."""
-    inside = [each for each in ways if each.how == INSIDE]
-    if inside:
+    if inside := [each for each in ways if each.how == INSIDE]:
         yield f"read from inside: {', '.join(f'{each.name} ({each.pid})' for each in inside)}"
     for each in ways:
         if each.how != INSIDE:

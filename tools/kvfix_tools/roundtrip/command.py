@@ -86,8 +86,7 @@ def chosen(options: argparse.Namespace) -> Work:
     is_self_test = options.inject is not None or options.race is not None
     # Faults and races test kvfix's own copy by default.
     default = ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
-    unknown = set(options.race or ()) - set(races.RACES)
-    if unknown:
+    if unknown := set(options.race or ()) - set(races.RACES):
         raise ValueError(f"no race {min(unknown)}. List the races: kvfix roundtrip --help")
     return [(one, choose(one, options)) for one in backends.named(options.backend or default)]
 

@@ -145,8 +145,7 @@ def _name(file: Path) -> str:
 def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
     again = remedy("KVD701" if name.startswith("lmcache.") else "KVD712")
     missing = re.search(r"(lib[\w.+-]+): cannot open shared object file", error)
-    symbol = re.search(r"undefined symbol: (\S+)", error)
-    if symbol:
+    if symbol := re.search(r"undefined symbol: (\S+)", error):
         return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
     if missing and re.search("cud|nv|c10_cuda|torch_cuda|hip|roc", missing[1]):
         if not cuda:

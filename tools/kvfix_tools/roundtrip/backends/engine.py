@@ -62,8 +62,7 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     """Compare an engine's answers with answers of an engine without a connector. Return the error, or None."""
     for name in ROUNDS:
         mine, other = ran[name], plain[name]
-        differ = sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True))
-        if differ:
+        if differ := sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True)):
             return f"{name}: {differ} of {len(other['tokens'])} outputs differ from outputs without a connector"
     alike = sum(one == other for one, other in zip(plain["cold"]["tokens"], plain["changed"]["tokens"], strict=True))
     if alike:
