@@ -131,10 +131,9 @@ class RunReport:
         if rates(self.results):
             lines.append("Rates are GB/s of the median cell, and percent of the rate of a plain copy of this size.")
         lines += [f"{backend}: not tested: {why}" for backend, why in self.skipped.items()]
-        for backend in dict.fromkeys(result.cell.backend for result in self.results):
-            lines += ["", *self._table(backend)]
-        for result in self.speeds:
-            lines += ["", *self.speed(result)]
+        backends = dict.fromkeys(result.cell.backend for result in self.results)
+        for table in (*map(self._table, backends), *map(self.speed, self.speeds)):
+            lines += ["", *table]
         return [*lines, "", *self._wrong(), *self._summary()]
 
     def _cell_as_dict(self, result: Result) -> dict[str, object]:
