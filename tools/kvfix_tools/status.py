@@ -146,9 +146,8 @@ def overview(selected: Selected) -> list[str]:
         connector = f"{', '.join(sorted(selected.connectors))} (from {selected.where})"
     lines = [f"Installed: {', '.join(installed)}; kvfix {kvfix.__version__}", f"Connector: {connector}", ""]
     lines += _counted(fixed, selected)
-    choice = os.environ.get("KVFIX", "")
     here = "Is a running engine patched? kvfix status PID"
-    if choice:
+    if choice := os.environ.get("KVFIX", ""):
         here = f"KVFIX={choice!r} is set: kvfix acts in processes that you start from this shell."
     end = ["", here, _summary(Counter(row.verdict for _, row in worst.values()))]
     if others:

@@ -143,9 +143,8 @@ def server_options(lmcache: Package) -> dict[str, Option]:
     found: dict[str, Option] = {}
     for place in ("v1/multiprocess", "v1/distributed", "v1/mp_observability", "cli/commands"):
         for file in sorted((lmcache.folder / place).rglob("*.py")):
-            if place == "cli/commands" and file.name not in ("server.py", "base.py"):
-                continue
-            if b"add_argument(" not in file.read_bytes():  # skip the slow parsing
+            is_other = place == "cli/commands" and file.name not in ("server.py", "base.py")
+            if is_other or b"add_argument(" not in file.read_bytes():  # skip the slow parsing
                 continue
             tree = parse(file)
             for name, option in _arguments(tree) if tree else ():
