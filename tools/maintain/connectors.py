@@ -78,5 +78,4 @@ def main(names: Annotated[Names, typer.Argument()] = None) -> None:
             with get_context("fork").Pool(1) as pool:
                 known[name] = pool.apply_async(ask, [name]).get(LIMIT)
             said = [known[each]._asdict() for each in SUBJECTS if each in known]
-            whole = {"vllm": installed_source.version("vllm"), "connectors": said}
-            FILE.write_text(json.dumps(whole, indent=1) + "\n")
+            FILE.write_text(json.dumps({"vllm": installed_source.version("vllm"), "connectors": said}, indent=1) + "\n")

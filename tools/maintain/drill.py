@@ -159,8 +159,7 @@ def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bo
     text = path.read_text()
     node: ast.AST | None = ast.parse(text)
     for name in function.split("."):
-        body = getattr(node, "body", ())
-        node = next((each for each in reversed(body) if getattr(each, "name", "") == name), None)
+        node = next((each for each in reversed(getattr(node, "body", ())) if getattr(each, "name", "") == name), None)
     if not isinstance(node, ast.FunctionDef) or not change(node, package):
         return False
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])

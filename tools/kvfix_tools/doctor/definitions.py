@@ -89,8 +89,7 @@ def _definition(name: str, node: ast.Dict) -> Definition:
     default = parts.get("default")
     if isinstance(default, ast.Call) and ast.unparse(default) == "float('inf')":
         return Definition(name, "float", False, float("inf"))
-    converted = "env_converter" in parts
-    return Definition(name, found[1] if found else written, bool(found), constant(default), converted)
+    return Definition(name, found[1] if found else written, bool(found), constant(default), "env_converter" in parts)
 
 
 def words(name: str, packages: Packages) -> set[str]:

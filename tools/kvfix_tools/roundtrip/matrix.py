@@ -55,8 +55,7 @@ class Cell:
     @property
     def count(self) -> int:
         """Number of tokens. `prime` is a prime number, so it is no multiple of a block or a chunk."""
-        named = {"block": int(self.block), "chunk": int(self.chunk), "prime": PRIME}
-        for name, value in named.items():
+        for name, value in {"block": int(self.block), "chunk": int(self.chunk), "prime": PRIME}.items():
             if self.tokens.startswith(name):
                 return value + int(self.tokens[len(name) :] or 0)
         return int(self.tokens)

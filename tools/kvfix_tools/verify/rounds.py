@@ -45,8 +45,7 @@ class Rounds:
         """Run all rounds. others: the base model and its adapters, without the tested model."""
         self.say("survey: finding the chunk size")
         self._survey()
-        prompts = list(self.maker.prompts(self.maker.kinds(requests), self.sizes))
-        cases = self._compute(prompts)
+        cases = self._compute(list(self.maker.prompts(self.maker.kinds(requests), self.sizes)))
         judge = Judge([case.control for case in cases if case.control is not None])
         if len(judge.controls) < FEWEST_CONTROLS:
             raise Inconclusive(

@@ -53,8 +53,7 @@ def main(arguments: list[str]) -> int:
         try:
             verify(done, folder, device, servers) if name == "verify" else serve(done, folder, device, servers)
         except OSError as error:
-            logs = {mode: _end_of(folder / f"log-{mode}") for mode in servers}
-            done.add("requests", False, str(error), logs=logs)
+            done.add("requests", False, str(error), logs={mode: _end_of(folder / f"log-{mode}") for mode in servers})
     return done.code
 
 

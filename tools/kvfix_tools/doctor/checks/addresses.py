@@ -156,8 +156,7 @@ def controller(setup: Setup) -> Iterator[Line]:
     for name, url in _reached(setup):
         at = servers.address(url)
         if name.startswith("controller_") and at.host and at.port:
-            what = f"the controller at {name} {at.host}:{at.port}"
-            yield _answers(what, at.host, at.port, remedy("KVD964"))
+            yield _answers(f"the controller at {name} {at.host}:{at.port}", at.host, at.port, remedy("KVD964"))
 
 
 def _answers(what: str, host: str, port: int, do: str) -> Line:

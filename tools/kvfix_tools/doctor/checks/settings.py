@@ -118,8 +118,7 @@ def _range(name: str, each: Setting) -> Iterator[Line]:
     low, high, unit = _RANGES.get(name, (-math.inf, math.inf, ""))
     if name.endswith(("_port", "_ports")):
         low, high, unit = 0, 65535, "a port"
-    items = each.value if isinstance(each.value, list) else str(each.value).split(",")
-    for item in items:
+    for item in each.value if isinstance(each.value, list) else str(each.value).split(","):
         try:
             number = float(item)
         except (TypeError, ValueError):

@@ -94,8 +94,7 @@ def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
         transfer = real_engine.in_process(CHUNK)
         if kind == "mp":
             try:
-                server = real_engine.server(folder / "server.log", CHUNK, dict(os.environ))
-                transfer = stack.enter_context(server)
+                transfer = stack.enter_context(real_engine.server(folder / "server.log", CHUNK, dict(os.environ)))
             except FileNotFoundError as error:
                 raise Refused(str(error)) from error
         extra = {**transfer["kv_connector_extra_config"], LOADS: str(folder / "loads")}
