@@ -138,13 +138,6 @@ def _may_have_vllm(process: Process, maps: str) -> bool:
     return not maps or "/libtorch" in maps  # without maps kvfix has no right to read, and the look shows why
 
 
-def _recorded(process: Process) -> dict[str, Any] | None:
-    """Return the state that kvfix inside the process writes at a signal, if its mode records. This needs no ptrace."""
-    text, _ = gather.recorder(process)
-    lines = [json.loads(line) for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
-    return {**lines[-1], "name": process.name} if lines else None
-
-
 @cache
 def _sources() -> tuple[str, list[tuple[str, str]]]:
     """Return (name of the package in the process, which has a digest of the code; [(module, its code)])."""
@@ -175,9 +168,10 @@ class Looker:
             return self._inside(process), INSIDE, "", ""
         except inject.Refused as refused:
             reason, setting = refused.reason, refused.setting
-            recorded = _recorded(process)
-            if recorded is not None:
-                return recorded, RECORDER, reason, setting
+            text, _ = gather.recorder(process)  # kvfix in the process writes its state if its mode records
+            lines = [line for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
+            if lines:
+                return {**json.loads(lines[-1]), "name": process.name}, RECORDER, reason, setting
         except inject.Silent as silent:
             reason = str(silent)
         except (ValueError, OSError) as error:
