@@ -127,9 +127,8 @@ def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
     before = _last(history, LeaseRead)
     if before is None or before.reader == event.reader:
         return None
-    return violated(
-        f"{event.reader} has loaded the kept blocks, which were free since {before.reader} had read them", before
-    )
+    what = f"{event.reader} has loaded the kept blocks, which were free since {before.reader} had read them"
+    return violated(what, before)
 
 
 @rule("KVR020", "written-after-lease", WriteBegun)

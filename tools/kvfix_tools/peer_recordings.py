@@ -152,16 +152,13 @@ class Peers:
         if unread:
             named = sum(bool(self.router.lines(each)) for each in unread) if self.router is not None else None
             by_router = "" if named is None else f"; the router's log names {named} of them"
-            lines.append(
-                f"  {len(unread)} requests have blocks kept for a peer, and no request on record reads them{by_router}"
-            )
+            kept = f"{len(unread)} requests have blocks kept for a peer"
+            lines.append(f"  {kept}, and no request on record reads them{by_router}")
         for reads in {link.reads.name: link.reads for link in self.links if link.keeps is engine}.values():
             count = len({link.reader for link in self.links if link.keeps is engine and link.reads is reads})
             clock = self.clock(reads, engine)
-            lines.append(
-                f"  {count} requests of engine {reads.name} read blocks of this engine; the clock of {reads.name}: "
-                + clock.text("this engine's")
-            )
+            read = f"{count} requests of engine {reads.name} read blocks of this engine"
+            lines.append(f"  {read}; the clock of {reads.name}: " + clock.text("this engine's"))
             if clock.low is None:
                 lines.append("  kvfix cannot tell whether the blocks were released: no release message is on record")
             elif clock.high is not None and clock.low > clock.high:

@@ -92,11 +92,9 @@ def _replay_process(found: Recording, json: bool) -> int:
     for each in violated:
         print(_process_report(found, each), end="")
     unknown = len(findings) - len(violated)
-    print(
-        f"{found.path}: {len(found.entries)} events of pid {found.head['pid']} ({found.head['reason']}): "
-        f"{len(violated)} violations"
-        + (f", {unknown} events not checked because their request began before the record" if unknown else "")
-    )
+    more = f", {unknown} events not checked because their request began before the record" if unknown else ""
+    events = f"{len(found.entries)} events of pid {found.head['pid']} ({found.head['reason']})"
+    print(f"{found.path}: {events}: {len(violated)} violations{more}")
     return int(bool(violated))
 
 

@@ -176,7 +176,5 @@ def _new_script(process: Process) -> tuple[SharedFolder, str]:
             folder, script = process.folder(place), f"{place}/kvfix-look-{process.pid}-{secrets.token_hex(8)}"
             folder.write(script, "")
             return folder, script
-    raise Refused(
-        f"process {process.pid} has no folder for the answer: neither /tmp nor /dev/shm can be written",
-        "Mount a writable /tmp.",
-    )
+    reason = f"process {process.pid} has no folder for the answer: neither /tmp nor /dev/shm can be written"
+    raise Refused(reason, "Mount a writable /tmp.")

@@ -98,11 +98,9 @@ def loads(setup: Setup) -> Iterator[Line]:
     for file in _operations(setup):
         suffix = file.name[file.name.index(".") :]
         if suffix not in EXTENSION_SUFFIXES:
-            yield problem(
-                f"{_name(file)} is built for another Python ({suffix}), not for "
-                f"{sys.version_info.major}.{sys.version_info.minor}",
-                f"{sys.executable} -m pip install --force-reinstall --no-deps lmcache",
-            )
+            here = f"{sys.version_info.major}.{sys.version_info.minor}"
+            what = f"{_name(file)} is built for another Python ({suffix}), not for {here}"
+            yield problem(what, f"{sys.executable} -m pip install --force-reinstall --no-deps lmcache")
     if not setup.vllm and not setup.lmcache:
         yield unchecked("neither vLLM nor LMCache is installed", _WHERE)
         return
@@ -166,14 +164,12 @@ def gpu(setup: Setup) -> Iterator[Line]:
     facts = setup.tried.torch if setup.packages.get("torch") and (setup.vllm or setup.lmcache) else None
     if facts is None:
         return
-    if not facts["cuda"]:
+    cuda = facts["cuda"]
+    if not cuda:
         yield unchecked(f"torch {facts['version']} is built for the CPU, so the GPU cannot be checked")
     elif not facts["available"] and setup.machine.has_nvidia():
-        yield problem(
-            f"torch {facts['version']} (CUDA {facts['cuda']}) cannot use the GPU of this machine",
-            f"nvidia-smi shows the driver's CUDA: install a driver for CUDA {facts['cuda']}, or a torch "
-            "for the driver's CUDA",
-        )
+        do = f"nvidia-smi shows the driver's CUDA: install a driver for CUDA {cuda}, or a torch for the driver's CUDA"
+        yield problem(f"torch {facts['version']} (CUDA {cuda}) cannot use the GPU of this machine", do)
     elif not facts["available"]:
         yield unchecked("this machine has no GPU", _WHERE)
     else:
