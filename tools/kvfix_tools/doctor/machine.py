@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 GIB = 2**30
@@ -29,11 +30,10 @@ class Machine:
 
     def shared_memory(self) -> tuple[int, int] | None:
         """Return (size, free) of /dev/shm; None if there is none."""
-        try:
+        with suppress(OSError):
             found = os.statvfs(self._root / "dev/shm")
-        except OSError:
-            return None
-        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+            return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        return None
 
     def locked_memory(self) -> int | None:
         """Return the limit of `ulimit -l`; None if it is unlimited."""
@@ -70,10 +70,9 @@ class Machine:
                     yield int(text), file
 
     def _text(self, path: str) -> str:
-        try:
+        with suppress(OSError, UnicodeDecodeError):
             return (self._root / path).read_text()
-        except (OSError, UnicodeDecodeError):
-            return ""
+        return ""
 
 
 def port_in_use(host: str, port: int) -> bool:
@@ -86,10 +85,9 @@ def port_in_use(host: str, port: int) -> bool:
 
 
 def resolves(host: str) -> bool:
-    try:
+    with suppress(OSError, UnicodeError):
         return bool(socket.getaddrinfo(host, None))
-    except (OSError, UnicodeError):
-        return False
+    return False
 
 
 def connects(host: str, port: int) -> str:

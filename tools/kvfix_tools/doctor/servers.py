@@ -85,14 +85,11 @@ def http_address(given: str, command: Command | None, host: str) -> tuple[str, i
 def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
     """Send a GET request. Return the JSON answer; None if there is no answer, an error, or no JSON."""
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
-    try:
+    with contextlib.suppress(OSError, http.client.HTTPException, ValueError), contextlib.closing(connection):
         connection.request("GET", path)
         answer = connection.getresponse()
         return json.loads(answer.read(2**20)) if answer.status == 200 else None
-    except (OSError, http.client.HTTPException, ValueError):
-        return None
-    finally:
-        connection.close()
+    return None
 
 
 class Server(NamedTuple):
