@@ -69,8 +69,7 @@ def judged_engine(engine: Engine) -> list[Judged]:
             found = ledger.feed(entry.event)
             if at not in judged_with_scheduler and (part.is_scheduler or not isinstance(entry.event, ev.LeaseEnded)):
                 findings += [Judged(finding, entry, part) for finding in found]
-    scheduler = engine.scheduler
-    if scheduler is not None:
+    if scheduler := engine.scheduler:
         for comparison in compared.values():
             for at, event in comparison.differs:
                 ledger = Ledger()

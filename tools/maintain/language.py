@@ -70,8 +70,7 @@ def texts(root: Path) -> Iterator[tuple[Path, int, str]]:
     for module in _files(root, MODULES):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node, clean=True)
-                if text is not None:
+                if text := ast.get_docstring(node):
                     yield module, node.body[0].lineno, text
 
 

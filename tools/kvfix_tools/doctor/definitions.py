@@ -120,8 +120,7 @@ def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
         for each in getattr(defined(tree, "ExtraConfigDefault"), "body", ()):
             if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
                 keys[f"lmcache.mp.{each.targets[0].id}"] = constant(each.value)
-    lmcache = packages.get("lmcache")
-    if lmcache and is_v1:
+    if is_v1 and (lmcache := packages.get("lmcache")):
         keys.update({f"lmcache.{name}": each.default for name, each in read(lmcache).known.items()})
     return keys
 

@@ -70,8 +70,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
     bytecode. The next `run` replaces this script, so that a stuck process has only one call in its queue.
     """
     process = other_process.process(pid)
-    queued = _queued(process)
-    if queued is not None:
+    if queued := _queued(process):
         with suppress(FileNotFoundError):  # the call in the queue has run in the meantime
             return _run(process, *queued, code, seconds, is_queued=True)
     return _run(process, *_new_script(process), code, seconds, is_queued=False)

@@ -81,8 +81,7 @@ class Process:
     def _symbol(self, name: str) -> tuple[int, int]:
         if name not in self._found:
             for path, start in self._mapped.items():
-                found = _symbols(self._opened(path, os.O_RDONLY | os.O_NONBLOCK)).get(name)
-                if found is not None:
+                if found := _symbols(self._opened(path, os.O_RDONLY | os.O_NONBLOCK)).get(name):
                     self._found[name] = start + found[0], found[1]
                     break
             else:

@@ -109,8 +109,7 @@ class CellCheck:
             transfer.host.fill(host_poison)
 
     def compare(self, stage: str, region: Region, expected: Expected, source: bool = False) -> None:
-        finding = find(region, list(region.compare(expected)), f"{stage}, {region.name}", source)
-        if finding is not None:
+        if finding := find(region, list(region.compare(expected)), f"{stage}, {region.name}", source):
             self.result.findings.append(finding)
 
     def tokens(self, generation: int) -> Expected:

@@ -99,8 +99,7 @@ def _choices(node: ast.AST, module: ast.Module | None) -> Iterator[str]:
         if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
             constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))
             yield from (value for value in constants if isinstance(value, str))
-        alias = assigned(module, each.id) if isinstance(each, ast.Name) else None
-        if alias is not None:
+        if isinstance(each, ast.Name) and (alias := assigned(module, each.id)):
             yield from _choices(alias, module)
 
 
