@@ -70,7 +70,8 @@ def texts(root: Path) -> Iterator[tuple[Path, int, str]]:
     for module in _files(root, MODULES):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                if text := ast.get_docstring(node):
+                text = ast.get_docstring(node)
+                if text is not None:
                     yield module, node.body[0].lineno, text
 
 

@@ -98,9 +98,8 @@ def shared(setup: Setup) -> Iterator[Line]:
         return
     size, free = found
     wanted, why = (_MESSAGES, "vLLM's processes exchange messages there") if setup.ranks > 1 else (0, "")
-    if setup.is_server and setup.option("shm-name"):
-        if (needed := _wanted(setup)) and needed[0] > wanted:
-            wanted, why = int(needed[0]), "--shm-name puts L1 there"
+    if setup.is_server and setup.option("shm-name") and (needed := _wanted(setup)) and needed[0] > wanted:
+        wanted, why = int(needed[0]), "--shm-name puts L1 there"
     if free < wanted:
         what = f"/dev/shm has {gib(free)} free of {gib(size)}, but {gib(wanted)} are needed: {why}"
         yield problem(what, remedy("KVD1894" if wanted == _MESSAGES else "KVD913"))
