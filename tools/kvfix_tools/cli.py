@@ -8,7 +8,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 import kvfix
 from kvfix.config import Config
 from kvfix_tools import mcp_server, screen, status, upstream
-from kvfix_tools.command_options import ANY_WORDS, MODES, Json, Names, Only, Plus, Skip, flag, several, value
+from kvfix_tools.command_options import ANY_WORDS, MODES, Json, Names, Only, Plus, Skip, end, flag, several, value
 from kvfix_tools.conform import command as conform
 from kvfix_tools.lab.cli import app as lab
 
@@ -37,11 +37,6 @@ class _InOrder(TyperGroup):
         return [name for name in COMMANDS if name in self.commands]
 
 
-def _exit(code: int | None, **_: Any) -> None:
-    """End with the exit code that a command has returned."""
-    raise typer.Exit(code or 0)
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"kvfix {kvfix.__version__}")
@@ -50,7 +45,7 @@ def _version(wanted: bool) -> None:
 
 app = typer.Typer(
     cls=_InOrder,
-    result_callback=_exit,
+    result_callback=end,
     name="kvfix",
     help="Find and fix known bugs of KV-cache connectors in vLLM and LMCache.",
     no_args_is_help=True,
