@@ -17,10 +17,8 @@ from contextlib import suppress
 
 from kvfix_tools.look import other_process
 from kvfix_tools.look.other_process import Process
-from kvfix_tools.look.ptrace import Refused
+from kvfix_tools.look.ptrace import Refused as Refused
 from kvfix_tools.look.shared_folder import SharedFolder
-
-__all__ = ["FAILED", "Refused", "Silent", "run"]
 
 #: Prefix of an answer if the code has raised an error. The rest of the answer is the error.
 FAILED = "failed: "
