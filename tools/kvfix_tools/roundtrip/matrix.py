@@ -9,8 +9,8 @@ import torch
 
 from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
-#: {axis: its values}. tokens: names of token counts, or numbers. skip: tokens at the beginning of a load that the engine
-#: already has: none, a part of a block, more than a chunk.
+#: {axis: its values}. tokens: names of token counts, or numbers. skip: tokens at the beginning of a load that the
+#: engine already has: none, a part of a block, more than a chunk.
 AXES: dict[str, tuple[str, ...]] = {
     "layout": tuple(LAYOUTS),
     "dtype": tuple(DTYPES),
