@@ -34,7 +34,6 @@ class Line(NamedTuple):
 
 
 ok, problem, unchecked = (partial(Line, "", status) for status in (OK, PROBLEM, UNCHECKED))
-
 Look = Callable[[Setup], Iterator[Line]]
 
 
