@@ -8,7 +8,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
@@ -16,17 +16,9 @@ from typer.core import TyperGroup
 import kvfix
 from kvfix.config import Config
 from kvfix_tools import mcp_server, screen, status, upstream
-from kvfix_tools.command_options import ANY_WORDS, MODES, Json, Names, Only, Plus, Skip, flag, several, value
+from kvfix_tools.command_options import ANY_WORDS, MODES, Json, Names, Only, Plus, Skip, end, flag, several, value
 from kvfix_tools.conform import command as conform
 from kvfix_tools.lab.cli import app as lab
-
-
-class _InOrder(TyperGroup):
-    """List the commands in the order in which a user needs them."""
-
-    def list_commands(self, ctx: object) -> list[str]:
-        return [name for name in COMMANDS if name in self.commands]
-
 
 _CRASHED, _BEFORE, _RUNS, _MAINTAIN = "When it crashed", "Before you launch", "While it runs", "For maintainers"
 #: {command: its heading in the help}, in the order in which a user needs the commands.
@@ -38,14 +30,22 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def _exit(code: int | None, **_: Any) -> None:
-    """End with the exit code that a command has returned."""
-    raise typer.Exit(code or 0)
+class _InOrder(TyperGroup):
+    """List the commands in the order in which a user needs them."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return [name for name in COMMANDS if name in self.commands]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvfix {kvfix.__version__}")
+        raise typer.Exit
 
 
 app = typer.Typer(
     cls=_InOrder,
-    result_callback=_exit,
+    result_callback=end,
     name="kvfix",
     help="Find and fix known bugs of KV-cache connectors in vLLM and LMCache.",
     no_args_is_help=True,
@@ -59,25 +59,24 @@ app.command("status", rich_help_panel=COMMANDS["status"])(status.status)
 app.command("conform", rich_help_panel=COMMANDS["conform"])(conform.conform)
 app.command("mcp", rich_help_panel=COMMANDS["mcp"])(mcp_server.serve)
 
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"kvfix {kvfix.__version__}")
-        raise typer.Exit
-
-
 _PID = "Process ID of the engine. kvfix includes all child processes of this process."
 Pid = Annotated[int, typer.Argument(metavar="PID", help=_PID)]
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+Wait = Annotated[float, value("SECONDS", "Wait at most this long for the end of a step.")]
+_AUDIT = """With --mode check: vLLM recomputes this fraction of the hits, 0 to 1, and kvfix compares the result with the
+cached KV."""
+_SYMPTOM = "Describe the symptom, or name a file with the description."
+_LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
+_SERVER = "Read the options and the release of the LMCache server from its HTTP port."
+_FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow or risk (worst first): exit 1 if a
+finding has this effect or a worse one."""
+_ISSUE = "Write a bug report to post: versions, settings, excerpt, known threads."
+_DECODE = "Address of a decode instance, if URL is a router of prefill and decode."
 
 
 @app.callback()
 def main_options(version: Version = False) -> None:
     """Declare the options that a user types before the command."""
-
-
-_AUDIT = """With --mode check: vLLM recomputes this fraction of the hits, 0 to 1, and kvfix compares the result with the
-cached KV."""
 
 
 @app.command(context_settings=ANY_WORDS, rich_help_panel=COMMANDS["run"])
@@ -118,9 +117,6 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
     from kvfix_tools import explain
 
     raise typer.Exit(explain.explain(name, json))
-
-
-_SYMPTOM = "Describe the symptom, or name a file with the description."
 
 
 @app.command(rich_help_panel=COMMANDS["search"])
@@ -180,9 +176,6 @@ def look(
     raise typer.Exit(command.look(pid, watch, request, json, save))
 
 
-Wait = Annotated[float, value("SECONDS", "Wait at most this long for the end of a step.")]
-
-
 @app.command(rich_help_panel=COMMANDS["attach"])
 def attach(
     pid: Pid,
@@ -207,10 +200,6 @@ def detach(pid: Pid, wait: Wait = 60.0, json: Json = False) -> None:
     raise typer.Exit(attach.detach(pid, wait, json))
 
 
-_LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..."
-_SERVER = "Read the options and the release of the LMCache server from its HTTP port."
-
-
 @app.command(context_settings=ANY_WORDS, rich_help_panel=COMMANDS["doctor"])
 def doctor(
     command: Annotated[Names, typer.Argument(metavar="[-- CMD ...]", help=_LAUNCHED)] = None,
@@ -222,11 +211,6 @@ def doctor(
     from kvfix_tools.doctor import command as work
 
     raise typer.Exit(work.doctor(command or [], json, server_http, names))
-
-
-_FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow or risk (worst first): exit 1 if a
-finding has this effect or a worse one."""
-_ISSUE = "Write a bug report to post: versions, settings, excerpt, known threads."
 
 
 @app.command(rich_help_panel=COMMANDS["diagnose"])
@@ -272,9 +256,6 @@ def roundtrip(arguments: Annotated[Names, typer.Argument(metavar="[OPTIONS]")] =
     from kvfix_tools.roundtrip import command
 
     return command.main(arguments or [])
-
-
-_DECODE = "Address of a decode instance, if URL is a router of prefill and decode."
 
 
 @app.command(rich_help_panel=COMMANDS["verify"])

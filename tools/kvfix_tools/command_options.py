@@ -18,6 +18,11 @@ def flag(name: str, does: str) -> Any:
     return typer.Option(name, help=does)
 
 
+def end(code: int | None, **_: Any) -> None:
+    """End with the exit code that a command has returned."""
+    raise typer.Exit(code or 0)
+
+
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 Names = list[str] | None
 Only = Annotated[Names, several("CODE|SLUG", "Apply this fix and no others")]

@@ -71,17 +71,13 @@ class Clock(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The comparison of a scheduler's record and a rank's record.
+    """The comparison of a scheduler's record and a rank's record."""
 
-    pairs: (index in the scheduler's events, index in the rank's events) of each event that both records have, in order.
-    differs: (index of the scheduler's previous paired event, event) for each load that only one of the records has.
-    unknown: number of the scheduler's loads that kvfix does not compare. They are before the first or after the last
-        pair, or were aborted before the rank started them. With `enable_fault_tolerance`, vLLM goes on after a rank
-        failed, and aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
-    """
-
-    pairs: list[tuple[int, int]]
-    differs: list[tuple[int, RankDiffers]]
+    pairs: list[tuple[int, int]]  # (index in the scheduler's events, index in the rank's) of events in both records
+    differs: list[tuple[int, RankDiffers]]  # (index of the scheduler's previous paired event, load of one record only)
+    #: Number of the scheduler's loads that kvfix does not compare. They are before the first or after the last pair, or
+    #: were aborted before the rank started them. With `enable_fault_tolerance`, vLLM goes on after a rank failed, and
+    #: aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
     unknown: int
 
 
@@ -109,9 +105,8 @@ class Engine:
         if self.scheduler is None or not self.scheduler.line.get("sees_loads", True):
             return {}
         ordered = [entry.event for entry in self.scheduler.entries]
-        return {
-            rank: compare(rank, ordered, [entry.event for entry in part.entries]) for rank, part in self.workers.items()
-        }
+        started = {rank: [entry.event for entry in part.entries] for rank, part in self.workers.items()}
+        return {rank: compare(rank, ordered, events) for rank, events in started.items()}
 
     @cached_property
     def clocks(self) -> dict[str, Clock]:
@@ -123,9 +118,7 @@ class Engine:
 
     def _clock(self, boot: str, scheduler: Part) -> Clock:
         highs, lows, ahead = [], [], 0
-        for rank, part in self.workers.items():
-            if part.boot != boot:
-                continue
+        for rank, part in [each for each in self.workers.items() if each[1].boot == boot]:
             ahead = part.mono_at_wall_0 - scheduler.mono_at_wall_0
             pairs = self.compared[rank].pairs if rank in self.compared else []
             highs += [part.entries[there].mono - scheduler.entries[here].mono for here, there in pairs]
@@ -225,9 +218,8 @@ def compare(rank: int, scheduler: Sequence[ev.Event], worker: Sequence[ev.Event]
         unknown += sum(event.request in aborted for event in missing)
         missing = [event for event in missing if event.request not in aborted]
         for found, is_scheduled in ((missing, True), ((loaded - scheduled).elements(), False)):
-            differs += [
-                (due[one][0], RankDiffers(event.request, rank, event.start, event.end, is_scheduled)) for event in found
-            ]
+            loads = (RankDiffers(each.request, rank, each.start, each.end, is_scheduled) for each in found)
+            differs += [(due[one][0], load) for load in loads]
     first, last = (anchors[0][0], anchors[-1][0]) if anchors else (len(due), -1)
     outside = [event for at, (_, event) in enumerate(due) if not first <= at <= last]
     return Compared(pairs, differs, unknown + sum(isinstance(event, ev.LoadDue) for event in outside))

@@ -41,12 +41,10 @@ KNOWN = sorted({name for name in _CONNECTORS.values() if name} | set(_ALIASES))
 
 def connectors(fix: Fix) -> frozenset[str]:
     """Return the connectors that have the bug; empty if the bug is in vLLM itself and concerns every connector."""
-    found = set()
-    for target in fix.targets:
-        if not target.helper:
-            beginnings = [each for each in _CONNECTORS if target.module.startswith(each)]
-            found.add(_CONNECTORS[max(beginnings, key=len, default="vllm.v1.core.")])
-    return frozenset() if "" in found else frozenset(found)
+    modules = {target.module for target in fix.targets if not target.helper}
+    prefixes = [[each for each in _CONNECTORS if module.startswith(each)] for module in modules]
+    found = frozenset(_CONNECTORS[max(each, key=len, default="vllm.v1.core.")] for each in prefixes)
+    return frozenset() if "" in found else found
 
 
 def concerns(fix: Fix, chosen: frozenset[str]) -> bool:

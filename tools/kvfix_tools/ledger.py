@@ -14,16 +14,13 @@ from kvfix.ledger.rules import Rule as Rule
 
 
 class RankDiffers(NamedTuple):
-    """Only the scheduler or only the rank has recorded the load of [start, end).
-
-    told: True if the scheduler ordered the load, False if the rank started it without an order.
-    """
+    """Only the scheduler or only the rank has recorded the load of [start, end)."""
 
     request: str
     rank: int
     start: int
     end: int
-    told: bool
+    told: bool  # True if the scheduler ordered the load, False if the rank started the load without an order
 
     def text(self) -> str:
         what = "was scheduled but not started" if self.told else "was started but not scheduled"
@@ -31,30 +28,23 @@ class RankDiffers(NamedTuple):
 
 
 class LeaseRead(NamedTuple):
-    """Request `reader` of the peer has loaded the kept blocks of `request`, and uses their KV as correct.
-
-    pushed: as in the event ReadsFrom.
-    """
+    """Request `reader` of the peer has loaded the kept blocks of `request`, and uses their KV as correct."""
 
     request: str
     reader: str
-    pushed: bool = False
+    pushed: bool = False  # as in the event ReadsFrom
 
     def text(self) -> str:
         return f"{self.reader} of the peer has loaded the kept blocks"
 
 
 class NotReturned(NamedTuple):
-    """Request `reader` of the peer does not need the kept blocks any more, but no release message has arrived.
-
-    loaded: True if `reader` has loaded the blocks, False if `reader` ended without loading. expired: True if the
-    lease timed out, False if the blocks are still kept. Only the records of both engines together show this event.
-    """
+    """Request `reader` of the peer does not need the kept blocks any more, but no release message has arrived."""
 
     request: str
     reader: str
-    loaded: bool
-    expired: bool
+    loaded: bool  # True if `reader` has loaded the blocks, False if `reader` ended without loading
+    expired: bool  # True if the lease timed out, False if the blocks are still kept
 
     def text(self) -> str:
         done = "has loaded the kept blocks" if self.loaded else "has ended"
@@ -137,9 +127,8 @@ def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
     before = _last(history, LeaseRead)
     if before is None or before.reader == event.reader:
         return None
-    return violated(
-        f"{event.reader} has loaded the kept blocks, which were free since {before.reader} had read them", before
-    )
+    what = f"{event.reader} has loaded the kept blocks, which were free since {before.reader} had read them"
+    return violated(what, before)
 
 
 @rule("KVR020", "written-after-lease", WriteBegun)

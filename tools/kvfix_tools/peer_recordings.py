@@ -8,7 +8,7 @@ lease's parameters. A request arrives at the peer before the peer sends the requ
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,20 +34,15 @@ class Link(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A request of the peer that reads kept blocks. Its own engine has recorded these facts.
-
-    loaded: the request has loaded the blocks.
-    failed: the load has failed, or the request ended before the blocks were pushed. vLLM then sends no release message.
-    done: latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a
-        load is in flight, the request has not ended, or the difference of the clocks has no bound.
-    pushed: as in the event ReadsFrom.
-    """
+    """A request of the peer that reads kept blocks. Its own engine has recorded these facts."""
 
     request: str
     loaded: bool
-    failed: bool
+    failed: bool  # the load failed, or the request ended before the push. vLLM then sends no release message
+    #: Latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a load
+    #: is in flight, the request has not ended, or the difference of the clocks has no bound.
     done: int | None
-    pushed: bool
+    pushed: bool  # as in the event ReadsFrom
 
 
 class RouterLog:
@@ -65,11 +60,9 @@ class RouterLog:
 
     def text(self, request: str) -> str:
         lines = ", ".join(map(str, self.lines(request)))
-        return (
-            f"The router's log names the request in line {lines} of {self._name}"
-            if lines
-            else f"The router's log {self._name} does not name the request"
-        )
+        if not lines:
+            return f"The router's log {self._name} does not name the request"
+        return f"The router's log names the request in line {lines} of {self._name}"
 
 
 class Peers:
@@ -138,12 +131,10 @@ class Peers:
         at = done[0].mono - low if done and low is not None else None
         return Reader(link.reader, bool(loaded), failed, at, pushed)
 
-    def history(self, links: Iterable[Link]) -> list[tuple[str, Entry]]:
+    def history(self, links: Sequence[Link]) -> list[tuple[str, Entry]]:
         """Return the entries of a kept request and its readers, by the clock of the engine that keeps the blocks."""
-        found: list[tuple[Engine, Part, Entry]] = []
-        for number, link in enumerate(links):
-            if not number:
-                found += [(link.keeps, *each) for each in link.keeps.history(link.kept)]
+        found = [(links[0].keeps, *each) for each in links[0].keeps.history(links[0].kept)]
+        for link in links:
             ahead = self.clock(link.reads, link.keeps).ahead
             for part, entry in link.reads.history(link.reader):
                 found.append((link.reads, part, entry._replace(mono=entry.mono - ahead)))
@@ -161,16 +152,13 @@ class Peers:
         if unread:
             named = sum(bool(self.router.lines(each)) for each in unread) if self.router is not None else None
             by_router = "" if named is None else f"; the router's log names {named} of them"
-            lines.append(
-                f"  {len(unread)} requests have blocks kept for a peer, and no request on record reads them{by_router}"
-            )
+            kept = f"{len(unread)} requests have blocks kept for a peer"
+            lines.append(f"  {kept}, and no request on record reads them{by_router}")
         for reads in {link.reads.name: link.reads for link in self.links if link.keeps is engine}.values():
             count = len({link.reader for link in self.links if link.keeps is engine and link.reads is reads})
             clock = self.clock(reads, engine)
-            lines.append(
-                f"  {count} requests of engine {reads.name} read blocks of this engine; the clock of {reads.name}: "
-                + clock.text("this engine's")
-            )
+            read = f"{count} requests of engine {reads.name} read blocks of this engine"
+            lines.append(f"  {read}; the clock of {reads.name}: " + clock.text("this engine's"))
             if clock.low is None:
                 lines.append("  kvfix cannot tell whether the blocks were released: no release message is on record")
             elif clock.high is not None and clock.low > clock.high:
@@ -223,9 +211,7 @@ def _first(entries: list[Entry], kind: type) -> Entry | None:
 
 def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
     """Return (end of the lease by the scheduler's clock, True if the lease expired). Only workers record expiry."""
-    ends = [
-        (part, entry.mono, entry.event.expired) for part, entry in entries if isinstance(entry.event, ev.LeaseEnded)
-    ]
-    how = [expired for part, _, expired in ends if not part.is_scheduler]
+    ends: list[tuple[Part, Any]] = [each for each in entries if isinstance(each[1].event, ev.LeaseEnded)]
+    how = [entry.event.expired for part, entry in ends if not part.is_scheduler]
     expired = True if True in how else False if how and all(each is False for each in how) else None
-    return min((mono for _, mono, _ in ends), default=None), expired
+    return min((entry.mono for _, entry in ends), default=None), expired

@@ -22,23 +22,16 @@ from kvfix_tools.recording import Recording
 
 
 class Judged(NamedTuple):
-    """A finding, and the entry at which it was found.
-
-    part: the recorded process, if kvfix read several recordings. history: (label of the process, entry) of each entry,
-    if the finding is about several engines.
-    """
+    """A finding, and the entry at which it was found."""
 
     finding: Finding
     entry: Entry
-    part: Part | None = None
-    history: list[tuple[str, Entry]] | None = None
+    part: Part | None = None  # the recorded process, if kvfix read several recordings
+    history: list[tuple[str, Entry]] | None = None  # with labels of processes, for a finding about several engines
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
-    """Print the violations. Return 1 with violations, 2 if a file is unreadable or two files are of one rank, else 0.
-
-    router: the log of the router between several engines.
-    """
+    """Print the violations. Return 1 with violations, 2 for an unreadable file or two files of one rank, else 0."""
     recordings: list[Recording] = []
     for path in paths:
         try:
@@ -76,8 +69,7 @@ def judged_engine(engine: Engine) -> list[Judged]:
             found = ledger.feed(entry.event)
             if at not in judged_with_scheduler and (part.is_scheduler or not isinstance(entry.event, ev.LeaseEnded)):
                 findings += [Judged(finding, entry, part) for finding in found]
-    scheduler = engine.scheduler
-    if scheduler is not None:
+    if scheduler := engine.scheduler:
         for comparison in compared.values():
             for at, event in comparison.differs:
                 ledger = Ledger()
@@ -92,20 +84,16 @@ def _replay_process(found: Recording, json: bool) -> int:
     findings = judged(found)
     violated = _violated(findings)
     if json:
-        rows = [
-            _as_dict(each.finding) | {name: getattr(each.entry, name) for name in ("connector", "hook", "mono", "wall")}
-            for each in findings
-        ]
+        where = ("connector", "hook", "mono", "wall")
+        rows = [_as_dict(each.finding) | {name: getattr(each.entry, name) for name in where} for each in findings]
         print(jsonlib.dumps({"recorder": found.head, "events": len(found.entries), "findings": rows}, indent=2))
         return int(bool(violated))
     for each in violated:
         print(_process_report(found, each), end="")
     unknown = len(findings) - len(violated)
-    print(
-        f"{found.path}: {len(found.entries)} events of pid {found.head['pid']} ({found.head['reason']}): "
-        f"{len(violated)} violations"
-        + (f", {unknown} events not checked because their request began before the record" if unknown else "")
-    )
+    more = f", {unknown} events not checked because their request began before the record" if unknown else ""
+    events = f"{len(found.entries)} events of pid {found.head['pid']} ({found.head['reason']})"
+    print(f"{found.path}: {events}: {len(violated)} violations{more}")
     return int(bool(violated))
 
 

@@ -37,6 +37,12 @@ _TYPE = {
     "unknown": "kvfix status --probe {code}",
     "unfixable": "kvfix explain {code} gives the workaround",
 }
+_PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
+_CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR."
+_OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
+_EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
+_PROBE = "Import vLLM and LMCache, and test bugs whose presence is unknown."
+_RELEASED = "Get the newest LMCache and vLLM with pip, and show which functions that kvfix patches have changed."
 
 
 class Selected(NamedTuple):
@@ -48,24 +54,14 @@ class Selected(NamedTuple):
     left_out: int
 
 
-_PID_OR_FIX = "PID: show the fixes that are applied in this running engine. KVF...: show only the rows of these fixes."
-_OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
-_EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
-_RELEASED = "Get the newest LMCache and vLLM with pip, and show which functions that kvfix patches have changed."
-
-
 def status(
     names: Annotated[Names, typer.Argument(metavar="[PID|KVF...]", help=_PID_OR_FIX)] = None,
     json: Json = False,
     everything: Annotated[bool, flag("--all", "Show the row of every fix.")] = False,
-    connector: Annotated[
-        str, value("NAME[,NAME]", "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR.")
-    ] = "",
+    connector: Annotated[str, value("NAME[,NAME]", _CONNECTOR)] = "",
     transfer_config: Annotated[str, value("JSON", _OF_TRANSFER, "--kv-transfer-config")] = "",
     severity: Annotated[str, value("EFFECT", _EFFECT)] = "",
-    probe: Annotated[
-        bool, typer.Option(help="Import vLLM and LMCache, and test bugs whose presence is unknown.")
-    ] = False,
+    probe: Annotated[bool, typer.Option(help=_PROBE)] = False,
     released: Annotated[bool, flag("--released", _RELEASED)] = False,
 ) -> int:
     """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if it has a bug."""
@@ -133,9 +129,8 @@ def _probed(target: Target) -> applicability.Applicability:
     try:
         return applicability.judge_live(target, import_module(target.module))
     except Exception as error:  # noqa: BLE001
-        return applicability.Applicability(
-            "refused", f"{target.module} cannot be imported: {type(error).__name__}: {error}"
-        )
+        why = f"{target.module} cannot be imported: {type(error).__name__}: {error}"
+        return applicability.Applicability("refused", why)
 
 
 def overview(selected: Selected) -> list[str]:
@@ -151,9 +146,8 @@ def overview(selected: Selected) -> list[str]:
         connector = f"{', '.join(sorted(selected.connectors))} (from {selected.where})"
     lines = [f"Installed: {', '.join(installed)}; kvfix {kvfix.__version__}", f"Connector: {connector}", ""]
     lines += _counted(fixed, selected)
-    choice = os.environ.get("KVFIX", "")
     here = "Is a running engine patched? kvfix status PID"
-    if choice:
+    if choice := os.environ.get("KVFIX", ""):
         here = f"KVFIX={choice!r} is set: kvfix acts in processes that you start from this shell."
     end = ["", here, _summary(Counter(row.verdict for _, row in worst.values()))]
     if others:
@@ -208,6 +202,5 @@ def _print_rows(selected: Selected, everything: bool) -> None:
                 print(textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    "))
     if selected.left_out:
         print(f"{selected.left_out} rows do not concern the connector.")
-    left = len(selected.rows) - len(rows)
-    if left:
+    if left := len(selected.rows) - len(rows):
         print(f"{left} rows need nothing (kvfix status --all lists them).")

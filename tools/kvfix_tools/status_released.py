@@ -88,8 +88,7 @@ def survey(dist: str, wheel: Path) -> list[ReleasedRow]:
         archive.extractall(folder, names & set(archive.namelist()))
     rows = []
     for fix, mine in patches:
-        judged = [_judge(target, folder) for target in mine]
-        if judged:
+        if judged := [_judge(target, folder) for target in mine]:
             worst = min(judged, key=lambda each: (CHANGES.index(each[0]), applicability.STATES.index(each[1])))
             rows.append(ReleasedRow(fix.code, fix.slug, dist, version, *worst))
     return rows

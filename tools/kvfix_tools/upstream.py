@@ -8,6 +8,7 @@ author, and `export` writes the submitter's name into the patch.
 import json as jsonlib
 import re
 import subprocess
+from contextlib import suppress
 from email.utils import formatdate
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -77,13 +78,17 @@ def export(
     if not wanted:
         guess = screen.did_you_mean(name, {row.slug for row in ready()})
         return screen.error(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list")
-    submitter = {key: _git_config(f"user.{key}") for key in ("name", "email")}
-    if not all(submitter.values()):
+    submitter: list[str] = []
+    with suppress(OSError):  # no git
+        for key in ("user.name", "user.email"):
+            done = subprocess.run(["git", "config", key], capture_output=True, text=True, check=False)
+            submitter.append(done.stdout.strip())
+    if not submitter or not all(submitter):
         return screen.error(
             "kvfix upstream export: git does not know your name and address, and both projects require your sign-off "
             "(DCO). Run: git config --global user.name NAME; git config --global user.email ADDRESS"
         )
-    who = f"{submitter['name']} <{submitter['email']}>"
+    who = "{} <{}>".format(*submitter)
     folder.mkdir(parents=True, exist_ok=True)
     for row in wanted:
         path = folder / f"{row.slug}-{row.dist}-{row.version}.patch"
@@ -92,11 +97,3 @@ def export(
         path.write_text(patch.replace("\n---\n", f"\nSigned-off-by: {who}\n---\n", 1))
         print(f"{path}: apply it to a checkout of {row.dist} with: git am --3way {path}")
     return 0
-
-
-def _git_config(key: str) -> str:
-    try:
-        done = subprocess.run(["git", "config", key], capture_output=True, text=True, check=False)
-    except OSError:  # no git
-        return ""
-    return done.stdout.strip()

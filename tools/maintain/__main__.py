@@ -8,15 +8,12 @@ from importlib import import_module
 
 import typer
 
+from kvfix_tools.command_options import end
+
 PROGRAMS = (
     "connectors", "documentation.diagnose_picture", "drill", "fingerprints", "gpu.bundle", "knowledge", "language",
     "peers", "release", "released_findings", "scenario_matrix", "statements",
 )  # fmt: skip
-
-
-def end(code: int | None) -> None:
-    raise typer.Exit(code or 0)
-
 
 if __name__ == "__main__":
     program = "".join(sys.argv[1:2])

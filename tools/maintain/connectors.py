@@ -23,8 +23,6 @@ _PLAIN = (
     "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector",
     "FlexKVConnectorV1", "HF3FSKVConnector", "HiSparseConnector",
 )  # fmt: skip
-
-
 #: {name in the table, which starts with the connector's name: configuration}
 SUBJECTS: dict[str, dict[str, Any]] = {
     "ExampleConnector": _FOLDER,
@@ -80,5 +78,4 @@ def main(names: Annotated[Names, typer.Argument()] = None) -> None:
             with get_context("fork").Pool(1) as pool:
                 known[name] = pool.apply_async(ask, [name]).get(LIMIT)
             said = [known[each]._asdict() for each in SUBJECTS if each in known]
-            whole = {"vllm": installed_source.version("vllm"), "connectors": said}
-            FILE.write_text(json.dumps(whole, indent=1) + "\n")
+            FILE.write_text(json.dumps({"vllm": installed_source.version("vllm"), "connectors": said}, indent=1) + "\n")

@@ -159,8 +159,7 @@ def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bo
     text = path.read_text()
     node: ast.AST | None = ast.parse(text)
     for name in function.split("."):
-        body = getattr(node, "body", ())
-        node = next((each for each in reversed(body) if getattr(each, "name", "") == name), None)
+        node = next((each for each in reversed(getattr(node, "body", ())) if getattr(each, "name", "") == name), None)
     if not isinstance(node, ast.FunctionDef) or not change(node, package):
         return False
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
@@ -207,12 +206,6 @@ EDITS = (rename_parameter, add_default, move_branch)
 HEAD = f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse"
 
 
-def as_line(row: dict[str, Any]) -> str:
-    fixes, found = row["fixes"], row["worse_scenarios"] + row["worse_seeds"]
-    counts = f"{fixes.get('applied', 0):>9}{fixes.get('refused', 0):>9}{fixes.get('unknown', 0):>11}"
-    return f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(found) or 'none'}"
-
-
 def main(connector: Annotated[Names, typer.Option()] = None, steps: int = 100_000, edits: int = 30) -> int:
     if not set(connector or ()) <= set(CONNECTORS):
         raise typer.BadParameter(f"--connector is one of {', '.join(CONNECTORS)}")
@@ -228,9 +221,12 @@ def main(connector: Annotated[Names, typer.Option()] = None, steps: int = 100_00
             refused: dict[str, str] = {}
             for each in connector or CONNECTORS:
                 row = in_its_process(each, steps, edited)
-                print(as_line(row), flush=True)
+                fixes, found = row["fixes"], row["worse_scenarios"] + row["worse_seeds"]
+                counts = f"{fixes.get('applied', 0):>9}{fixes.get('refused', 0):>9}{fixes.get('unknown', 0):>11}"
+                line = f"{each:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(found) or 'none'}"
+                print(line, flush=True)
                 refused |= row["refused"]
-                is_worse |= bool(row["worse_scenarios"] or row["worse_seeds"])
+                is_worse |= bool(found)
             print("\n".join(f"  {code} refused: {reason}" for code, reason in sorted(refused.items())))
             print("\n".join(f"  edited: {each}" for each in made))
     return int(is_worse)

@@ -1,5 +1,4 @@
-"""`make fingerprints`: write fingerprints of all fixed functions and hashes of their files to
-`kvfix/fingerprints.json`.
+"""`make fingerprints`: write fingerprints of fixed functions, and hashes of their files, to kvfix/fingerprints.json.
 
     python -m maintain fingerprints lmcache .cache/lmcache/*
 
@@ -19,8 +18,6 @@ from kvfix import catalogue, installed_source
 from kvfix_tools.doctor.packages import Packages
 
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
-
-
 #: The data of one release: {target: fingerprint}, {module: hash of its file}
 Taken = tuple[dict[str, str], dict[str, str]]
 
@@ -32,11 +29,9 @@ def take(dist: str, folder: Path) -> tuple[str, Taken]:
         raise ValueError(f"{folder} holds no distribution of {dist}")
     functions, files = dict[str, str](), dict[str, str]()
     for target in (target for fix in catalogue.fixes() for target in fix.targets if target.dist == dist):
-        path = package.file(target.module)
-        if path is not None:
+        if path := package.file(target.module):
             files[target.module] = installed_source.file_hash(path)
-            fingerprint = installed_source.fingerprint(path, target.function)
-            if fingerprint is not None:
+            if fingerprint := installed_source.fingerprint(path, target.function):
                 functions[target.name] = fingerprint
     return package.version, (functions, files)
 

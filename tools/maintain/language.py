@@ -70,7 +70,7 @@ def texts(root: Path) -> Iterator[tuple[Path, int, str]]:
     for module in _files(root, MODULES):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node, clean=True)
+                text = ast.get_docstring(node)
                 if text is not None:
                     yield module, node.body[0].lineno, text
 
@@ -100,7 +100,6 @@ def violations(text: str, first: int = 1) -> Iterator[tuple[int, str]]:
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield (number of the first line, counted from 0; text) of each paragraph and each list item of prose."""
-    tokens = MarkdownIt().enable("table").parse(_FIELD.sub("- ", text))
-    for opening, token in pairwise(tokens):
+    for opening, token in pairwise(MarkdownIt().enable("table").parse(_FIELD.sub("- ", text))):
         if opening.type == "paragraph_open" and token.map:
             yield token.map[0], token.content

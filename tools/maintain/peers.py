@@ -75,10 +75,8 @@ def hub(folder: Path) -> dict[str, str]:
     """Write MODELS into a cache of Hugging Face's hub. Return environment variables for this cache."""
     for model, config in MODELS.items():
         base = folder / "hub" / f"models--{model.replace('/', '--')}"
-        for file, text in (
-            (base / "snapshots" / ("0" * 40) / "config.json", json.dumps(config)),
-            (base / "refs/main", "0" * 40),
-        ):
+        files = {base / f"snapshots/{'0' * 40}/config.json": json.dumps(config), base / "refs/main": "0" * 40}
+        for file, text in files.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             if not file.exists():
                 file.write_text(text)

@@ -35,14 +35,10 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 @dataclass(frozen=True)
 class Row:
-    """The findings of one rule that have the same fixes. seed, message: from the first seed that shows the fixes.
-
-    fixes: the fixes without which the findings appear. Empty if several fixes prevent the findings, and each of them is
-    enough.
-    """
+    """The findings of one rule that have the same fixes. seed, message: from the first seed that shows the fixes."""
 
     rule: str
-    fixes: list[str]
+    fixes: list[str]  # the findings appear without these fixes. Empty if each of several fixes prevents the findings
     findings: int
     seed: int
     message: str

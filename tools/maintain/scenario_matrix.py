@@ -33,7 +33,6 @@ LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: The script that plays the pairs of one vLLM release, in this release's environment.
 PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
 LIMIT = 300  # maximum seconds for the import of vLLM, and for one pair, which usually takes ten seconds
-
 #: {(vllm, lmcache): {"date", "python", "code", "outcomes"}}. A pair that cannot be played has "why" and no "outcomes".
 Pairs = dict[tuple[str, str], dict[str, Any]]
 
@@ -113,8 +112,7 @@ def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any
 def main(again: Annotated[bool, typer.Option("--again")] = False) -> int:
     code, own = digest(), installed_source.version("vllm").partition("+")[0]
     pythons = {own: Path(sys.executable)}
-    for release in [release for file in VLLM_RELEASES for release in file.read_text().split()]:
-        pythons[release] = VLLM / release / "bin" / "python"
+    pythons |= {name: VLLM / name / "bin/python" for file in VLLM_RELEASES for name in file.read_text().split()}
     wanted = Path("requirements/lmcache-releases.txt").read_text().split()
     before = load(FILE.read_text()) if FILE.exists() else {}
     pairs = {pair: known for pair, known in before.items() if pair[0] in pythons and pair[1] in wanted}

@@ -27,6 +27,8 @@ VLLM = (
     "v1/worker/kv_connector", "v1/worker/gpu_model_runner.py", "v1/worker/gpu/kv_connector", "v1/engine/core",
     "v1/executor/", "config/vllm.py", "config/kv_transfer.py", "config/cache.py", "config/parallel.py",
 )  # fmt: skip
+#: {(message, template, level, file): {release: lines}}
+Table = dict[tuple[str, str, str, str], dict[str, tuple[int, ...]]]
 _TEXT, _CONDITION = 200, 120  # maximum characters of a text and of a condition
 
 
@@ -66,10 +68,6 @@ def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
         if text and (name := next(meant, None)) and isinstance(node, ast.stmt | ast.expr):
             found.append((name, text, "error" if level == "exception" else level, node.lineno))
     return found
-
-
-#: {(message, template, level, file): {release: lines}}
-Table = dict[tuple[str, str, str, str], dict[str, tuple[int, ...]]]
 
 
 def take_statements(table: Table, release: str, root: Path) -> None:

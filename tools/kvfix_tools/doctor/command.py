@@ -51,8 +51,6 @@ def text(lines: list[Line]) -> str:
         if line.do:
             shown.append(f"{'':<11}      do: {line.do}")
     count = Counter(line.status for line in lines)
-    shown.append(
-        f"SUMMARY: kvfix doctor: {count[PROBLEM]} {'problem' if count[PROBLEM] == 1 else 'problems'}, "
-        f"{count[OK]} ok, {count[UNCHECKED]} not checked"
-    )
-    return "\n".join(shown) + "\n"
+    problems = f"{count[PROBLEM]} {'problem' if count[PROBLEM] == 1 else 'problems'}"
+    summary = f"SUMMARY: kvfix doctor: {problems}, {count[OK]} ok, {count[UNCHECKED]} not checked\n"
+    return "\n".join([*shown, summary])

@@ -103,8 +103,7 @@ def read(words: list[str]) -> Command | None:
     front = words[:at]
     container = any(PurePath(word).name in ("docker", "podman", "nerdctl") for word in front)
     model, options = _options(words[after:], program.startswith("vllm"))
-    executable = "" if container else words[at]
-    return Command(program, model, options, _environment(front), container, executable)
+    return Command(program, model, options, _environment(front), container, "" if container else words[at])
 
 
 def _program(words: list[str]) -> tuple[int, str, int]:

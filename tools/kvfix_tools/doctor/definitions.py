@@ -76,11 +76,8 @@ def read(lmcache: Package) -> Definitions:
     table = assigned(tree, "_CONFIG_DEFINITIONS")
     if not isinstance(table, ast.Dict):
         return Definitions()
-    known = {}
-    for key, value in zip(table.keys, table.values, strict=True):
-        name = constant(key)
-        if isinstance(name, str) and isinstance(value, ast.Dict):
-            known[name] = _definition(name, value)
+    rows = ((constant(key), value) for key, value in zip(table.keys, table.values, strict=True))
+    known = {name: _definition(name, value) for name, value in rows if name and isinstance(value, ast.Dict)}
     aliases, deprecated = (constant(assigned(tree, each)) or {} for each in ("_CONFIG_ALIASES", "_DEPRECATED_CONFIGS"))
     return Definitions(known, aliases, deprecated)
 
@@ -92,8 +89,7 @@ def _definition(name: str, node: ast.Dict) -> Definition:
     default = parts.get("default")
     if isinstance(default, ast.Call) and ast.unparse(default) == "float('inf')":
         return Definition(name, "float", False, float("inf"))
-    converted = "env_converter" in parts
-    return Definition(name, found[1] if found else written, bool(found), constant(default), converted)
+    return Definition(name, found[1] if found else written, bool(found), constant(default), "env_converter" in parts)
 
 
 def words(name: str, packages: Packages) -> set[str]:
@@ -124,8 +120,7 @@ def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
         for each in getattr(defined(tree, "ExtraConfigDefault"), "body", ()):
             if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
                 keys[f"lmcache.mp.{each.targets[0].id}"] = constant(each.value)
-    lmcache = packages.get("lmcache")
-    if lmcache and is_v1:
+    if is_v1 and (lmcache := packages.get("lmcache")):
         keys.update({f"lmcache.{name}": each.default for name, each in read(lmcache).known.items()})
     return keys
 
@@ -146,9 +141,8 @@ def server_options(lmcache: Package) -> dict[str, Option]:
     found: dict[str, Option] = {}
     for place in ("v1/multiprocess", "v1/distributed", "v1/mp_observability", "cli/commands"):
         for file in sorted((lmcache.folder / place).rglob("*.py")):
-            if place == "cli/commands" and file.name not in ("server.py", "base.py"):
-                continue
-            if b"add_argument(" not in file.read_bytes():  # skip the slow parsing
+            is_other = place == "cli/commands" and file.name not in ("server.py", "base.py")
+            if is_other or b"add_argument(" not in file.read_bytes():  # skip the slow parsing
                 continue
             tree = parse(file)
             for name, option in _arguments(tree) if tree else ():

@@ -42,8 +42,7 @@ def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
                 waiting += [each.module, *([f"{each.module}.{each.name}"] if each.name else [])]
                 waiting += [".".join(parts[:end]) for end in range(1, len(parts))]
             elif _is_of(each, other):
-                lacks = _lacks(each, other)
-                if lacks:
+                if lacks := _lacks(each, other):
                     found.append(Misfit(f"{file}.py:{each.line}", lacks))
                 elif each.name:
                     names[each.bound] = each.module, each.name

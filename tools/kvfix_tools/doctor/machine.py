@@ -8,41 +8,32 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 GIB = 2**30
-
-
-class Memory(NamedTuple):
-    """limit: memory that all processes may use together; None if unknown. source: "this machine" or the container."""
-
-    limit: int | None
-    available: int | None
-    source: str
 
 
 class Machine:
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
 
-    def memory(self) -> Memory:
-        """Return the smaller of the container's limit and the machine's memory."""
+    def memory(self) -> tuple[int | None, int | None, str]:
+        """Return (limit for all processes together, available memory, source of the limit). None if unknown."""
         lines = (line.split() for line in self._text("proc/meminfo").splitlines())
         values = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
         total, available = values.get("MemTotal:"), values.get("MemAvailable:")
         limit, file = min(self._cgroup_limits(), default=(None, ""))
         if limit is not None and (total is None or limit < total):
-            return Memory(limit, min(limit, available) if available is not None else None, f"the container ({file})")
-        return Memory(total, available, "this machine")
+            return limit, min(limit, available) if available is not None else None, f"the container ({file})"
+        return total, available, "this machine"
 
     def shared_memory(self) -> tuple[int, int] | None:
         """Return (size, free) of /dev/shm; None if there is none."""
-        try:
+        with suppress(OSError):
             found = os.statvfs(self._root / "dev/shm")
-        except OSError:
-            return None
-        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+            return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        return None
 
     def locked_memory(self) -> int | None:
         """Return the limit of `ulimit -l`; None if it is unlimited."""
@@ -79,10 +70,9 @@ class Machine:
                     yield int(text), file
 
     def _text(self, path: str) -> str:
-        try:
+        with suppress(OSError, UnicodeDecodeError):
             return (self._root / path).read_text()
-        except (OSError, UnicodeDecodeError):
-            return ""
+        return ""
 
 
 def port_in_use(host: str, port: int) -> bool:
@@ -95,10 +85,9 @@ def port_in_use(host: str, port: int) -> bool:
 
 
 def resolves(host: str) -> bool:
-    try:
+    with suppress(OSError, UnicodeError):
         return bool(socket.getaddrinfo(host, None))
-    except (OSError, UnicodeError):
-        return False
+    return False
 
 
 def connects(host: str, port: int) -> str:

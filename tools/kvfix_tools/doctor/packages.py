@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -14,10 +15,9 @@ from kvfix import installed_source
 @cache
 def parse(file: Path) -> ast.Module | None:
     """Return the file as a syntax tree; None if it is not valid Python."""
-    try:
+    with suppress(OSError, SyntaxError, ValueError):
         return ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return None
+    return None
 
 
 class Package(NamedTuple):
@@ -36,10 +36,7 @@ class Package(NamedTuple):
     def file(self, module: str) -> Path | None:
         """Return the file of `package.module`; None if there is none."""
         path = self.folder.parent.joinpath(*module.split("."))
-        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-        return None
+        return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
 
     def has(self, module: str) -> bool:
         """Return True if the module exists as Python, as a compiled file, or as a folder without `__init__.py`."""
@@ -94,10 +91,9 @@ class Packages:
 
 def constant(node: ast.expr | None) -> Any:
     """Return the value of a literal; None for any other expression."""
-    try:
+    with suppress(ValueError, TypeError, SyntaxError, MemoryError):
         return ast.literal_eval(node) if node is not None else None
-    except (ValueError, TypeError, SyntaxError, MemoryError):
-        return None
+    return None
 
 
 def assigned(tree: ast.AST | None, name: str) -> ast.expr | None:

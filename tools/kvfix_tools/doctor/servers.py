@@ -85,14 +85,11 @@ def http_address(given: str, command: Command | None, host: str) -> tuple[str, i
 def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
     """Send a GET request. Return the JSON answer; None if there is no answer, an error, or no JSON."""
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
-    try:
+    with contextlib.suppress(OSError, http.client.HTTPException, ValueError), contextlib.closing(connection):
         connection.request("GET", path)
         answer = connection.getresponse()
         return json.loads(answer.read(2**20)) if answer.status == 200 else None
-    except (OSError, http.client.HTTPException, ValueError):
-        return None
-    finally:
-        connection.close()
+    return None
 
 
 class Server(NamedTuple):
@@ -110,9 +107,8 @@ def inspect(each: Address, http_given: str) -> Server:
     if each.port is None or why_not:
         return Server(each, why_not, {}, "")
     command = running(each.port) if each.host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "") else None
-    options: dict[str, Any] = {}
-    if command:
-        options = {name.replace("-", "_"): value for name, value in command.options.items()}
+    given = command.options if command else {}
+    options: dict[str, Any] = {name.replace("-", "_"): value for name, value in given.items()}
     at = http_address(http_given, command, each.host if each.host != "0.0.0.0" else "localhost")
     told, version = (ask(*at, "/config"), ask(*at, "/version")) if at else (None, None)
     for part in told.values() if isinstance(told, dict) else ():

@@ -20,10 +20,8 @@ STACKS, RECORDER = 20, 5.0  # time limits in seconds: for the stacks and for the
 
 
 def gather(tree: list[Process]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return (a row of the summary for each process, {file of the bundle: its text}).
-
-    Recorders are read before stacks, because a process that py-spy has stopped does not answer.
-    """
+    """Return (a row of the summary for each process, {file of the bundle: its text})."""
+    # Recorders are read before stacks, because a process that py-spy has stopped does not answer.
     with ThreadPoolExecutor(max(1, len(tree))) as pool:
         recorded = list(pool.map(recorder, tree))
     rows, files = [], {}
@@ -79,8 +77,7 @@ def recorder(process: Process) -> tuple[str | None, str]:
         return None, f"no recorder: the process cannot be signalled ({error.strerror})"
     until = time.monotonic() + RECORDER
     while time.monotonic() < until:
-        new = sorted(_files(process) - before)
-        if new:
+        if new := sorted(_files(process) - before):
             try:
                 return own_text(process, new[-1]), ""
             except OSError as error:
@@ -95,12 +92,8 @@ def _files(process: Process) -> set[Path]:
 
 def ranks(connectors: list[dict[str, Any]]) -> list[str]:
     """Return the roles of a process's connectors, such as "scheduler of 0a1b2" or "rank 1 of 2 of 0a1b2"."""
-    found = set()
-    for line in connectors:
-        if line.get("engine"):
-            rank = f"rank {line['rank']} of {line['ranks']}" if line["role"] == "WORKER" else "scheduler"
-            found.add(f"{rank} of {line['engine']}")
-    return sorted(found)
+    known, rank = (line for line in connectors if line.get("engine")), "rank {rank} of {ranks} of {engine}"
+    return sorted({(rank if line["role"] == "WORKER" else "scheduler of {engine}").format(**line) for line in known})
 
 
 def _connectors(recorder: str) -> list[dict[str, Any]]:

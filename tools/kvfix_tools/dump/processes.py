@@ -76,10 +76,8 @@ def ready(process: Process) -> dict[str, Any]:
 
 
 def own_text(process: Process, path: Path) -> str:
-    """Read a file of this process. Raise OSError if another user owns the file or its folder, or if either is a link.
-
-    kvfix may run as root. A folder planted by another user must not make kvfix signal a process or show another file.
-    """
+    """Read a file of this process. Raise OSError for a link, or if another user owns the file or its folder."""
+    # kvfix may run as root. A folder of another user must not make kvfix signal a process or show another file.
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     shared = SharedFolder(folder, process.owner)
     if os.fstat(folder).st_uid != process.owner:

@@ -11,6 +11,7 @@ from rich.table import Table
 import kvfix
 from kvfix.config import Config
 from kvfix_tools import screen
+from kvfix_tools.command_options import Names
 from kvfix_tools.dump import processes
 from kvfix_tools.look import in_engine, inject, looking
 
@@ -100,9 +101,7 @@ class _Engine:
         return [pid for pid, answer in self.answers.items() if answer.get("scheduler") is scheduler]
 
 
-def attach(
-    pid: int, mode: str, only: list[str] | None, idle: bool, wait: float, json: bool, plus: list[str] | None = None
-) -> int:
+def attach(pid: int, mode: str, only: Names, idle: bool, wait: float, json: bool, plus: Names = None) -> int:
     """Apply the fixes. Return 0 if every process has them, 1 if not, 2 for wrong usage, 77 if kvfix may not trace."""
     try:
         config = Config(mode, only, None, plus=plus)

@@ -106,10 +106,8 @@ def _between_steps(looker: looking.Looker) -> Look:
 
 def _watch(looker: looking.Looker) -> int:
     looks: list[Look] = []
-    with (
-        suppress(KeyboardInterrupt),
-        Live(console=screen.console(), auto_refresh=False, screen=sys.stdout.isatty()) as live,
-    ):
+    live = Live(console=screen.console(), auto_refresh=False, screen=sys.stdout.isatty())
+    with suppress(KeyboardInterrupt), live:
         while True:
             looks = [*looks[-30:], _between_steps(looker)]
             live.update(show.screenful(looks, standstill.verdicts(looks), looker.ways.values()), refresh=True)

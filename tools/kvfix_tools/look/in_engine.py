@@ -82,8 +82,7 @@ def attached(before: list[str]) -> dict[str, Any]:
 
 def detach() -> dict[str, Any]:
     """Restore all original functions if the process is at a safe point."""
-    where = _unsafe()
-    if where:
+    if where := _unsafe():
         return {"state": "unsafe", "where": where}
     activation.revert()
     session.held_back, session.before = {}, ()

@@ -17,10 +17,8 @@ from contextlib import suppress
 
 from kvfix_tools.look import other_process
 from kvfix_tools.look.other_process import Process
-from kvfix_tools.look.ptrace import Refused
+from kvfix_tools.look.ptrace import Refused as Refused
 from kvfix_tools.look.shared_folder import SharedFolder
-
-__all__ = ["FAILED", "Refused", "Silent", "run"]
 
 #: Prefix of an answer if the code has raised an error. The rest of the answer is the error.
 FAILED = "failed: "
@@ -70,8 +68,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
     bytecode. The next `run` replaces this script, so that a stuck process has only one call in its queue.
     """
     process = other_process.process(pid)
-    queued = _queued(process)
-    if queued is not None:
+    if queued := _queued(process):
         with suppress(FileNotFoundError):  # the call in the queue has run in the meantime
             return _run(process, *queued, code, seconds, is_queued=True)
     return _run(process, *_new_script(process), code, seconds, is_queued=False)
@@ -176,7 +173,5 @@ def _new_script(process: Process) -> tuple[SharedFolder, str]:
             folder, script = process.folder(place), f"{place}/kvfix-look-{process.pid}-{secrets.token_hex(8)}"
             folder.write(script, "")
             return folder, script
-    raise Refused(
-        f"process {process.pid} has no folder for the answer: neither /tmp nor /dev/shm can be written",
-        "Mount a writable /tmp.",
-    )
+    reason = f"process {process.pid} has no folder for the answer: neither /tmp nor /dev/shm can be written"
+    raise Refused(reason, "Mount a writable /tmp.")

@@ -82,10 +82,8 @@ def engine_of(pid: int) -> list[Process]:
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, except for kvfix's own process. This stops no process.
-
-    A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
-    """
+    """Return the processes that have loaded vLLM or LMCache, except for kvfix's own process. This stops no process."""
+    # A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}
     sure = {each.pid for each in tree if _has_vllm(each, maps[each.pid])}
@@ -140,13 +138,6 @@ def _may_have_vllm(process: Process, maps: str) -> bool:
     return not maps or "/libtorch" in maps  # without maps kvfix has no right to read, and the look shows why
 
 
-def _recorded(process: Process) -> dict[str, Any] | None:
-    """Return the state that kvfix inside the process writes at a signal, if its mode records. This needs no ptrace."""
-    text, _ = gather.recorder(process)
-    lines = [json.loads(line) for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
-    return {**lines[-1], "name": process.name} if lines else None
-
-
 @cache
 def _sources() -> tuple[str, list[tuple[str, str]]]:
     """Return (name of the package in the process, which has a digest of the code; [(module, its code)])."""
@@ -177,9 +168,10 @@ class Looker:
             return self._inside(process), INSIDE, "", ""
         except inject.Refused as refused:
             reason, setting = refused.reason, refused.setting
-            recorded = _recorded(process)
-            if recorded is not None:
-                return recorded, RECORDER, reason, setting
+            text, _ = gather.recorder(process)  # kvfix in the process writes its state if its mode records
+            lines = [line for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
+            if lines:
+                return {**json.loads(lines[-1]), "name": process.name}, RECORDER, reason, setting
         except inject.Silent as silent:
             reason = str(silent)
         except (ValueError, OSError) as error:
@@ -187,10 +179,8 @@ class Looker:
         threads, why = gather.stacks(process.pid)
         if not threads:
             return None, NOT, f"{reason}; {why}", setting
-        frames = [
-            (each["name"].rpartition(".")[2], each["filename"] or "", each["line"] or 0)
-            for each in gather.main_frames(threads)
-        ]
+        main = gather.main_frames(threads)
+        frames = [(each["name"].rpartition(".")[2], each["filename"] or "", each["line"] or 0) for each in main]
         about = {"pid": process.pid, "process": process.name, "name": process.name, "silent": reason}
         return {**about, **of_stack(frames)}, STACKS, reason, setting
 

@@ -21,6 +21,10 @@ OTHER_NAMESPACE = (
 _CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")  # names of the files whose functions kvfix calls
 #: Name for a breakpoint instruction in the tables of functions (`_exported`).
 TRAP = "breakpoint instruction"
+#: {pid: process}. kvfix reads a process once for all looks, because a process with CUDA has thousands of mappings.
+_PROCESSES: dict[int, "Process"] = {}
+#: {(device, inode, time) of a file: result of `_exported`}. A cache: an engine's processes use the same files.
+_SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
 class Process:
@@ -49,9 +53,8 @@ class Process:
 
     def python(self) -> str:
         """Return Python's release, such as "3.11", from the file name of the library or program; "" without one."""
-        return next(
-            (found[1] for path in self._mapped if (found := re.search(r"python(3\.\d+)", path.rpartition("/")[2]))), ""
-        )
+        found = (re.search(r"python(3\.\d+)", path.rpartition("/")[2]) for path in self._mapped)
+        return next((each[1] for each in found if each), "")
 
     def has_mapped(self, address: int) -> bool:
         with suppress(OSError):
@@ -78,8 +81,7 @@ class Process:
     def _symbol(self, name: str) -> tuple[int, int]:
         if name not in self._found:
             for path, start in self._mapped.items():
-                found = _symbols(self._opened(path, os.O_RDONLY | os.O_NONBLOCK)).get(name)
-                if found is not None:
+                if found := _symbols(self._opened(path, os.O_RDONLY | os.O_NONBLOCK)).get(name):
                     self._found[name] = start + found[0], found[1]
                     break
             else:
@@ -147,10 +149,6 @@ class Process:
         return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-#: {pid: process}. kvfix reads a process once for all looks, because a process with CUDA has thousands of mappings.
-_PROCESSES: dict[int, Process] = {}
-
-
 def process(pid: int) -> Process:
     """Return the process with this id. Raise Refused if another program traces it, or if kvfix may not trace it."""
     for each, known in list(_PROCESSES.items()):
@@ -171,10 +169,6 @@ def _mapped_files(process: Path) -> dict[str, int]:
         if path.startswith("/") and _CALLED.match(path.rpartition("/")[2]):
             found.setdefault(path, int(addresses.partition("-")[0], 16))
     return found
-
-
-#: {(device, inode, time) of a file: result of `_exported`}. A cache: an engine's processes use the same files.
-_SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
 def _symbols(handle: int) -> dict[str, tuple[int, int]]:

@@ -34,6 +34,10 @@ _BELOW = 128 + 128  # bytes below the stack: the 128 that the x86-64 ABI lets a 
 _FLAGS = 0xC00
 #: Signals with which a called function ends: SIGTRAP at the breakpoint, all others at a crash.
 _ENDS = {signal.SIGTRAP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+_libc = ctypes.CDLL(None, use_errno=True)
+#: Work in a stopped thread. Its argument `call` calls a C function in the thread: call(address, *arguments).
+Work = Callable[[Callable[..., int]], int]
+Registers: TypeAlias = "array[int]"
 
 
 class Refused(Exception):
@@ -78,12 +82,6 @@ MACHINE = _MACHINES.get(platform.machine())  # None for any other machine
 
 class _Vector(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-#: Work in a stopped thread. Its argument `call` calls a C function in the thread: call(address, *arguments).
-Work = Callable[[Callable[..., int]], int]
-Registers: TypeAlias = "array[int]"
 
 
 @lru_cache(maxsize=1)

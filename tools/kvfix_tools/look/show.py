@@ -1,6 +1,6 @@
 """The text of `kvfix look`: verdicts, requests and what they wait for, transfers, and how the engine was read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -25,9 +25,7 @@ _NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
     """Return the codes of the fixes for a verdict that the running releases need and that are not applied yet."""
     applied = {code for each in processes for code in (each.get("kvfix") or {}).get("fixes", ())}
-    versions: dict[str, str] = {}
-    for each in processes:
-        versions |= each.get("versions") or {}
+    versions = {dist: version for each in processes for dist, version in (each.get("versions") or {}).items()}
     return [
         fix.code
         for fix in catalogue.handling(verdict.code, verdict.message)
@@ -63,7 +61,7 @@ def as_dict(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> dict[str, 
     }
 
 
-def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Iterable[Way]) -> Group:
+def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Collection[Way]) -> Group:
     parts: list[RenderableType] = [*_verdicts(verdicts, looks[-1].processes)]
     for engine in liveness.engines(looks[-1].processes):
         parts.append(_head(engine, looks))
@@ -206,8 +204,7 @@ def _held(engine: Engine) -> Iterable[str]:
         kinds = [f"{len(names)} {kind} ({_some(names)})" for kind, names in held.items()]
         if each.get("failed_blocks"):
             kinds.append(f"{each['failed_blocks']} blocks of failed loads")
-        pins = {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}
-        if pins:
+        if pins := {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}:
             kinds.append(f"{sum(pins.values())} chunks pinned for ended requests ({_some(pins)})")
         health = "" if each.get("healthy") is not False else ", LMCache is unavailable"
         what = ", ".join(kinds) or "nothing in flight"
@@ -215,15 +212,12 @@ def _held(engine: Engine) -> Iterable[str]:
     missing = engine.ranks - len({each["rank"] for _, each in engine.workers})
     if missing > 0 and engine.connectors:
         yield f"{missing} of {engine.ranks} ranks could not be read"
-    reports = [row["id"] for row in engine.requests if row["report"]]
-    if reports:
+    if reports := [row["id"] for row in engine.requests if row["report"]]:
         yield f"loads that have ended, but that the scheduler has not processed: {_some(reports)}"
-    lookups = [row["id"] for row in engine.requests if row["lookup"] == "in flight"]
-    if lookups:
+    if lookups := [row["id"] for row in engine.requests if row["lookup"] == "in flight"]:
         yield f"lookups without an answer: {_some(lookups)}"
     for connector in engine.connectors:
-        kept = [name for name in connector.get("requests") or () if name not in alive]
-        if kept:
+        if kept := [name for name in connector.get("requests") or () if name not in alive]:
             yield f"{connector['class']} of the scheduler still keeps ended requests: {_some(kept)}"
     if scheduler["answers"]:
         yield f"{scheduler['answers']} steps that the workers have not answered"
@@ -236,11 +230,9 @@ def _some(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(listed[:most]) + (f", and {len(listed) - most} more" if len(listed) > most else "")
 
 
-def way_lines(ways: Iterable[Way]) -> Iterable[str]:
+def way_lines(ways: Collection[Way]) -> Iterable[str]:
     """Yield how kvfix read each process, and what the user can change so that kvfix reads it from inside."""
-    ways = list(ways)
-    inside = [each for each in ways if each.how == INSIDE]
-    if inside:
+    if inside := [each for each in ways if each.how == INSIDE]:
         yield f"read from inside: {', '.join(f'{each.name} ({each.pid})' for each in inside)}"
     for each in ways:
         if each.how != INSIDE:

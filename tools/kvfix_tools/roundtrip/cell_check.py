@@ -10,7 +10,7 @@ import torch
 from kvfix_tools.roundtrip.element import FIRST, HOST_POISON, POISON, SECOND, Identity
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.mismatch import Mismatch, find
-from kvfix_tools.roundtrip.region import Coordinates, Expected, Region, kv_cache, make
+from kvfix_tools.roundtrip.region import Coordinates, Expected, Region, make
 
 REPEATS = 3  # repetitions of a timed copy
 
@@ -59,7 +59,8 @@ class CellCheck:
         self.cell, self.device = cell, device
         self.geometry = cell.geometry()
         self.source, self.target = (slots.to(device) for slots in cell.mappings())
-        self.cache = kv_cache(self.geometry, device, cell.seed)
+        parts = [(self.geometry.sizes(), None)]
+        self.cache = make("KV cache", self.geometry, self.geometry.layout.axes, parts, device, cell.seed)
         self.result = result or Result(cell)
         self.result.moved = self.geometry.token_bytes(cell.count)
 
@@ -108,8 +109,7 @@ class CellCheck:
             transfer.host.fill(host_poison)
 
     def compare(self, stage: str, region: Region, expected: Expected, source: bool = False) -> None:
-        finding = find(region, list(region.compare(expected)), f"{stage}, {region.name}", source)
-        if finding is not None:
+        if finding := find(region, list(region.compare(expected)), f"{stage}, {region.name}", source):
             self.result.findings.append(finding)
 
     def tokens(self, generation: int) -> Expected:
@@ -159,10 +159,8 @@ def plain(size: int, device: torch.device) -> tuple[float, float]:
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)
-    store, load = (
-        min([seconds(partial(to.copy_, source, non_blocking=True), device) for _ in range(REPEATS + 1)][1:])
-        for to, source in both
-    )
+    copies = (partial(to.copy_, source, non_blocking=True) for to, source in both)
+    store, load = (min([seconds(copy, device) for _ in range(REPEATS + 1)][1:]) for copy in copies)
     return store, load
 
 

@@ -82,14 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def chosen(options: argparse.Namespace) -> Work:
-    """Return the backends and their cells. Raise ValueError for wrong options.
-
-    Without --backend, kvfix tests its own copy, LMCache and vLLM; for planted faults or races, only its own copy.
-    """
+    """Return the backends and their cells. Raise ValueError for wrong options."""
     is_self_test = options.inject is not None or options.race is not None
+    # Faults and races test kvfix's own copy by default.
     default = ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
-    unknown = set(options.race or ()) - set(races.RACES)
-    if unknown:
+    if unknown := set(options.race or ()) - set(races.RACES):
         raise ValueError(f"no race {min(unknown)}. List the races: kvfix roundtrip --help")
     return [(one, choose(one, options)) for one in backends.named(options.backend or default)]
 
@@ -173,12 +170,17 @@ def check_cell(one: Backend, fault: str | None, device: torch.device, result: Re
 
 
 def guarded(result: Result, job: Job) -> Result:
-    """Run a job. If it raises, return its findings so far with the error."""
+    """Run a job. If it raises, return its findings so far with the error in one line."""
     try:
         return job(result)
     except Exception as error:  # noqa: BLE001 - any error of the backend is reported
         verdict = "failed" if result.findings else "refused" if isinstance(error, REFUSALS) else "crashed"
-        return replace(result, verdict=verdict, reason=in_one_line(error))
+        reason = " ".join(str(error).split())
+        if not isinstance(error, Refused):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"({Path(last.filename).name}:{last.lineno})"
+            reason = f"{type(error).__name__}{': ' + reason if reason else ''} {place}"
+        return replace(result, verdict=verdict, reason=reason)
 
 
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
@@ -204,15 +206,6 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
         return Result(cell, "refused", reason=str(error))
     result.plain_store, result.plain_load = plain(result.moved, device)
     return result
-
-
-def in_one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, Refused):
-        return text
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' + text if text else ''}{place}"
 
 
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:

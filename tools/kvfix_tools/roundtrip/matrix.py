@@ -9,21 +9,17 @@ import torch
 
 from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
-#: Names of token counts. A number stands for itself.
-TOKENS = ("1", "block-1", "block", "block+1", "chunk-1", "chunk", "chunk+1", "prime")
-SLOTS = ("contiguous", "reversed", "random", "holes", "blocks")
-#: Tokens at the beginning of a load that the engine already has: none, a part of a block, more than a chunk.
-SKIPS = ("none", "part", "chunk")
-#: {axis: its values}
+#: {axis: its values}. tokens: names of token counts, or numbers. skip: tokens at the beginning of a load that the
+#: engine already has: none, a part of a block, more than a chunk.
 AXES: dict[str, tuple[str, ...]] = {
     "layout": tuple(LAYOUTS),
     "dtype": tuple(DTYPES),
-    "tokens": TOKENS,
-    "slots": SLOTS,
+    "tokens": ("1", "block-1", "block", "block+1", "chunk-1", "chunk", "chunk+1", "prime"),
+    "slots": ("contiguous", "reversed", "random", "holes", "blocks"),
     "block": ("16", "32", "64", "128"),
     "chunk": ("16", "32", "64", "128", "256"),
     "heads": ("1", "2", "3"),
-    "skip": SKIPS,
+    "skip": ("none", "part", "chunk"),
 }
 PRIME = 211
 #: Minimum bytes of each layer's K. LMCache's layerwise connector rounds its buffer for K up to 4 KiB, so K is larger.
@@ -55,8 +51,7 @@ class Cell:
     @property
     def count(self) -> int:
         """Number of tokens. `prime` is a prime number, so it is no multiple of a block or a chunk."""
-        named = {"block": int(self.block), "chunk": int(self.chunk), "prime": PRIME}
-        for name, value in named.items():
+        for name, value in {"block": int(self.block), "chunk": int(self.chunk), "prime": PRIME}.items():
             if self.tokens.startswith(name):
                 return value + int(self.tokens[len(name) :] or 0)
         return int(self.tokens)

@@ -37,8 +37,7 @@ def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
     def move_and_damage(*slots: Any) -> None:
         move(*slots)
         for section, tensor in zip(region.sections, region.tensors(), strict=True):
-            at = section.coordinates(0, section.rows, check.device)
-            chosen, who = planted(fault, check, token_in, at)
+            chosen, who = planted(fault, check, token_in, section.coordinates(0, section.rows, check.device))
             content = rows(who.number()[chosen], tensor.shape[1], region.seed)
             if fault == "bitflip":
                 content[:, 0] ^= 1 << 37

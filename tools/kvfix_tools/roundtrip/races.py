@@ -169,16 +169,13 @@ def early_reuse(race: Race) -> None:
 
 
 def neighbours(race: Race) -> None:
-    """During a store and a load, write to all slots that they do not use, even to slots in the same blocks.
-
-    Only the load needs an event: it must wait for the store.
-    """
+    """During a store and a load, write to all slots that they do not use, even to slots in the same blocks."""
     race.cache.fill(everywhere(FIRST))
     copier, hostile, loader = race.stream(slow=True), race.stream(), race.stream()
     both = torch.cat([race.source, race.target])
     race.store_on(copier)
     race.write(hostile, race.cache, everywhere(OTHER), lambda at: ~torch.isin(at["slot"], both))
-    race.after(loader, copier)
+    race.after(loader, copier)  # the writes need no event
     race.load_on(loader)
     race.finish()
     loaded = race.loaded(FIRST, 0)

@@ -1,6 +1,5 @@
 """A real vLLM engine with a small random model. run() starts a program that makes the engine and writes its answer."""
 
-import contextlib
 import json
 import os
 import random
@@ -11,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+Json = dict[str, Any]
 #: Configuration of a small model with random weights (write_model()).
-MODEL: dict[str, Any] = {
+MODEL: Json = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 256,
     "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 4096,
@@ -47,13 +48,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [(seed * 101 + position * 7 + position // 97) % 509 + 1 for position in range(tokens)]
 
 
-def make(
-    model: Path,
-    transfer: dict[str, Any] | None,
-    dtype: str = "float32",
-    config: dict[str, Any] | None = None,
-    **more: Any,
-) -> Any:
+def make(model: Path, transfer: Json | None, dtype: str = "float32", config: Json | None = None, **more: Any) -> Any:
     """Make an LLM with the small model in the folder `model`. config: changes of MODEL. more: arguments of LLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -66,7 +61,7 @@ def make(
     )  # fmt: skip
 
 
-def write_model(folder: Path, dtype: str, config: dict[str, Any]) -> None:
+def write_model(folder: Path, dtype: str, config: Json) -> None:
     """Write a model with random weights, larger than vLLM's dummy weights, so that wrong KV changes the answers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -111,7 +106,7 @@ def counter(engine: Any, name: str) -> int:
     return sum(int(metric.value) for metric in engine.get_metrics() if metric.name == name)
 
 
-def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
+def in_process(chunk: int, **settings: Any) -> Json:
     """Return kv_transfer_config for LMCache inside the engine's processes. settings: more settings of LMCache."""
     every = {
         "chunk_size": chunk,
@@ -127,10 +122,10 @@ def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
     return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-@contextlib.contextmanager
+@contextmanager
 def server(
     log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), options: tuple[str, ...] = ANY_MODE
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Json]:
     """Run a real `lmcache server`, and yield kv_transfer_config for it. start: words to put before its command."""
     program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
@@ -146,11 +141,11 @@ def server(
             yield {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         finally:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
 
 
-@contextlib.contextmanager
+@contextmanager
 def started(
     command: list[str], log: Path, environment: dict[str, str], popen: Any = subprocess.Popen, **more: Any
 ) -> Iterator[Any]:
@@ -161,7 +156,7 @@ def started(
     try:
         yield process
     finally:  # an engine that fails to start leaves processes behind
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -175,7 +170,7 @@ class Ended(NamedTuple):
 
 def run(
     program: list[str],
-    job: dict[str, Any],
+    job: Json,
     folder: Path,
     environment: dict[str, str],
     limit: float,
@@ -186,10 +181,7 @@ def run(
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]
-    with (
-        started(command, log, environment, popen, cwd=folder) as process,
-        contextlib.suppress(subprocess.TimeoutExpired),
-    ):
+    with started(command, log, environment, popen, cwd=folder) as process, suppress(subprocess.TimeoutExpired):
         if while_it_runs is not None:
             while_it_runs(process)
         code = process.wait(timeout=limit)
@@ -211,6 +203,6 @@ def free_port() -> int:
     """Return a free port below the range of outgoing connections. A connection could take a port of this range."""
     while True:
         port = random.randrange(20000, 32768)
-        with socket.socket() as taken, contextlib.suppress(OSError):
+        with socket.socket() as taken, suppress(OSError):
             taken.bind(("127.0.0.1", port))
             return port

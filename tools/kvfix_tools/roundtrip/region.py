@@ -72,9 +72,7 @@ class Region:
     def tensors(self) -> list[torch.Tensor]:
         """Return views of the rows of each section: [rows, words of a row]."""
         size = self.geometry.row_words
-        return [
-            self.words[section.start : section.start + section.rows * size].view(-1, size) for section in self.sections
-        ]
+        return [self.words[each.start :][: each.rows * size].view(-1, size) for each in self.sections]
 
     def typed(self) -> list[torch.Tensor]:
         return [rows.view(self.geometry.dtype).view(self.geometry.tensor_shape()) for rows in self.tensors()]
@@ -121,11 +119,6 @@ class Region:
         slot, word = places >> element.BITS["word"], places % (1 << element.BITS["word"])
         who = Identity(GUARD, 0, 0, slot % (1 << element.BITS["slot"]), 0, word)
         return element.encode(who.number(), self.seed)
-
-
-def kv_cache(geometry: Geometry, device: torch.device, seed: int) -> Region:
-    """Make the paged memory of an engine: one tensor, or one for each layer."""
-    return make("KV cache", geometry, geometry.layout.axes, [(geometry.sizes(), None)], device, seed)
 
 
 def make(

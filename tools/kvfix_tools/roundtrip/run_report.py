@@ -131,10 +131,9 @@ class RunReport:
         if rates(self.results):
             lines.append("Rates are GB/s of the median cell, and percent of the rate of a plain copy of this size.")
         lines += [f"{backend}: not tested: {why}" for backend, why in self.skipped.items()]
-        for backend in dict.fromkeys(result.cell.backend for result in self.results):
-            lines += ["", *self._table(backend)]
-        for result in self.speeds:
-            lines += ["", *self.speed(result)]
+        backends = dict.fromkeys(result.cell.backend for result in self.results)
+        for table in (*map(self._table, backends), *map(self.speed, self.speeds)):
+            lines += ["", *table]
         return [*lines, "", *self._wrong(), *self._summary()]
 
     def _cell_as_dict(self, result: Result) -> dict[str, object]:
@@ -192,10 +191,8 @@ class RunReport:
         """Return the first failed cells in full, and the classes of wrong words in all cells."""
         lines = []
         for result in self.wrong[:SHOWN]:
-            lines += [f"{result.verdict}: {self._command(result)}"]
-            lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
-            lines += [f"  {result.reason}"] if result.reason else []
-            lines.append("")
+            details = "\n".join([*map(str, result.findings), result.reason]).splitlines()
+            lines += [f"{result.verdict}: {self._command(result)}", *(f"  {line}" for line in details), ""]
         classes: Counter[str] = sum((f.classes for result in self.wrong for f in result.findings), Counter())
         if classes:
             lines += ["wrong words of 8 bytes, by class:"]

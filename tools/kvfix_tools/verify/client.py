@@ -80,20 +80,18 @@ class Server:
 
     def reset(self) -> bool | None:
         """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server does not offer this."""
-        try:
+        with suppress(Refused):
             answer = self._request("POST", "/reset_prefix_cache")
-        except Refused:
-            return None
-        # vLLM before 0.11 answers with an empty body.
-        return bool(answer.json().get("success", True)) if answer.content.strip() else True
+            # vLLM before 0.11 answers with an empty body.
+            return bool(answer.json().get("success", True)) if answer.content.strip() else True
+        return None
 
     def metrics(self) -> Metrics:
         """Return the metrics. Raise Refused if the server has no /metrics of vLLM."""
-        try:
+        samples: list[Any] = []
+        with suppress(Refused, ValueError):  # ValueError: a page that is not Prometheus text
             families = text_string_to_metric_families(self._request("GET", "/metrics").text)
             samples = [sample for family in families for sample in family.samples]
-        except (Refused, ValueError):  # ValueError: a page that is not Prometheus text
-            samples = []
         if not any(sample.name.startswith("vllm:") for sample in samples):
             raise Refused(f"{self.url}/metrics does not answer any more")
 
@@ -161,13 +159,11 @@ class Server:
             raise Refused(f"{self.url} closed the connection during an answer: {_text(error)}") from None
 
     def _json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        try:
+        with suppress(ValueError):
             answer = self._request(method, path, body).json()
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise Refused(f"{self.url}{path} does not answer as vLLM does")
-        return answer
+            if isinstance(answer, dict):
+                return answer
+        raise Refused(f"{self.url}{path} does not answer as vLLM does")
 
     def _request(self, method: str, path: str, body: Any = None) -> httpx.Response:
         self._in_time()

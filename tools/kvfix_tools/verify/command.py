@@ -97,9 +97,8 @@ def _plan(options: Options, server: Server, metrics: Metrics, model_length: int)
     longest = max(options.prompt_tokens, 2 * options.chunk + block + 1)
     longest = min(longest, model_length - block - TOKENS if model_length else longest)
     if longest < 3 * block:
-        raise Refused(
-            f"prompts of {longest} tokens are shorter than three blocks of {block}. Use a larger --prompt-tokens"
-        )
+        why = f"prompts of {longest} tokens are shorter than three blocks of {block}. Use a larger --prompt-tokens"
+        raise Refused(why)
     if 0 < len(set(vocabulary)) < FEWEST_TOKENS:
         raise Refused(
             f"the tokenizer of {server.url} makes only {len(set(vocabulary))} different tokens of {len(WORDS)} words,"

@@ -94,15 +94,12 @@ class Outcome:
 
     @property
     def first_test(self) -> bool:
-        return self.judge.first_test(
-            [max(each.size for each in case.cached.values()) for case in self.cases if case.control is not None]
-        )
+        controlled = [case.cached.values() for case in self.cases if case.control is not None]
+        return self.judge.first_test([max(each.size for each in differences) for differences in controlled])
 
     def above(self, mode: str, kind: str = "") -> list[Case]:
-        return [
-            case for case in self.cases
-            if kind in ("", case.prompt.kind) and mode in case.cached and self.judge.exceeds(case.cached[mode].size)
-        ]  # fmt: skip
+        asked = [case for case in self.cases if kind in ("", case.prompt.kind) and mode in case.cached]
+        return [case for case in asked if self.judge.exceeds(case.cached[mode].size)]
 
 
 def verdict(outcome: Outcome) -> tuple[int, str]:

@@ -45,8 +45,7 @@ class Rounds:
         """Run all rounds. others: the base model and its adapters, without the tested model."""
         self.say("survey: finding the chunk size")
         self._survey()
-        prompts = list(self.maker.prompts(self.maker.kinds(requests), self.sizes))
-        cases = self._compute(prompts)
+        cases = self._compute(list(self.maker.prompts(self.maker.kinds(requests), self.sizes)))
         judge = Judge([case.control for case in cases if case.control is not None])
         if len(judge.controls) < FEWEST_CONTROLS:
             raise Inconclusive(
@@ -83,9 +82,8 @@ class Rounds:
                 break
         else:
             raise Inconclusive(NEVER_ASKED if self.reference.metrics().queried == before.queried else NO_HIT)
-        self.not_numbers = sum(
-            has_numbers(one.answer) and not has_numbers(other.answer) for one, other in zip(computed, warm, strict=True)
-        )
+        both = zip(computed, warm, strict=True)
+        self.not_numbers = sum(has_numbers(one.answer) and not has_numbers(other.answer) for one, other in both)
         found = math.gcd(*(reply.hits or 0 for reply in warm))
         is_chunk = found >= self.sizes.block and found % self.sizes.block == 0
         self.sizes = sizes._replace(chunk=self.sizes.chunk or (found if is_chunk else sizes.block))

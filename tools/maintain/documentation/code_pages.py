@@ -72,11 +72,10 @@ def of_fix(fix: Fix, pairs: Pairs) -> str:
     ready = ", ".join(f"{NAMES[row.dist]} {row.version}" for row in upstream.ready() if row.code == fix.code)
     export = [f"for {ready}: `kvfix upstream export {fix.code}`"] if ready else []
     without = [f"none for {NAMES[dist]}: {why}" for dist, why in fix.no_patch.items()]
+    right = (f"{NAMES[dist]} {fix_overview.first_right(fix, dist) or 'none yet'}" for dist in fix.dists)
     about = {
         "Wrong in": wrong_in(fix),
-        "First right release": "; ".join(
-            f"{NAMES[dist]} {fix_overview.first_right(fix, dist) or 'none yet'}" for dist in fix.dists
-        ),
+        "First right release": "; ".join(right),
         "Applied": _applied(fix),
         "Fixes" if fix.fixable else "Looks at": ", ".join(dict.fromkeys(f"`{each.name}`" for each in fix.targets)),
         "In a log": links(rule for rule in fix.evidence if rule.startswith("KVD")),

@@ -40,9 +40,8 @@ def connectors() -> str:
     runs = kit.load()
     can = [run for run in runs if not run.cannot]
     headings = ("rule", *(run.name for run in can))
-    rows = [
-        (f"[{rule.slug}](contract.md#{rule.slug})", *(_WORDS[run.verdicts[rule.slug]] for run in can)) for rule in RULES
-    ]
+    slugs = [rule.slug for rule in RULES]
+    rows = [(f"[{slug}](contract.md#{slug})", *(_WORDS[run.verdicts[slug]] for run in can)) for slug in slugs]
     loads = ("tokens loaded", *(f"{run.loaded}" for run in can))
     notes = "".join(f"- {run.name}: {run.note}\n" for run in runs if run.note)
     cannot = table(("connector", "cannot be run here"), [(run.name, run.cannot) for run in runs if run.cannot])

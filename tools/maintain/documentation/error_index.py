@@ -92,21 +92,16 @@ def of_finding(rule: Problem) -> list[str]:
 
 def messages() -> str:
     ordered = sorted(entries(), key=lambda entry: entry.severity.value if entry.severity else len(Severity))
-    rows = [(code(entry.text), _effect(entry), _what(entry), links(entry.fixes, up="")) for entry in ordered]
+    rows = [(code(entry.text), *_about(entry), links(entry.fixes, up="")) for entry in ordered]
     return filtered(("message", "effect", "what it is", "fix"), rows)
 
 
-def _effect(entry: Entry) -> str:
-    if entry.severity is not None:
-        return entry.severity.word
-    fix = catalogue.find(entry.fixes[0])
-    return fix.effect if fix else ""
-
-
-def _what(entry: Entry) -> str:
+def _about(entry: Entry) -> tuple[str, str]:
+    """Return (effect, what the message is) from the findings, or else from the first fix."""
+    effect = entry.severity.word if entry.severity else ""
     if len(entry.rules) == 1:
-        return f"{link(entry.rules[0].code, up='')} {entry.rules[0].title}"
+        return effect, f"{link(entry.rules[0].code, up='')} {entry.rules[0].title}"
     if entry.rules:
-        return "By its numbers: " + "; ".join(f"{link(rule.code, up='')} {rule.name}" for rule in entry.rules)
-    fix = catalogue.find(entry.fixes[0]) if entry.fixes else None
-    return fix.title if fix else ""
+        return effect, "By its numbers: " + "; ".join(f"{link(rule.code, up='')} {rule.name}" for rule in entry.rules)
+    fix = catalogue.find(entry.fixes[0])
+    return (fix.effect, fix.title) if fix else ("", "")

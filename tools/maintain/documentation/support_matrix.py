@@ -79,10 +79,8 @@ def of_fix(pairs: Pairs, code: str) -> str:
         return "The lab does not play this bug. Tests with the released code show it instead.\n"
     cells = _cells(pairs, slugs)
     vllm, lmcache = _releases(pairs)
-    columns = [
-        (list(releases), outcomes)
-        for outcomes, releases in groupby(lmcache, key=lambda release: [cells[each, release] for each in vllm])
-    ]
+    equal = groupby(lmcache, key=lambda release: [cells[each, release] for each in vllm])
+    columns = [(list(releases), outcomes) for outcomes, releases in equal]
     head = ["vLLM ↓ LMCache →", *(span(releases, lmcache) for releases, _ in columns)]
     rows = [(each, *(outcomes[at] for _, outcomes in columns)) for at, each in enumerate(vllm)]
     names = ", ".join(f"`{slug}`" for slug in sorted(slugs))
@@ -100,15 +98,12 @@ def _scenarios(code: str) -> set[str]:
 
 
 def _cells(pairs: Pairs, slugs: set[str]) -> Cells:
-    return {
-        pair: _worst(row for row in played.get("outcomes", ()) if row["scenario"] in slugs)
-        for pair, played in pairs.items()
-    }
+    return {pair: _worst(played.get("outcomes", ()), slugs) for pair, played in pairs.items()}
 
 
-def _worst(rows: Iterable[dict[str, str]]) -> str:
-    """Return the worst outcome of a fix's scenarios with one pair of releases."""
-    outcomes = [(row["released"], row["fixed"]) for row in rows]
+def _worst(rows: Iterable[dict[str, str]], slugs: set[str]) -> str:
+    """Return the worst outcome of these scenarios with one pair of releases."""
+    outcomes = [(row["released"], row["fixed"]) for row in rows if row["scenario"] in slugs]
     if any(released in ("violated", "error") for released, _ in outcomes):
         bad = any(released != "clean" and fixed in ("violated", "error") for released, fixed in outcomes)
         return NOT_FIXED if bad else FIXED

@@ -81,8 +81,7 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
     name, version, tag = wheel.name.removesuffix(".whl").split("-", 2)
     with zipfile.ZipFile(wheel) as whole:
         files = [file for file in whole.namelist() if not file.endswith("/")]
-        unknown = [pattern for pattern in (*left_out, *apart) if not any(fnmatch(file, pattern) for file in files)]
-        if unknown:
+        if unknown := [pattern for pattern in (*left_out, *apart) if not any(fnmatch(file, pattern) for file in files)]:
             raise ValueError(f"{wheel.name} has no file {unknown[0]}")
         parts: dict[str, dict[str, bytes]] = {name: {}}
         for file in files:

@@ -53,19 +53,15 @@ def main(arguments: list[str]) -> int:
         try:
             verify(done, folder, device, servers) if name == "verify" else serve(done, folder, device, servers)
         except OSError as error:
-            logs = {mode: _end_of(folder / f"log-{mode}") for mode in servers}
-            done.add("requests", False, str(error), logs=logs)
+            done.add("requests", False, str(error), logs={mode: _end_of(folder / f"log-{mode}") for mode in servers})
     return done.code
 
 
-@contextlib.contextmanager
-def connector(folder: Path, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
+def connector(folder: Path, mode: str, in_process: bool) -> contextlib.AbstractContextManager[dict[str, Any]]:
     """Yield kv_transfer_config for LMCache in process, or for a new LMCache server."""
     if in_process:
-        yield real_engine.in_process(64, max_local_cpu_size=2.0)
-        return
-    with real_engine.server(folder / f"lmcache-{mode}", 64, dict(os.environ)) as transfer:
-        yield transfer
+        return contextlib.nullcontext(real_engine.in_process(64, max_local_cpu_size=2.0))
+    return real_engine.server(folder / f"lmcache-{mode}", 64, dict(os.environ))
 
 
 @contextlib.contextmanager
@@ -118,9 +114,8 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
     def ask(tokens: list[int]) -> None:
         job = {"model": "tiny", "prompt": tokens, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
         where, head = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
-        with urllib.request.urlopen(
-            urllib.request.Request(where, json.dumps(job).encode(), head), timeout=60
-        ) as answer:
+        request = urllib.request.Request(where, json.dumps(job).encode(), head)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             answer.read()
 
     start = time.monotonic()

@@ -16,6 +16,11 @@ from kvfix_tools import redact
 from kvfix_tools.diagnose import problems as known_problems
 from kvfix_tools.doctor.setup import Setup
 
+#: The modules with checks, in the order of the report. A module comes after the modules that its checks depend on.
+_MODULES = (
+    "installation", "transfer", "settings", "cache", "model", "addresses", "disaggregated", "memory", "kvfix", "storage"
+)  # fmt: skip
+_CHECKS: list["Check"] = []
 OK, PROBLEM, UNCHECKED = "ok", "problem", "unchecked"
 
 
@@ -29,7 +34,6 @@ class Line(NamedTuple):
 
 
 ok, problem, unchecked = (partial(Line, "", status) for status in (OK, PROBLEM, UNCHECKED))
-
 Look = Callable[[Setup], Iterator[Line]]
 
 
@@ -43,9 +47,6 @@ class Check(NamedTuple):
         return " ".join((self.look.__doc__ or "").split())
 
 
-_CHECKS: list[Check] = []
-
-
 def check(name: str, essential: bool = False) -> Callable[[Look], Look]:
     def register(look: Look) -> Look:
         _CHECKS.append(Check(name, essential, look))
@@ -57,12 +58,6 @@ def check(name: str, essential: bool = False) -> Callable[[Look], Look]:
 def remedy(code: str) -> str:
     """Return the remedy that kvfix-diagnose prints for the problem with this code."""
     return next(f"{each.do}; kvfix explain {code}" for each in known_problems.catalogue() if each.code == code)
-
-
-#: The modules with checks, in the order of the report. A module comes after the modules that its checks depend on.
-_MODULES = (
-    "installation", "transfer", "settings", "cache", "model", "addresses", "disaggregated", "memory", "kvfix", "storage"
-)  # fmt: skip
 
 
 @lru_cache(maxsize=1)

@@ -10,6 +10,11 @@ from kvfix_tools.doctor.machine import connects, port_in_use, redis_refuses, res
 from kvfix_tools.doctor.setup import Setup
 
 _ANY = ("0.0.0.0", "::", "*")
+#: {first word of an error of Redis (server.c of Redis 7.4): remedy}. KVD874 has the remedy for all other errors.
+_REFUSALS = {
+    "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
+    "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",
+}
 
 
 @check("listens")
@@ -36,11 +41,9 @@ def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
     for option, default in options.items():
         name = option.removeprefix("--")
         value = command.options.get(name, str(default))
-        host = command.options.get("host" if name == "port" else "http-host", "") or (
-            "" if command.serves else "localhost"
-        )
+        host = command.options.get("host" if name == "port" else "http-host", "")
         if value.isdigit() and not (value == "0" and command.serves):
-            yield option, host, int(value)
+            yield option, host or ("" if command.serves else "localhost"), int(value)
     if any("Nixl" in each.name for each in setup.connectors):
         value = setup.environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")  # vllm/envs.py 0.32.0:234
         if value.isdigit():
@@ -129,13 +132,6 @@ def server(setup: Setup) -> Iterator[Line]:
             yield ok(f"the server at {each.address.url} is LMCache {each.release}")
 
 
-#: {first word of an error of Redis (server.c of Redis 7.4): remedy}. KVD874 has the remedy for all other errors.
-_REFUSALS = {
-    "LOADING": "wait until redis-cli ping answers PONG, then start vLLM",
-    "READONLY": "the address of the primary in remote_url (redis-cli info replication: master_host)",
-}
-
-
 @check("remote-store")
 def remote_store(setup: Setup) -> Iterator[Line]:
     """The store in remote_url answers on its port (lm, redis and valkey), and its Redis takes commands."""
@@ -143,9 +139,8 @@ def remote_store(setup: Setup) -> Iterator[Line]:
         at = servers.address(url)
         if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):
             continue
-        line = _answers(
-            f"remote_url {redact.text(url)}", at.host, at.port, "start this store before vLLM, or correct remote_url"
-        )
+        do = "start this store before vLLM, or correct remote_url"
+        line = _answers(f"remote_url {redact.text(url)}", at.host, at.port, do)
         if line.status == OK and url.startswith("redis://"):
             why = redis_refuses(at.host, at.port)
             word = why.partition(" ")[0].rstrip(":")
@@ -161,8 +156,7 @@ def controller(setup: Setup) -> Iterator[Line]:
     for name, url in _reached(setup):
         at = servers.address(url)
         if name.startswith("controller_") and at.host and at.port:
-            what = f"the controller at {name} {at.host}:{at.port}"
-            yield _answers(what, at.host, at.port, remedy("KVD964"))
+            yield _answers(f"the controller at {name} {at.host}:{at.port}", at.host, at.port, remedy("KVD964"))
 
 
 def _answers(what: str, host: str, port: int, do: str) -> Line:

@@ -135,9 +135,8 @@ def transfer_mode(setup: Setup) -> Iterator[Line]:
     if setup.mp is None:
         return
     # The connector's key overrides the variable (vllm_multi_process_adapter.py 0.5.6, ExtraConfigDefault).
-    mode = str(
-        setup.mp.extra.get("lmcache.mp.mp_transfer_mode") or setup.environment.get("LMCACHE_MP_TRANSFER_MODE") or "auto"
-    ).lower()
+    given = setup.mp.extra.get("lmcache.mp.mp_transfer_mode") or setup.environment.get("LMCACHE_MP_TRANSFER_MODE")
+    mode = str(given or "auto").lower()
     for server in setup.servers:
         if not server.options:
             what = f"the transfer modes of the server at {server.address.url} are unknown"

@@ -68,8 +68,7 @@ def prefill_decode(setup: Setup) -> Iterator[Line]:
     if role and role not in _ROLES:
         faults.append(problem(f"pd_role is {role!r}", "pd_role: sender (prefill), or receiver (decode)"))
     elif role and connector.role not in (_ROLES[role], "kv_both"):
-        what = f"pd_role is {role}, but kv_role is {connector.role}"
-        faults.append(problem(what, f'"kv_role": "{_ROLES[role]}"'))
+        faults.append(problem(f"pd_role is {role}, but kv_role is {connector.role}", f'"kv_role": "{_ROLES[role]}"'))
     if setup.on("enable_p2p"):
         faults.append(problem("enable_pd and enable_p2p are both on", "enable_p2p: false"))
     mode = setup.setting("pd_backend_mode")

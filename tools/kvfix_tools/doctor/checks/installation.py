@@ -20,6 +20,7 @@ from kvfix_tools.lab import releases
 from kvfix_tools.lab.options import KNOWN
 
 _WHERE = "run kvfix doctor where the engine runs: in its container, with its Python"
+_AGAIN = "kvfix doctor again, when the machine is less busy"
 IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MULTI_PROCESS = "lmcache.integration.vllm.lmcache_mp_connector"
 _SHOWN = 3  # maximum number of misfits to show for one pair of packages. The report only counts further misfits
@@ -94,7 +95,12 @@ def _satisfies(wanted: Requirement, version: str) -> bool:
 @check("extensions", essential=True)
 def loads(setup: Setup) -> Iterator[Line]:
     """The compiled extensions of vLLM and LMCache load with this torch. A child process loads them."""
-    yield from _other_python(setup)
+    for file in _operations(setup):
+        suffix = file.name[file.name.index(".") :]
+        if suffix not in EXTENSION_SUFFIXES:
+            here = f"{sys.version_info.major}.{sys.version_info.minor}"
+            what = f"{_name(file)} is built for another Python ({suffix}), not for {here}"
+            yield problem(what, f"{sys.executable} -m pip install --force-reinstall --no-deps lmcache")
     if not setup.vllm and not setup.lmcache:
         yield unchecked("neither vLLM nor LMCache is installed", _WHERE)
         return
@@ -104,7 +110,7 @@ def loads(setup: Setup) -> Iterator[Line]:
     tried = setup.tried
     if tried.torch is None:
         if tried.why.startswith("not done"):
-            yield unchecked(f"import torch: {tried.why}", "kvfix doctor again, when the machine is less busy")
+            yield unchecked(f"import torch: {tried.why}", _AGAIN)
         else:
             what = f"import torch fails: {tried.why}"
             yield problem(what, "pip install --force-reinstall torch, in a build for the CUDA of this machine")
@@ -114,8 +120,7 @@ def loads(setup: Setup) -> Iterator[Line]:
         name = _name(file)
         error = tried.errors.get(str(file))
         if error is None:
-            do = "kvfix doctor again, when the machine is less busy"
-            yield unchecked(f"{name}: {tried.why or 'not tried'}", do)
+            yield unchecked(f"{name}: {tried.why or 'not tried'}", _AGAIN)
         elif not error:
             yield ok(f"{name} loads with {built}")
         else:
@@ -125,17 +130,6 @@ def loads(setup: Setup) -> Iterator[Line]:
             f"{setup.lmcache.title} has no compiled operations ({' or '.join(OPERATIONS)}): it was built without CUDA",
             remedy("KVD714"),
         )
-
-
-def _other_python(setup: Setup) -> Iterator[Line]:
-    for file in _operations(setup):
-        suffix = file.name[file.name.index(".") :]
-        if suffix not in EXTENSION_SUFFIXES:
-            yield problem(
-                f"{_name(file)} is built for another Python ({suffix}), not for "
-                f"{sys.version_info.major}.{sys.version_info.minor}",
-                f"{sys.executable} -m pip install --force-reinstall --no-deps lmcache",
-            )
 
 
 def _operations(setup: Setup) -> list[Path]:
@@ -149,8 +143,7 @@ def _name(file: Path) -> str:
 def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
     again = remedy("KVD701" if name.startswith("lmcache.") else "KVD712")
     missing = re.search(r"(lib[\w.+-]+): cannot open shared object file", error)
-    symbol = re.search(r"undefined symbol: (\S+)", error)
-    if symbol:
+    if symbol := re.search(r"undefined symbol: (\S+)", error):
         return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
     if missing and re.search("cud|nv|c10_cuda|torch_cuda|hip|roc", missing[1]):
         if not cuda:
@@ -168,19 +161,15 @@ def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
 @check("gpu")
 def gpu(setup: Setup) -> Iterator[Line]:
     """torch can use the GPU of this machine."""
-    if setup.packages.get("torch") is None or not (setup.vllm or setup.lmcache):
-        return
-    facts = setup.tried.torch
+    facts = setup.tried.torch if setup.packages.get("torch") and (setup.vllm or setup.lmcache) else None
     if facts is None:
         return
-    if not facts["cuda"]:
+    cuda = facts["cuda"]
+    if not cuda:
         yield unchecked(f"torch {facts['version']} is built for the CPU, so the GPU cannot be checked")
     elif not facts["available"] and setup.machine.has_nvidia():
-        yield problem(
-            f"torch {facts['version']} (CUDA {facts['cuda']}) cannot use the GPU of this machine",
-            f"nvidia-smi shows the driver's CUDA: install a driver for CUDA {facts['cuda']}, or a torch "
-            "for the driver's CUDA",
-        )
+        do = f"nvidia-smi shows the driver's CUDA: install a driver for CUDA {cuda}, or a torch for the driver's CUDA"
+        yield problem(f"torch {facts['version']} (CUDA {cuda}) cannot use the GPU of this machine", do)
     elif not facts["available"]:
         yield unchecked("this machine has no GPU", _WHERE)
     else:

@@ -10,6 +10,9 @@ from kvfix_tools.doctor.setup import Setup
 #: Bytes of /dev/shm that several processes of vLLM need for messages: ten chunks of 24 MiB
 #: (vllm/distributed/device_communicators/shm_broadcast.py, VLLM_MQ_MAX_CHUNK_BYTES_MB). Docker's default is 64 MiB.
 _MESSAGES = 240 * 2**20
+#: Values of UCX_TLS with which UCX may use RDMA: empty, a list of transports that UCX must not use ("^"), and a list
+#: with a transport over RDMA, such as `ib`, `rc_x`, `ud_mlx5`, `srd`.
+_RDMA = re.compile(r"|\^.*|(?:.*,)?(?:all|ib|rdma|srd|(?:rc|ud|dc|gga)(?:_\w+)?)(?::\w+)?(?:,.*)?")
 
 
 def _wanted(setup: Setup) -> tuple[float, str] | None:
@@ -66,21 +69,12 @@ def pinned(setup: Setup) -> Iterator[Line]:
         yield unchecked(f"only the start of LMCache shows whether the driver can pin {gib(wanted[0])}")
 
 
-#: Transports of UCX over RDMA, such as `ib`, `rc_x`, `ud_mlx5`, `srd`.
-_RDMA = re.compile(r"(?:all|ib|rdma|srd|(?:rc|ud|dc|gga)(?:_\w+)?)(?::\w+)?")
-
-
-def _may_use_rdma(transports: str) -> bool:
-    """Return True if UCX may use RDMA with this UCX_TLS. "^" begins a list of transports that UCX must not use."""
-    return not transports or transports.startswith("^") or any(map(_RDMA.fullmatch, transports.split(",")))
-
-
 @check("locked-memory")
 def locked(setup: Setup) -> Iterator[Line]:
     """`ulimit -l` lets NIXL and Mooncake register their buffers. CUDA's pinned memory does not count against it."""
     limit = setup.machine.locked_memory()
     uses = [name for name in ("nixl", "mooncake") if setup.needs(name)]
-    if "nixl" in uses and not _may_use_rdma(setup.environment.get("UCX_TLS", "")):
+    if "nixl" in uses and not _RDMA.fullmatch(setup.environment.get("UCX_TLS", "")):
         uses.remove("nixl")
     shown = "unlimited" if limit is None else gib(limit)
     if setup.in_container:
@@ -104,10 +98,8 @@ def shared(setup: Setup) -> Iterator[Line]:
         return
     size, free = found
     wanted, why = (_MESSAGES, "vLLM's processes exchange messages there") if setup.ranks > 1 else (0, "")
-    if setup.is_server and setup.option("shm-name"):
-        needed = _wanted(setup)
-        if needed and needed[0] > wanted:
-            wanted, why = int(needed[0]), "--shm-name puts L1 there"
+    if setup.is_server and setup.option("shm-name") and (needed := _wanted(setup)) and needed[0] > wanted:
+        wanted, why = int(needed[0]), "--shm-name puts L1 there"
     if free < wanted:
         what = f"/dev/shm has {gib(free)} free of {gib(size)}, but {gib(wanted)} are needed: {why}"
         yield problem(what, remedy("KVD1894" if wanted == _MESSAGES else "KVD913"))

@@ -172,8 +172,7 @@ def blending(setup: Setup) -> Iterator[Line]:
     if not worker or tree is None:
         yield unchecked("enable_blending: vLLM or LMCache is not installed here")
         return
-    function = defined(tree, "infer_model_from_vllm")
-    models = [str(constant(each.comparators[0])) for each in compared(function)]
+    models = [str(constant(each.comparators[0])) for each in compared(defined(tree, "infer_model_from_vllm"))]
     architecture = next(iter(setup.model.get("architectures") or ()), "")
     faults = []
     if "VLLMModelTracker" not in worker:

@@ -61,9 +61,8 @@ def names(setup: Setup) -> Iterator[Line]:
         faults.append(problem(what, _instead(each, new)))
     for variable in setup.lmcache_variables():
         name = variable.removeprefix("LMCACHE_").lower()
-        if name in known.known or name in known.aliases or _occurs(variable, setup):
-            continue
-        if name.startswith("ec_") and name.removeprefix("ec_") in known.known:
+        is_known = name in known.known or name.removeprefix("ec_") in known.known or name in known.aliases
+        if is_known or _occurs(variable, setup):
             continue
         near = nearest(name, known.known)
         do = f"LMCACHE_{near.upper()}" if near else f"unset {variable}"
@@ -119,8 +118,7 @@ def _range(name: str, each: Setting) -> Iterator[Line]:
     low, high, unit = _RANGES.get(name, (-math.inf, math.inf, ""))
     if name.endswith(("_port", "_ports")):
         low, high, unit = 0, 65535, "a port"
-    items = each.value if isinstance(each.value, list) else str(each.value).split(",")
-    for item in items:
+    for item in each.value if isinstance(each.value, list) else str(each.value).split(","):
         try:
             number = float(item)
         except (TypeError, ValueError):

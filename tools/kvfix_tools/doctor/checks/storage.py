@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecked
 from kvfix_tools.doctor.checks.disaggregated import bytes_per_token
@@ -96,19 +95,15 @@ def offload_size(setup: Setup) -> Iterator[Line]:
             yield problem(f"cpu_bytes_to_use is {given!r}, which is no number of bytes", key)
         elif size and limit and size > limit:
             yield problem(f"cpu_bytes_to_use is {gib(size)}; {source} has {gib(limit)}", "a smaller cpu_bytes_to_use")
-        yield from _offload_names(setup, each.extra)
-
-
-def _offload_names(setup: Setup, extra: dict[str, Any]) -> Iterator[Line]:
-    """Check spec_name and block_size (kv_offload/factory.py and offloading/config.py 0.32.0:128)."""
-    specs = set(re.findall(r"register_spec\(\s*[\"'](\w+)", setup.packages.text("vllm.v1.kv_offload.factory")))
-    spec, chunk = extra.get("spec_name"), str(extra.get("block_size", ""))
-    if specs and spec and spec not in specs and "spec_module_path" not in extra:
-        yield problem(f"vLLM has no spec_name {spec!r}", " | ".join(sorted(specs)))
-    block = setup.option("block-size")
-    if chunk.isdigit() and block.isdigit() and int(chunk) % int(block):
-        what = f"block_size {chunk} of OffloadingConnector is no multiple of vLLM's block size {block}"
-        yield problem(what, f'"block_size": {-(-int(chunk) // int(block)) * int(block)}')
+        # For the names see kv_offload/factory.py and offloading/config.py 0.32.0:128.
+        specs = set(re.findall(r"register_spec\(\s*[\"'](\w+)", setup.packages.text("vllm.v1.kv_offload.factory")))
+        spec, chunk = each.extra.get("spec_name"), str(each.extra.get("block_size", ""))
+        if specs and spec and spec not in specs and "spec_module_path" not in each.extra:
+            yield problem(f"vLLM has no spec_name {spec!r}", " | ".join(sorted(specs)))
+        block = setup.option("block-size")
+        if chunk.isdigit() and block.isdigit() and int(chunk) % int(block):
+            what = f"block_size {chunk} of OffloadingConnector is no multiple of vLLM's block size {block}"
+            yield problem(what, f'"block_size": {-(-int(chunk) // int(block)) * int(block)}')
 
 
 @check("cpu-cache-size")

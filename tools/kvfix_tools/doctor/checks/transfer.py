@@ -84,24 +84,22 @@ def _title(setup: Setup) -> str:
 
 def _fields(packages: Packages) -> dict[str, list[str]]:
     """Return {field of KVTransferConfig: its choices, [] for any}; {} if it cannot be read."""
-    for tree in filter(None, map(packages.tree, ("vllm.config.kv_transfer", "vllm.config"))):
-        if node := defined(tree, "KVTransferConfig"):
-            return {
-                each.target.id: list(dict.fromkeys(_choices(each.annotation, tree)))
-                for each in node.body
-                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-            }
-    return {}
+    tree = packages.tree("vllm.config.kv_transfer")
+    node = defined(tree, "KVTransferConfig")
+    return {
+        each.target.id: list(dict.fromkeys(_choices(each.annotation, tree)))
+        for each in (node.body if tree and node else ())
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
 
 
-def _choices(node: ast.AST, module: ast.Module) -> Iterator[str]:
+def _choices(node: ast.AST, module: ast.Module | None) -> Iterator[str]:
     """Yield the choices of an annotation such as `Literal[...] | None`, or of an alias for it (KVRole)."""
     for each in ast.walk(node):
         if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
             constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))
             yield from (value for value in constants if isinstance(value, str))
-        alias = assigned(module, each.id) if isinstance(each, ast.Name) else None
-        if alias is not None:
+        if isinstance(each, ast.Name) and (alias := assigned(module, each.id)):
             yield from _choices(alias, module)
 
 

@@ -62,8 +62,7 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     """Compare an engine's answers with answers of an engine without a connector. Return the error, or None."""
     for name in ROUNDS:
         mine, other = ran[name], plain[name]
-        differ = sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True))
-        if differ:
+        if differ := sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True)):
             return f"{name}: {differ} of {len(other['tokens'])} outputs differ from outputs without a connector"
     alike = sum(one == other for one, other in zip(plain["cold"]["tokens"], plain["changed"]["tokens"], strict=True))
     if alike:
@@ -92,12 +91,10 @@ def without_connector(device: str) -> dict[str, Any]:
 def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield kv_transfer_config for LMCache's connector of this kind, in a subclass that logs the loads."""
     with contextlib.ExitStack() as stack:
-        if kind == "v1":
-            transfer = real_engine.in_process(CHUNK)
-        else:
+        transfer = real_engine.in_process(CHUNK)
+        if kind == "mp":
             try:
-                server = real_engine.server(folder / "server.log", CHUNK, dict(os.environ))
-                transfer = stack.enter_context(server)
+                transfer = stack.enter_context(real_engine.server(folder / "server.log", CHUNK, dict(os.environ)))
             except FileNotFoundError as error:
                 raise Refused(str(error)) from error
         extra = {**transfer["kv_connector_extra_config"], LOADS: str(folder / "loads")}

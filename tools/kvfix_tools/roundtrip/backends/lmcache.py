@@ -208,8 +208,7 @@ def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -
         kv_shape=(geometry.layers, geometry.planes, chunk, geometry.heads, geometry.head_size),
         use_mla=geometry.layout.latent, role="worker", chunk_size=chunk,
     )  # fmt: skip
-    made = getattr(module, name).from_metadata
-    return made(metadata, buffer, check.device, layout_hints=hints(geometry)), metadata
+    return getattr(module, name).from_metadata(metadata, buffer, check.device, layout_hints=hints(geometry)), metadata
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
