@@ -5,6 +5,7 @@ LMCache 0.4.4 to 0.4.6. On the CPU the copy needs a stand-in for CUDA events (pl
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,7 @@ STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
 
 
-def run(
-    folder: Path, apply: bool, transfer: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
-) -> Ran:
-    return start.run(folder, apply, transfer, environment={**start.ONE_PROCESS, **(environment or {})}, **more)
+run = partial(start.run, environment=start.ONE_PROCESS)
 
 
 def died(ran: Ran, text: str) -> bool:
@@ -131,7 +129,8 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
                 return
 
     transfer = start.v1(64, lookup_timeout_ms=300)
-    environment = {"KVFIX_TEST_HANG": "lookup_thread_waits", **({} if apply else {"KVFIX": "observe only="})}
+    environment = {**start.ONE_PROCESS, "KVFIX_TEST_HANG": "lookup_thread_waits"}
+    environment |= {} if apply else {"KVFIX": "observe only="}
     ran = run(
         tmp_path, apply, transfer, rounds=[CROWD], environment=environment, before={0: [["spoil"]]},
         when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,

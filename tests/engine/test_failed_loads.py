@@ -36,7 +36,7 @@ JOB: dict[str, Any] = {
         "max_model_len": 1024, "num_gpu_blocks_override": 129, "max_num_batched_tokens": 384,
         "long_prefill_token_threshold": 256,  # so that the step has tokens left for the sharer
     },
-    "environment": start.ONE_PROCESS,
+    "environment": start.ONE_PROCESS, "mode": "check",
 }  # fmt: skip
 
 
@@ -197,9 +197,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
     """Run the cases without kvfix, and with kvfix in mode `check`, which would also show false alarms."""
     transfer = {**start.v1(64), "kv_load_failure_policy": "recompute"}
     ways = [("released", False), ("fixed", True)]
-    released, fixed = (
-        start.run(tmp_path_factory.mktemp(name), apply, transfer, mode="check", **JOB) for name, apply in ways
-    )
+    released, fixed = (start.run(tmp_path_factory.mktemp(name), apply, transfer, **JOB) for name, apply in ways)
     return released, fixed
 
 
