@@ -134,9 +134,7 @@ def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
 for name, (method, changed, text, on, options) in BLOCKS.items():
     call = _changed(changed, 0 if method == "load" else 1)
     row(name, f"connector.server.chunks.{method}", call, f"LAB001 {text}", on=on, **options)
-FAILED_LOAD = steps(
-    do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), max_tokens=5), do.fail_load("r"), do.run()
-)
+FAILED_LOAD = steps(do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), 5), do.fail_load("r"), do.run())
 row(
     "a_failed_load_of_groups_is_not_reported", "workers.0.also_reported", lambda *_: {}, "LAB003", "LAB008", "KVR010",
     on=WINDOWS, schedule=FAILED_LOAD,

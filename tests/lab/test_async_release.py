@@ -191,9 +191,7 @@ def right(mode: str) -> list[Any]:
 
 @pytest.mark.parametrize(("mode", "name", "skip", "released"), AFTER_ONE_LOAD)
 @pytest.mark.parametrize("fixes", [False, True], ids=["released", "fixed"])
-def test_chunks_after_one_load(
-    mode: str, name: str, skip: int | None, released: list[Any], fixes: bool, once: Once
-) -> None:
+def test_chunks_after_one_load(mode: str, name: str, skip: int | None, released: Any, fixes: bool, once: Once) -> None:
     moved, states = once(after_one_load, RELEASES / name, mode, skip, fixes=fixes)
     assert moved == (0 if skip is None else 64 - skip)
     assert states == ([right(mode)] if fixes else released)

@@ -100,9 +100,8 @@ def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
     from kvfix_tools.lab.engine.lab_engine import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 
-    pair = late.Pair(
-        Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
-    )
+    options = Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
+    pair = late.Pair(options)
     pair.on("decode", "lookups_fail", 1)
     before, steps = pair.seconds, 0
     pair.ask_decode("a", prompt(100), 5)

@@ -251,10 +251,8 @@ for arguments in {cases!r}:
 def test_vllms_copy_and_later_releases_have_other_arguments() -> None:
     """The text of a refusal (options.KNOWN) names lines of vLLM and LMCache. These lines have the named code."""
     (copied,) = ROOT.glob(f".venv/lib/python*/site-packages/vllm/{COPY}")
-    adapters = [
-        RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")
-    ]
-    own, early, late = (file.read_text().splitlines() for file in (copied, *adapters))
+    theirs = [RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")]
+    own, early, late = (file.read_text().splitlines() for file in (copied, *theirs))
     assert (own[119], own[130]) == ("    parallel_strategy = ParallelStrategy(", "        server_url=server_url,")
     assert early[283] == "class ParallelStrategy:"
     assert late[672] == "        server_urls: list[str],"

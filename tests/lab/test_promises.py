@@ -134,9 +134,7 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
         ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
     ],
 )
-def test_one_request_loads_what_a_prefill_holds(
-    connector: str, statuses: list[str], computed: dict[str, int], once: Once
-) -> None:
+def test_one_load_for_each_prefill(connector: str, statuses: list[str], computed: dict[str, int], once: Once) -> None:
     loads = sorted(name for name, status in zip(ASKED, statuses, strict=True) if status == LOADS)
     released, fixed = [[LOADS] * 4, {}, sorted(ASKED)], [statuses, computed, loads]
     assert once.both(sent_again, RELEASES / "0.5.6", connector) == [released, fixed]
