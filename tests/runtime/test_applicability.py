@@ -56,9 +56,7 @@ def test_a_helper_counts_only_if_the_bug_is_there() -> None:
 
 def test_a_release_of_each_distribution() -> None:
     """A release number of LMCache need not be one of vLLM: the numbers are independent."""
-    assert decided(FIX, {HELPER: WRONG._replace(releases=frozenset({"7"}))}) == [
-        ("applicable", {FIRST, SECOND, HELPER})
-    ]
+    assert decided(FIX, {HELPER: WRONG._replace(releases=frozenset("7"))}) == [("applicable", {FIRST, SECOND, HELPER})]
 
 
 def test_each_copy_of_the_code_is_decided_by_itself() -> None:

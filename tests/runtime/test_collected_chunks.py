@@ -36,9 +36,9 @@ def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> l
     With `revert`, `kvfix.revert` replaces the release.
     limit: maximum seconds to wait for the thread.
     """
-    import lmcache.utils
     import lmcache.v1.memory_management as module
     import torch
+    from lmcache import utils
 
     allocator = host_memory()
 
@@ -49,10 +49,7 @@ def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> l
     cycle.append(cycle)
     del cycle
     gc.disable()
-    locks = {
-        "allocator": allocator.allocator.address_manager._lock,
-        "statistics": lmcache.utils._shared_observability_lock,
-    }
+    locks = {"allocator": allocator.allocator.address_manager._lock, "statistics": utils._shared_observability_lock}
 
     def run() -> None:
         with locks[locked]:
