@@ -199,9 +199,7 @@ def test_a_damaged_bundle(files: dict[str, Path], tmp_path: Path, replayed: Repl
     assert "here.tar.gz: the bundle is damaged or cut off" in replayed.text([bundle], 2)
 
 
-def test_two_engines_are_distinguished(
-    files: dict[str, Path], split: Split, tmp_path: Path, replayed: Replayed
-) -> None:
+def test_engines_are_distinguished(files: dict[str, Path], split: Split, tmp_path: Path, replayed: Replayed) -> None:
     other = split.write(tmp_path / "o.jsonl", "WORKER", 1, "n0", split.events("WORKER"), engine="other")
     recordings = [recording.read(path) for path in [*files.values(), other]]
     assert sorted(engine.name for engine in engine_recordings.engines(recordings)) == ["e.0", "other.0"]
@@ -209,9 +207,7 @@ def test_two_engines_are_distinguished(
     assert "two recordings are of the same rank" in replayed.text([*files.values(), again], 2)
 
 
-def test_without_common_events_the_wall_clocks_are_compared(
-    files: dict[str, Path], split: Split, tmp_path: Path
-) -> None:
+def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], split: Split, tmp_path: Path) -> None:
     """Without common events kvfix can only compare the wall clocks, and knows no bounds of their difference."""
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", [])
     clock = engine_of(list(files.values())).clocks["boot of n2"]

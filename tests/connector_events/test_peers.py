@@ -177,9 +177,7 @@ def test_a_missing_record_makes_the_lease_unknown(files: dict[str, Path], replay
 
 
 @pytest.mark.parametrize("files", [("lose_notice", 3.0)], indirect=True, ids=["lost"])
-def test_the_lines_of_the_routers_log_that_name_the_request(
-    files: dict[str, Path], tmp_path: Path, replayed: Replayed
-) -> None:
+def test_lines_of_the_routers_log_about_the_request(files: dict[str, Path], tmp_path: Path, replayed: Replayed) -> None:
     router = tmp_path / "router.log"
     router.write_text("Using prefill\nrequest b-00000001: prompt 'secret'\n")
     text = replayed.text(files.values(), 1, router=router)

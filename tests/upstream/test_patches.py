@@ -31,9 +31,7 @@ OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: {fix of code below the cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 #: {(code, dist): why events differ between patch and fix}. The scenarios are clean, and plain schedules do not differ.
-DIFFERS = {
-    ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011"
-}
+DIFFERS = {("KVF036", "lmcache"): "the patch also answers a lookup that is sent again after a timeout, as KVF011 does"}
 
 #: The process of a release runs this once, for all patches.
 FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {connectors!r})"
