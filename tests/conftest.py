@@ -63,21 +63,14 @@ class Fresh:
     def __init__(self, limit: float | None = 300) -> None:
         self._limit = limit
 
-    def __call__(self, code: str, *flags: str, **environment: str) -> Any:
-        done = self.run(
-            [sys.executable, *flags, "-c", f"{code}\nimport json; print(json.dumps(result))"], **environment
-        )
+    def __call__(self, code: str, *flags: str, **settings: str) -> Any:
+        done = self.run([sys.executable, *flags, "-c", f"{code}\nimport json; print(json.dumps(result))"], **settings)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    def run(self, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, command: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            command,
-            env=clean_environment(**environment),
-            capture_output=True,
-            text=True,
-            timeout=self._limit,
-            check=False,
+            command, env=clean_environment(**settings), capture_output=True, text=True, timeout=self._limit
         )
         quick.skip_if_wanted()
         return done

@@ -72,9 +72,7 @@ def test_a_set_up_that_works_has_no_complaint(which: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("cuda", "supported", "count"), [(None, "", 1), (None, "auto", 0), ("13.0", "", 0)])
-def test_a_worker_without_a_gpu(
-    cuda: str | None, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu(cuda: Any, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server of LMCache 0.5.6 accepts only the mode lmcache_driven, unless its command line names another mode."""
     options = {"port": "5555", **({"supported-transfer-mode": supported} if supported else {})}
     monkeypatch.setattr(servers, "running", lambda port: Command("lmcache server", "", options, {}, False, ""))

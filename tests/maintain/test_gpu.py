@@ -63,9 +63,7 @@ def test_the_parts_of_a_wheel_are_one_package_again(wheel: Path, tmp_path: Path)
         bundle.split(wheel, tmp_path, {"large/fa9.*": "a reason"}, {})
 
 
-def test_the_bundle_has_the_wheels_and_the_scripts(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bundle_has_wheels_and_scripts(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is too large is an error."""
     operations = wheel.with_name("vllm_operations-1.0-py3-none-any.whl")
     operations.write_bytes(wheel.read_bytes())
@@ -138,9 +136,7 @@ def test_resume_runs_what_has_no_result(fakes: Fakes) -> None:
     assert fakes.ran == ["0"]
 
 
-def test_a_stage_without_a_gpu_ends_with_77(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_without_gpu_ends_with_77(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cuda = SimpleNamespace(is_available=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.11.0", cuda=cuda))
     with pytest.raises(SystemExit) as ended:

@@ -161,7 +161,5 @@ def test_the_targets_of_make_are_there() -> None:
     targets = set(re.findall(r"(?:^    |`)make (\w+)", text, re.M))
     assert targets
     for target in targets:
-        done = subprocess.run(
-            ["make", "-n", "-o", "install", target], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["make", "-n", "-o", "install", target], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
