@@ -111,8 +111,7 @@ class Case:
         extra = known.get("kv_connector_extra_config", {}) if self.extra is None else self.extra
         extra = {**extra, **{f"lmcache.{name}": value for name, value in self.settings.items()}}
         if "connectors" in extra:
-            children = extra["connectors"]
-            extra["connectors"] = [TRANSFERS[each] if isinstance(each, str) else each for each in children]
+            extra["connectors"] = [TRANSFERS[each] if isinstance(each, str) else each for each in extra["connectors"]]
         return {**known, **({"kv_connector_extra_config": extra} if extra or self.extra == {} else {}), **self.keys}
 
 
@@ -152,8 +151,7 @@ class Run:
             self.redis = stack.enter_context(fake_redis.running(case.redis))
             self.values["REDIS"] = str(self.redis.server_address[1])
         if case.busy:
-            other = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
-            self.values["BUSY"] = str(other.getsockname()[1])
+            self.values["BUSY"] = str(stack.enter_context(socket.create_server(("0.0.0.0", 0))).getsockname()[1])
         if case.server is not None and case.main != "server_alone":
             self.logs["server"] = folder / "server.log"
             transfer = stack.enter_context(start.server(log=self.logs["server"], options=tuple(case.server)))

@@ -248,8 +248,7 @@ def test_healthy(engines: tuple[Ran, Ran]) -> None:
     assert loaded == once + sum(sum(case.again.values()) for case in CASES.values())
     assert "Report: " not in fixed.log
     assert "a fault of kvfix itself" not in fixed.log
-    verdicts = fixed.answer["verdicts"]
-    assert {verdicts[code] for code in ("KVF007", "KVF022", "KVF203", "KVF205")} == {"applied"}
+    assert {fixed.answer["verdicts"][code] for code in ("KVF007", "KVF022", "KVF203", "KVF205")} == {"applied"}
 
 
 if __name__ == "__main__":
