@@ -52,8 +52,7 @@ def mooncake_writes_into_the_next_block(
 ) -> Any:
     from kvfix_tools.lab.engine.byte_memory import SLOT
 
-    block = pair.options.block_size * SLOT
-    return write(of, send, to, sources, [target + block for target in targets], sizes)
+    return write(of, send, to, sources, [target + pair.options.block_size * SLOT for target in targets], sizes)
 
 
 @fault("LAB001", on=("nixl-offload",))

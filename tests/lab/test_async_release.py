@@ -258,8 +258,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
     engine.retrieve_layer = recorded
     worker.step({"another": "b", "again": "a"}, load=True)
-    tags = [configs["lmcache.tag.kvfix"] for configs in loaded if configs]
-    return [*found, tags, engine.retrieve_layer is recorded]
+    return [*found, [configs["lmcache.tag.kvfix"] for configs in loaded if configs], engine.retrieve_layer is recorded]
 
 
 @answers([0] * 4, [1] * 4)

@@ -93,5 +93,4 @@ def test_a_fix_is_named_by_the_words_or_else_by_the_rule() -> None:
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_a_row_can_be_reproduced(connector: str, once: Once) -> None:
     row = next(row for row in HERE[connector].rows if len(row.fixes) == 1)
-    again = once(shown, RELEASES / CONNECTORS[connector], connector, row.seed, row.rule)
-    assert row.fixes[0] in again
+    assert row.fixes[0] in once(shown, RELEASES / CONNECTORS[connector], connector, row.seed, row.rule)

@@ -69,8 +69,7 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 @pytest.mark.parametrize(("slug", "release"), CASES)
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
-    scenario = find(slug)
-    if not scenario.fixes:
+    if not find(slug).fixes:
         # The bug has no fix, so the outcome is as without fixes, unless another bug ended that schedule earlier.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
