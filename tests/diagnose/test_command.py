@@ -126,8 +126,7 @@ def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
         f"{CORE}Traceback (most recent call last):\n"
         f'{CORE}  File "/opt/nowhere/model.py", line 5, in forward\n{CORE}    return self.layer(x)\n'
     )
-    text = (ROOT / "docs/diagnose.md").read_text()
-    schema = json.loads(text.partition("```json\n")[2].partition("```")[0])
+    schema = json.loads((ROOT / "docs/diagnose.md").read_text().partition("```json\n")[2].partition("```")[0])
     for log, code, many in ((CRASH, 1, 1), (HEALTHY, 0, 0), (str(cut), 0, 1)):
         exit_code, out, _ = run(log, json=True)
         answer = json.loads(out)

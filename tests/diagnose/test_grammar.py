@@ -128,8 +128,7 @@ def test_the_statistics_of_the_newest_vllm_are_read() -> None:
     text = filled(", ".join(parts).replace("%s KV", "GPU KV"))[0]
     name, fields = read(f"(APIServer pid=7) INFO 12-03 01:24:36 [loggers.py:7] Engine 000: {text}\n")[0]
     assert name == "stats"
-    counts = [fields[each] for each in ("running", "waiting", "deferred", "preemptions")]
-    assert counts == [14, 15, 16, 20], text
+    assert [fields[each] for each in ("running", "waiting", "deferred", "preemptions")] == [14, 15, 16, 20], text
     assert {"usage", "local", "external"} <= set(fields), text
 
 

@@ -26,8 +26,7 @@ def test_the_compiled_records_are_current() -> None:
 
 
 def test_the_records_stay_small() -> None:
-    files = sorted(maintained.FOLDER.glob("*.toml"))
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 10_000
+    assert sum(len(file.read_text().splitlines()) for file in sorted(maintained.FOLDER.glob("*.toml"))) <= 10_000
 
 
 @EVERY
@@ -218,8 +217,7 @@ def _filled(text: str) -> str:
 
 def shown(problem: Problem, sign: Sign) -> str:
     if sign.form == "logged":
-        frame = VLLM if "vllm" in problem.releases else LMCACHE
-        return frame.format(level="ERROR", text=_filled(sign.text))
+        return (VLLM if "vllm" in problem.releases else LMCACHE).format(level="ERROR", text=_filled(sign.text))
     if sign.form == "stack":
         file, _, function = sign.within.rpartition(":")
         return f"Thread 4242 (active+gil)\n    {function} (lmcache/{file}:7)\n    run (threading.py:9)\n"

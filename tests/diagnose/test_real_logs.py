@@ -133,8 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in PACKED], ids=lambda case: case.name)
 def test_the_first_finding_is_the_planted_fault(case: Case, folder: Path) -> None:
     found = diagnose_files(*sorted((folder / case.name).iterdir()))
-    first = next((each.rule.code for each in found.findings if not each.is_note), "")
-    assert first == case.code
+    assert next((each.rule.code for each in found.findings if not each.is_note), "") == case.code
 
 
 def test_every_planted_fault_has_a_healthy_twin() -> None:

@@ -18,8 +18,7 @@ LOGO = "\u2588  version "
 
 def here() -> dict[str, Path]:
     """Return {release: its site-packages}."""
-    found = {path.parts[-4]: path for path in ROOT.glob("*/lib/python*/site-packages")}
-    return {"0.32.0": site_packages(), **found}
+    return {"0.32.0": site_packages(), **{path.parts[-4]: path for path in ROOT.glob("*/lib/python*/site-packages")}}
 
 
 @pytest.mark.parametrize(
