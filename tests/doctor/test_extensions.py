@@ -45,15 +45,13 @@ def without(content: bytes) -> bytes:
     for name in (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize"):
         at = content.find(b"\0" + name + b"\0")
         if at >= 0:
-            symbol = SYMBOL.encode()[: len(name)]
-            return content[: at + 1] + symbol + content[at + 1 + len(name) :]
+            return content[: at + 1] + SYMBOL.encode()[: len(name)] + content[at + 1 + len(name) :]
     raise AssertionError("the library has none of these symbols")
 
 
 def for_cuda_12() -> bytes:
     """Return LMCache 0.3.10's compiled operations, built with CUDA 12. Remove their dependence on torch."""
-    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
-    return released.read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
+    return next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so")).read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
 
 C_OPS = f"c_ops{SUFFIX}"

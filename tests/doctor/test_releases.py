@@ -51,8 +51,7 @@ CASES = {
 @pytest.mark.parametrize("code", CASES)
 def test_what_fits_and_what_does_not(code: str, tmp_path: Path) -> None:
     theirs = write(tmp_path / "theirs", **THEIRS)
-    ours = write(tmp_path / "ours", connector=code)
-    found = fit.misfits((ours, "ours.connector"), theirs)
+    found = fit.misfits((write(tmp_path / "ours", connector=code), "ours.connector"), theirs)
     assert bool(found) == bool(CASES[code]), found
     assert all(CASES[code] in each.what and each.where.startswith("ours/connector.py:") for each in found)
 

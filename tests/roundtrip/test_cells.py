@@ -128,8 +128,7 @@ def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> No
     """
     check = CellCheck(Cell("torch", layout=layout, skip=skip), CPU)
     copy = staged(TorchCopy(check))
-    result = check.run(copy)
-    assert [str(finding) for finding in result.findings] == []
+    assert [str(finding) for finding in check.run(copy).findings] == []
     for stream, chunks in zip(copy.streams, loads, strict=True):
         load = [*["wait_stream"] * chunks, "synchronize"]
         assert asked(stream) == ["wait_stream", "wait_stream", "synchronize", *load, *load]

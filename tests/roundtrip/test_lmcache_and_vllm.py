@@ -60,8 +60,7 @@ def test_the_default_matrix_passes(run: Any) -> None:
     assert {"KVF020", "KVF021"} <= set(lmcache["fixes"])
     cells = [cell["cell"] for cell in lmcache["cells"] if cell["verdict"] == "passed"]
     for backend, right in RIGHT.items():
-        found = verdicts(lmcache, backend)
-        assert {layout for layout, verdict in found.items() if verdict == {"passed"}} == set(right)
+        assert {layout for layout, verdict in verdicts(lmcache, backend).items() if verdict == {"passed"}} == set(right)
     assert any(cell["skip"] != "none" for cell in cells if cell["backend"] == "lmcache-engine")
     for cell in lmcache["cells"]:
         assert not cell["known"]
@@ -101,8 +100,7 @@ def test_the_layerwise_connector_takes_heads_for_tokens(as_released: dict[str, A
 def test_a_fault_is_named_where_the_host_memory_is_lmcaches_own(run: Any, fault: str) -> None:
     one = ["--layout", "nhd", "--dtype", "bfloat16", "--tokens", "prime", "--slots", "random", "--block", "16"]
     one += ["--chunk", "64", "--heads", "2", "--skip", "none"]
-    answer = run("--backend", "lmcache-engine", *one, "--inject", fault)
-    [cell] = answer["cells"]
+    [cell] = run("--backend", "lmcache-engine", *one, "--inject", fault)["cells"]
     assert cell["verdict"] == "failed"
     assert set(cell["findings"][0]["classes"]) == {FAULTS[fault]}
 

@@ -123,8 +123,7 @@ class Engine:
             return httpx.Response(200, text="data: {")
         choices = {"tokens": [min(one) for one in given], "top_logprobs": given}
         events = [{"choices": [{"logprobs": choices}]}, {"choices": [], "usage": {"prompt_tokens": len(prompt)}}]
-        lines = [*map(json.dumps, events), "[DONE]"]
-        return httpx.Response(200, text="".join(f"data: {line}\n\n" for line in lines))
+        return httpx.Response(200, text="".join(f"data: {line}\n\n" for line in [*map(json.dumps, events), "[DONE]"]))
 
     def metrics(self) -> str:
         self.together = 0

@@ -84,8 +84,7 @@ def test_one_wrong_prompt_in_twelve_is_found(name: str) -> None:
 def test_the_stated_rate() -> None:
     """More controls need fewer fresh prompts. The bound on false alarms holds for any number of controls."""
     for controls in (12, 36, 100):
-        judge = Judge([1.0] * controls)
-        assert judge.error_rate(96) <= FALSE_ALARMS
+        assert Judge([1.0] * controls).error_rate(96) <= FALSE_ALARMS
     assert Judge([1.0] * 100).needed(96) < Judge([1.0] * 36).needed(96) < Judge([1.0] * 12).needed(96)
     assert Judge([1.0] * 36).needed(96) == 7
 
