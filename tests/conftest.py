@@ -235,8 +235,7 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
             ways = [False, fixes][-len(right) :]
             assert [once(case, folder, *arguments, fixes=each) for each in ways] == right
 
-        kind = inspect.Parameter.KEYWORD_ONLY
-        of_test = [inspect.Parameter(name, kind) for name in ("once", *names, *also.split())]
+        of_test = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("once", *names, *also.split())]
         vars(test)["__signature__"] = inspect.Signature(of_test)
         return test
 

@@ -71,7 +71,6 @@ def pytest_runtest_call() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if terminalreporter.config.getoption("--quick"):
-        skipped = terminalreporter.stats.get("skipped", ())
-        count = sum(WHY in str(report.longrepr) for report in skipped)
+        count = sum(WHY in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
         others = ", ".join(f"tests/{each}" for each in LEFT_OUT)
         terminalreporter.write_line(f"quick: left out {count} tests, each of which {WHY}; and {others}")

@@ -112,8 +112,7 @@ def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed
     assert (found["violated"], found["unknown"], found["missing"]) == ([], 0, [])
     assert found["unknown_loads"] == {"0": 0, "1": 0}
     assert [line["event"] for line in split.events("SCHEDULER")].count("LoadDue") > 2
-    alone = replayed([files["0"]])["findings"]
-    assert {each["verdict"] for each in alone} == {"unknown"}
+    assert {each["verdict"] for each in replayed([files["0"]])["findings"]} == {"unknown"}
 
 
 def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
@@ -185,8 +184,7 @@ def test_overlapping_recordings_of_a_process_are_merged(files: dict[str, Path], 
     lines = split.events("SCHEDULER")
     early = split.write(tmp_path / "e.jsonl", "SCHEDULER", 0, "n0", lines[: len(lines) * 2 // 3])
     late = split.write(tmp_path / "l.jsonl", "SCHEDULER", 0, "n0", lines[len(lines) // 3 :])
-    engine = engine_of([late, early, files["0"]])
-    assert engine.scheduler.entries == engine_of([files["scheduler"]]).scheduler.entries
+    assert engine_of([late, early, files["0"]]).scheduler.entries == engine_of([files["scheduler"]]).scheduler.entries
 
 
 def test_a_damaged_bundle(files: dict[str, Path], tmp_path: Path, replayed: Replayed) -> None:

@@ -113,8 +113,7 @@ def test_the_order_comes_from_messages_between_the_engines(files: dict[str, Path
     """The wall clocks alone would order decode's reads before the start of prefill."""
     peers = peers_of(files)
     keeps, reads = peers.links[0].keeps, peers.links[0].reads
-    clock = peers.clock(reads, keeps)
-    assert_between(clock, CLOCKS["decode"][0] - CLOCKS["prefill"][0])
+    assert_between(peers.clock(reads, keeps), CLOCKS["decode"][0] - CLOCKS["prefill"][0])
     for link in peers.links:
         events = [type(entry.event).__name__ for _, entry in peers.history([link])]
         assert events.index("Leased") < events.index("ReadsFrom") < events.index("LeaseEnded")

@@ -22,8 +22,7 @@ def tmp(tmp_path: Path) -> Path:
 
 
 def opened(tmp: Path, path: str = "/tmp") -> SharedFolder:
-    root = os.open(tmp.parent, os.O_PATH)
-    return SharedFolder(shared_folder.opened(root, path, os.O_PATH | os.O_DIRECTORY), USER)
+    return SharedFolder(shared_folder.opened(os.open(tmp.parent, os.O_PATH), path, os.O_PATH | os.O_DIRECTORY), USER)
 
 
 def test_files_are_written_and_read(tmp: Path) -> None:

@@ -67,8 +67,7 @@ def test_the_bundle_has_wheels_and_scripts(wheel: Path, tmp_path: Path, monkeypa
     """A folder that is too large is an error."""
     operations = wheel.with_name("vllm_operations-1.0-py3-none-any.whl")
     operations.write_bytes(wheel.read_bytes())
-    sizes = bundle.make(tmp_path / "bundle", [wheel, operations])
-    assert sizes["2"] == wheel.stat().st_size
+    assert bundle.make(tmp_path / "bundle", [wheel, operations])["2"] == wheel.stat().st_size
     assert (tmp_path / "bundle/1/maintain/gpu/run.sh").is_file()
     assert [path.name for path in (tmp_path / "bundle/1").glob("*.whl")] == [wheel.name]
     monkeypatch.setattr(bundle, "LIMIT", 100)
@@ -166,8 +165,7 @@ def large(**changes: Any) -> RunReport:
 
 
 def engine(reason: str, loaded: int) -> RunReport:
-    operations = f"576 were promised and {loaded} loaded"
-    return report(replace(result("failed"), reason=reason, operations=operations))
+    return report(replace(result("failed"), reason=reason, operations=f"576 were promised and {loaded} loaded"))
 
 
 STALE, DIFFER = result("failed", ("stale",)), "warm: 3 of 3 outputs differ"

@@ -60,8 +60,7 @@ def test_a_release_of_each_distribution() -> None:
 
 
 def test_each_copy_of_the_code_is_decided_by_itself() -> None:
-    two = replace(FIRST, copy="a"), replace(SECOND, copy="b")
-    copies = Fix(*two, HELPER, effect="crash")
+    copies = Fix(replace(FIRST, copy="a"), replace(SECOND, copy="b"), HELPER, effect="crash")
     first, second, helper = copies.targets
     refused = Applicability("refused", "second has gone")
     assert decided(copies, {second: refused}) == [("applicable", {first, helper}), ("refused", set())]

@@ -32,8 +32,7 @@ def test_the_docstring_is_complete(found: Fix) -> None:
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")
     for dist in found.dists:  # the text agrees with the fingerprints
-        wrong = max(fix_overview.wrong_releases(found, dist), key=Version, default="")
-        assert wrong in found.section("Releases")
+        assert max(fix_overview.wrong_releases(found, dist), key=Version, default="") in found.section("Releases")
         assert "\n- Remove when: " in (found.docstring or "") or fix_overview.first_right(found, dist)
 
 
@@ -189,6 +188,5 @@ def test_thousands_of_stores_as_one() -> None:
 
 
 def test_a_layerwise_load_ends_even_if_a_pin_cannot_be_released(faults: dict[str, int]) -> None:
-    chunk = SimpleNamespace(pin=list, unpin=None)
-    assert list(kvf018._layers(iter([1, 2]), kvf018._Load([chunk]))) == [1, 2]
+    assert list(kvf018._layers(iter([1, 2]), kvf018._Load([SimpleNamespace(pin=list, unpin=None)]))) == [1, 2]
     assert len(faults) == 1

@@ -70,8 +70,7 @@ UNFIXED = {found.code for found in catalogue.fixes() if not found.fixable}
 @pytest.fixture(scope="module")
 def rows() -> list[list[str]]:
     """Return the status of every fix on the files of every release, read in one process."""
-    folders = {name: str(release(name)) for name in release_names()}
-    return list(Fresh()(SURVEY.format(folders=folders, dist="lmcache")))
+    return list(Fresh()(SURVEY.format(folders={name: str(release(name)) for name in release_names()}, dist="lmcache")))
 
 
 def undecided(rows: list[list[str]]) -> set[str]:

@@ -144,8 +144,7 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
     )
     # kvfix refuses code that no release has and that no probe can check.
     assert found["status"].startswith("refused" if has_no_probe(row) else "fixed-upstream"), found["status"]
-    outcomes = set(found["outcomes"].values())
-    assert outcomes == ({"clean"} if fix_of(row).scenarios else set()), found["outcomes"]
+    assert set(found["outcomes"].values()) == ({"clean"} if fix_of(row).scenarios else set()), found["outcomes"]
     with_fix = release.with_fix[row.code]
     differ = [name for name in with_fix if found["digests"][name] != with_fix[name]]
     assert bool(differ) == ((row.code, row.dist) in DIFFERS), f"{differ} play differently with kvfix's fix"
