@@ -112,10 +112,7 @@ def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) 
 
 
 class ForkServer:
-    """A process that has imported vLLM and torch, but not LMCache or kvfix. Each call runs in a fork of this process.
-
-    So every case has a separate process, and no case has to import vLLM.
-    """
+    """A process that has imported vLLM and torch, but not LMCache or kvfix. Each call runs in a separate fork."""
 
     def __init__(self, first: str = "", **settings: str) -> None:
         """first: Python code to run before the first fork. settings: variables of the process's environment."""
@@ -170,10 +167,7 @@ with runner.quiet():
 
 
 class Once:
-    """Run a function in a fork once for all processes of pytest, and return its answer.
-
-    After an error, each test that needs the answer fails with this error, and no test runs the function again.
-    """
+    """Run a function in a fork once for all processes of pytest. Return its answer, or fail with its error."""
 
     def __init__(self, fork_server: ForkServer, answers: Path) -> None:
         """answers: the folder for the answers of this run of pytest."""

@@ -1,7 +1,4 @@
-"""Modes, dumps and reports of kvfix, and `kvfix replay`, on the real scheduler with the LMCache of the reported bug.
-
-One process plays the scenario of the bug in every mode.
-"""
+"""Modes, dumps, reports and `kvfix replay`, on the real scheduler with the LMCache of the reported bug."""
 
 import json
 import os

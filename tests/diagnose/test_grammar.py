@@ -1,6 +1,4 @@
-"""The grammar reads every line that a release prints, with its numbers, and knows the release of the line.
-
-The lines are some 900 log statements of 25 releases."""
+"""The grammar reads every line that a release prints, with its numbers, and knows the release of the line."""
 
 import ast
 import re

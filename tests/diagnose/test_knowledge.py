@@ -263,10 +263,7 @@ def second(problem: Problem, log: str) -> list[str]:
 
 @EVERY
 def test_a_line_is_one_record(problem: Problem) -> None:
-    """No sign of a record yields a second finding, and so a second remedy.
-
-    A second finding is allowed if no release has both problems: this log names no release, but a real log does.
-    """
+    """No sign of a record yields a second finding, and so a second remedy, unless no release has both problems."""
     head = RAN.format(problem.connectors[0]) if problem.named else ""
     for sign in problem.shows:
         if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:

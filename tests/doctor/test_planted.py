@@ -1,7 +1,4 @@
-"""Each check of kvfix doctor finds the faults planted for it (planted.toml). Set-ups that work have no complaint.
-
-tests/engine starts engines with the settings of these set-ups.
-"""
+"""Each check of kvfix doctor finds the faults planted for it (planted.toml). Set-ups that work have no complaint."""
 
 import json
 import re

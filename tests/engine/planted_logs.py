@@ -134,10 +134,7 @@ def process_named(server: Server, name: str) -> int:
 
 
 class Run:
-    """One run of a case.
-
-    values: {NAME: text that replaces `$NAME` in the settings of the case}. warned: problems that kvfix doctor reports.
-    """
+    """One run of a case. values: {NAME: text for `$NAME` in the case}. warned: problems that kvfix doctor reports."""
 
     def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
         self.case, self.folder = case, folder
@@ -159,10 +156,7 @@ class Run:
 
     @contextmanager
     def running(self, name: str = "engine", **settings: Any) -> Iterator[Server | None]:
-        """Start the engine, yield it, and end it afterwards. Yield None if the engine does not start.
-
-        settings: fields with other values than in the case.
-        """
+        """Yield the running engine, or None if it does not start. settings: fields that replace the case's."""
         case = replace(self.case, **settings)
         words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # replace the GPU connector of LMCache in process
         words |= {name: self.filled(text) for name, text in case.environment.items()}

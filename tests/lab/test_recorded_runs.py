@@ -1,7 +1,4 @@
-"""The records of long runs, docs/matrix.json and docs/released.json, are complete and as expected.
-
-`python -m maintain released_findings` writes docs/released.json. Its rows can be reproduced.
-"""
+"""docs/matrix.json and docs/released.json, the records of long runs, are complete, as expected and reproducible."""
 
 from pathlib import Path
 

@@ -122,10 +122,7 @@ def staged(copy: TorchCopy) -> TorchCopy:
 @pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
 @pytest.mark.parametrize(("skip", "loads"), [("none", [2, 2]), ("chunk", [2, 1])])
 def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> None:
-    """Run a store of four chunks, and two loads.
-
-    Each chunk waits for the current stream. Each store or load waits until its own streams have ended.
-    """
+    """A chunk waits for the current stream. A store or a load waits until its own streams have ended."""
     check = CellCheck(Cell("torch", layout=layout, skip=skip), CPU)
     copy = staged(TorchCopy(check))
     assert [str(finding) for finding in check.run(copy).findings] == []

@@ -1,7 +1,4 @@
-"""The code of the installed LMCache and vLLM moves KV on CPU tensors, in some layouts. It refuses the others.
-
-All is real except the stand-ins that the report names: `torch.cuda`, and the driver's batched copy.
-"""
+"""The installed LMCache and vLLM move KV on CPU tensors, or refuse a layout. The report names the stand-ins."""
 
 from typing import Any
 

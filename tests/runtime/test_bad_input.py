@@ -1,7 +1,4 @@
-"""For missing, old, odd or broken input, kvfix prints one clear line (what, where, what to do) and applies no fix.
-
-Unusual installations work: kvfix as bytecode only, or in a zip; an editable LMCache with its own finder.
-"""
+"""For missing, old, odd or broken input, kvfix prints one clear line and applies no fix. Odd installations work."""
 
 import compileall
 import os

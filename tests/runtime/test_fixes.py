@@ -44,10 +44,7 @@ class Nothing:
 
 @EVERY
 def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
-    """The engine gets the hook's own answer or exception, and the hook gets the arguments as they were passed.
-
-    A fix of wrong KV may instead fail closed: it gives a safe answer, and does not call the hook.
-    """
+    """The engine gets the hook's own answer or exception. A fix of wrong KV may instead answer without the hook."""
     is_closed = found.on_fault == "closed"
     for target in found.targets:
         if target.fix is None:
@@ -87,9 +84,7 @@ BLIND = [
 
 
 def targets(dist: str, release: str) -> list[tuple[str, Target]]:
-    """Return the fixed functions with a probe. The multi-process connectors begin with 0.4.2, the first release whose
-    adapter reports failed blocks.
-    """
+    """Return the fixed functions with a probe. LMCache before 0.4.2 reports no failed blocks in multi-process mode."""
     is_early = dist == "lmcache" and Version(release) < Version("0.4.2")
     return [
         (found.code, target)

@@ -1,7 +1,4 @@
-"""A release with a patch applied, and the functions that run on it in a separate process.
-
-The patched copy is thin: the touched files are real, all others are links to the release.
-"""
+"""A patched copy of a release, in which untouched files are links, and the functions that run on the copy."""
 
 import ast
 import functools
