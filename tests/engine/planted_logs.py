@@ -63,45 +63,29 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One case. Run replaces `$NAME` in the settings of the case by a value of the run.
-
-    truth: the cause in one sentence, written before the first run; "" for a healthy twin
-    code: the first finding of kvfix-diagnose
-    setup: True if kvfix doctor can see the fault before the launch
-    transfer: a key of TRANSFERS, or a text that is not JSON
-    extra: replaces the kv_connector_extra_config of `transfer`. settings: LMCache's settings to add
-    keys: more keys of the kv_transfer_config
-    redis: fault of a store that listens at $REDIS
-    server: options of an `lmcache server` that listens at $SERVER
-    busy: True if another program already listens at $BUSY
-    cache_is_a_file: True if there is a file with the name of the folder `cache`
-    play: method of Run to call while the engine runs
-    main: method of Run to call for the whole case
-    second: fields that differ in the second engine
-    change: method of Run that changes the parameters of the requests to decode
-    """
+    """One case. Run replaces `$NAME` in the settings of the case by a value of the run."""
 
     name: str
-    truth: str = ""
+    truth: str = ""  # the cause in one sentence, written before the first run; "" for a healthy twin
     remedy: str = ""
     twin: str = ""
-    code: str = ""
-    setup: bool = True
-    transfer: str = "v1"
-    extra: dict[str, Any] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    keys: dict[str, Any] = field(default_factory=dict)
+    code: str = ""  # the first finding of kvfix-diagnose
+    setup: bool = True  # kvfix doctor can see the fault before the launch
+    transfer: str = "v1"  # a key of TRANSFERS, or a text that is not JSON
+    extra: dict[str, Any] | None = None  # replaces the kv_connector_extra_config of `transfer`
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of LMCache to add
+    keys: dict[str, Any] = field(default_factory=dict)  # more keys of the kv_transfer_config
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     file: str | None = None
-    redis: str | None = None
-    server: tuple[str, ...] | None = None
-    busy: bool = False
-    cache_is_a_file: bool = False
-    play: str = "twice"
-    main: str = "one_engine"
-    second: dict[str, Any] = field(default_factory=dict)
-    change: str = ""
+    redis: str | None = None  # fault of a store that listens at $REDIS
+    server: tuple[str, ...] | None = None  # options of an `lmcache server` that listens at $SERVER
+    busy: bool = False  # another program already listens at $BUSY
+    cache_is_a_file: bool = False  # there is a file with the name of the folder `cache`
+    play: str = "twice"  # method of Run to call while the engine runs
+    main: str = "one_engine"  # method of Run to call for the whole case
+    second: dict[str, Any] = field(default_factory=dict)  # fields that differ in the second engine
+    change: str = ""  # method of Run that changes the parameters of the requests to decode
 
     def config(self) -> dict[str, Any] | str:
         """Return the kv_transfer_config."""

@@ -41,19 +41,14 @@ JOB: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """A request with prompt `load`, whose load fails, and the expected results.
-
-    - again: {request: tokens that LMCache loads when the prompt is sent again}
-    - steps: {request: tokens} of the step whose load fails, and of the next step, which is already in flight
-    - wrong: without kvfix, the requests with a wrong answer, and those with a wrong answer when sent again
-    - sharer: a prompt that comes one step later, when the prefix cache has the blocks of the failed load
-    """
+    """A request with prompt `load`, whose load fails, and the expected results."""
 
     load: list[int]
-    again: dict[str, int]
-    steps: list[dict[str, int]] = []
+    again: dict[str, int]  # {request: tokens that LMCache loads when the prompt is sent again}
+    steps: list[dict[str, int]] = []  # {request: tokens} of the step whose load fails, and of the step in flight
+    #: Without kvfix: requests with a wrong answer, and requests with a wrong answer when sent again.
     wrong: tuple[set[str], set[str]] = (set(), set())
-    sharer: list[int] = []
+    sharer: list[int] = []  # a prompt that comes one step later, when the prefix cache has the failed load's blocks
 
 
 LONG = prompt(720, 9)

@@ -30,15 +30,10 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """shows: the lab must find one of these. Each is the code of a rule, and a part of the message.
-
-    options: changed options of the setup. schedule: replaces the schedule of the setup.
-    """
-
-    shows: tuple[str, ...]
+    shows: tuple[str, ...]  # the lab must find one of these: the code of a rule, and a part of the message
     plant: Plant
-    options: dict[str, Any] = {}
-    schedule: Plant | None = None
+    options: dict[str, Any] = {}  # changed options of the setup
+    schedule: Plant | None = None  # replaces the schedule of the setup
 
 
 #: {(setup, name): fault}
