@@ -20,6 +20,7 @@ from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.scenario import scenarios
 from maintain import peers
 from tests.conftest import RELEASES, ROOT, ForkServer, call, release_names
+from tests.diagnose.lines import site_packages
 from tests.healthy import changing
 from tests.lab import test_async_release
 from tests.upstream import patched
@@ -49,8 +50,7 @@ def released_tests(row: upstream.Ready) -> Path:
 
 
 def released(row: upstream.Ready) -> tuple[Path, Path]:
-    vllm = installed_source.package_dir("vllm")
-    return RELEASES / row.version if row.dist == "lmcache" else vllm.parent, released_tests(row)
+    return RELEASES / row.version if row.dist == "lmcache" else site_packages(), released_tests(row)
 
 
 def lmcache_of(row: upstream.Ready) -> str:
