@@ -53,7 +53,7 @@ PLUGIN = ROOT / "tests/engine/plugin"
 def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
     """Return the environment of a program, without variables of kvfix. first: folders to put first on PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    places = [*first, *quick.site(), ROOT / "patches", ROOT / "tools"]
+    places = [*first, *([quick.SITE] if quick.VARIABLE in os.environ else []), ROOT / "patches", ROOT / "tools"]
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, places)), **changes}
 
 

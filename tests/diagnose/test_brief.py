@@ -40,11 +40,7 @@ def test_the_summary_has_the_main_facts() -> None:
 
 
 def test_the_summary_has_an_unknown_failure() -> None:
-    lines = (
-        "Traceback (most recent call last):",
-        '  File "/home/ada/site/mine.py", line 7, in load',
-        "mine.OddError: odd",
-    )
+    lines = ("Traceback (most recent call last):", '  File "/home/ada/mine.py", line 7, in load', "mine.OddError: odd")
     log = "".join(f"{CORE}{line}\n" for line in lines).encode()
     text = brief(log)
     assert all(part in text for part in ("KVD199", "mine.OddError: odd", "<file>:7 load"))

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -117,11 +118,7 @@ def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], st
     """Return the cells of one fix on the page "Is my pair safe?"."""
     made = support_matrix.data(pairs)
     rows = next(fix["cells"] for fix in made["fixes"] if fix["code"] == code)
-    return {
-        (vllm, lmcache): letter
-        for vllm, row in zip(made["vllm"], rows, strict=True)
-        for lmcache, letter in zip(made["lmcache"], row, strict=True)
-    }
+    return dict(zip(product(made["vllm"], made["lmcache"]), chain(*rows), strict=True))
 
 
 def test_the_pair_page_has_what_the_lab_ran_and_bugs_that_the_code_has() -> None:
