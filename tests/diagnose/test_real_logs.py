@@ -3,8 +3,6 @@
 With LMCache in process, a stand-in replaces LMCache's GPU connector; all else is real. The archive planted.tar.xz has
 logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_logs.toml).
 `python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
-
-The lab's logs are LMCache's lines, at DEBUG, as its real adapter prints them under the real scheduler.
 """
 
 import io

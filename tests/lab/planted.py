@@ -91,9 +91,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
     """Play a setup with a fault. Return the codes and messages of the findings, the counters, and the hits.
 
-    In mode `check` the reports of kvfix count as findings.
-
-    name: name of the fault; "": none. planted: if False, play the schedule of the fault without the fault.
+    The reports of kvfix count too. name: of the fault; "": none. planted: if False, play only the fault's schedule.
     """
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})

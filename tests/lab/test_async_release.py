@@ -1,8 +1,4 @@
-"""LMCache's own cache engine on the CPU: references and pins of chunks after a load, and layerwise loads and stores.
-
-The tests use LMCache's own engine, storage manager, memory objects and adapter, for KVF013, KVF017, KVF018 and KVF026.
-The GPU connector is a stand-in that copies nothing.
-"""
+"""LMCache's own cache engine on the CPU, for KVF013, KVF017, KVF018 and KVF026. The GPU connector copies nothing."""
 
 import inspect
 import itertools

@@ -1,8 +1,4 @@
-"""NixlConnector and MooncakeConnector on the real scheduler, without their transfer libraries.
-
-KVF301 and KVF302: the connector promises tokens although the request's parameters name no blocks, or are for the other
-role. KVF340 and KVF367: several requests read from one prefill. KVF303: statistics in the API server.
-"""
+"""NixlConnector and MooncakeConnector on the real scheduler: KVF301, KVF302, KVF303, KVF340 and KVF367."""
 
 from types import SimpleNamespace
 from typing import Any

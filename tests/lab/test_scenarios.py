@@ -1,8 +1,4 @@
-"""A scenario violates its rule only if the release has the bug and the fixes are not applied.
-
-The scheduler is vLLM's. A process for each release plays each scenario without fixes, with the fixes, and in mode
-`check` without fixes. In mode `check`, kvfix must report the right rule and name the fix.
-"""
+"""A scenario violates its rule only if the release has the bug and the fixes are not applied. Reports name the fix."""
 
 import json
 import subprocess

@@ -1,7 +1,4 @@
-"""The code of elements and the layouts. The command runs the right cells, and the torch backend passes all of them.
-
-The backend has code for CUDA. A stand-in replaces `torch.cuda`, so these tests do not show that a GPU does the same.
-"""
+"""The code of elements and the layouts. The torch backend passes all cells, with a stand-in for `torch.cuda`."""
 
 from functools import partial
 from itertools import combinations, product

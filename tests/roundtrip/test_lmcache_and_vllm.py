@@ -48,10 +48,7 @@ def as_released(run: Any) -> dict[str, Any]:
 
 
 def test_the_default_matrix_passes(run: Any) -> None:
-    """With the fixes, which the report names, the matrix passes, also the packed layouts of vLLM 0.26 and later.
-
-    Refused layouts have a reason. HND is a refused layout: LMCache's torch operations have no code for it.
-    """
+    """With the fixes the matrix passes, also packed layouts of vLLM 0.26 and later. Refused layouts have a reason."""
     lmcache = run("--backend", "lmcache", "lmcache-engine")
     assert lmcache["exit"] == 0
     assert {"KVF020", "KVF021"} <= set(lmcache["fixes"])

@@ -31,11 +31,8 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """A load and a question are in flight when the server ends. Return five flags. The first three are True if KVF122
-    sees a connection: at first, after an answer, after the loss. Then: the load has failed; the question has an answer.
-
-    A stream of LMCache ends when its client notices that the server is gone.
-    """
+    """A load and a question are in flight when the server ends. Return five flags: KVF122 sees a connection at first,
+    after an answer, and after the loss; the load has failed; the question has an answer."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()
@@ -48,7 +45,7 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
     ping.wait()
     found.append(getattr(queue, "_kvfix_connected", False))
     server.close(linger=0)
-    assert list(stream) == []
+    assert list(stream) == []  # LMCache ends the stream when it notices the loss
     failed = load.wait(patience) and load.result() == (b"", False)
     found.append(getattr(queue, "_kvfix_connected", False))
     return [*found, failed, question.query()]

@@ -75,10 +75,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """In a process that has imported the release: import the touched modules again, from the folder.
-
-    Also import again the modules of LMCache, the lab and vLLM (see _OURS) that import a touched module.
-    """
+    """Import the touched modules again, from the folder, and the modules of _OURS that import a touched module."""
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):

@@ -1,8 +1,4 @@
-"""A stand-in for vLLM's HTTP server without a model: two caches of prompts, and log probabilities from the prompt.
-
-It answers inside httpx, without a socket. Tests use it for servers that refuse requests, lack endpoints or end early.
-tests/verify/trials.py has real engines.
-"""
+"""A stand-in inside httpx for vLLM's HTTP server: two caches of prompts, and log probabilities from the prompt."""
 
 import hashlib
 import json
