@@ -188,9 +188,9 @@ class Once:
         assert not error, error
         return result
 
-    def both(self, function: Callable[..., Any], lmcache: Path, *arguments: Any, fixes: Fixes = True) -> list[Any]:
+    def both(self, function: Callable[..., Any], lmcache: Path, *arguments: Any) -> list[Any]:
         """Return two answers: without and with the fixes."""
-        return [self(function, lmcache, *arguments, fixes=each) for each in (False, fixes)]
+        return [self(function, lmcache, *arguments, fixes=each) for each in (False, True)]
 
     def _asked(self, code: str, lmcache: Path) -> tuple[Any, str]:
         try:

@@ -1,4 +1,4 @@
-"""docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one of them again."""
+"""docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again."""
 
 import re
 from pathlib import Path

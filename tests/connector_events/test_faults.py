@@ -59,8 +59,8 @@ def watch(plant: Callable[[], Any], decided: Callable[[], Any], alone: list[Any]
     return {"same": again == alone, "logged": logged, "written": written, "dumps": len(names)}
 
 
-def patched(target: str, replacement: Any = fails) -> Callable[[], Any]:
-    return lambda: mock.patch(target, replacement)
+def patched(target: str) -> Callable[[], Any]:
+    return partial(mock.patch, target, fails)
 
 
 def ledger(feed: Callable[..., Any]) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvfix import installed_source
 from kvfix_tools.doctor import extensions
 from tests.conftest import RELEASES
+from tests.diagnose.lines import site_packages
 from tests.doctor.sites import V1, look, machine, problems, say, serve, site, torch
 
 TORCH = """
@@ -111,9 +111,7 @@ def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
 def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
     """Without AVX-512, vLLM loads the build for AVX2, not the one that ends in SIGILL. Any x86 machine can run this."""
-    package = installed_source.package_dir("vllm")
-    assert package is not None
-    setup = look(serve(V1), package.parent, machine(tmp_path, flags=AVX2))
+    setup = look(serve(V1), site_packages(), machine(tmp_path, flags=AVX2))
     said = [(line.status, line.what.partition(" with ")[0]) for line in say(setup, "extensions")]
     assert ("ok", "vllm._C_AVX2 loads") in said
     assert "vllm._C loads" not in [what for _, what in said]

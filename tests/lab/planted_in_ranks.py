@@ -25,12 +25,11 @@ def _count_twice(engine: Any, schedule: Any) -> Any:
     return schedule()
 
 
-AHEAD: dict[str, dict[str, Any]] = {
-    "tokens_of_a_step_in_flight_count_twice": {"ranks": 3, "pipeline": True},
-    "tokens_of_the_step_before_count_twice": {"async_scheduling": True},
-}
-for name in AHEAD:
-    row(name, "scheduler.schedule", _count_twice, "LAB001 the step reads", every=AHEAD[name])
+for name, ahead in (
+    ("tokens_of_a_step_in_flight_count_twice", {"ranks": 3, "pipeline": True}),
+    ("tokens_of_the_step_before_count_twice", {"async_scheduling": True}),
+):
+    row(name, "scheduler.schedule", _count_twice, "LAB001 the step reads", every=ahead)
 row(
     "report_of_one_rank_counts_for_all", "", lambda engine: vars(engine.executor).update(_aggregator=None),
     "LAB001 of rank 1", on=MP, **RANKS,
