@@ -53,7 +53,7 @@ PLUGIN = ROOT / "tests/engine/plugin"
 def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
     """Return the environment of a program, without variables of kvfix. first: folders to put first on PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    places = [*first, *quick.site(), ROOT / "patches", ROOT / "tools"]
+    places = [*first, *([quick.SITE] if quick.VARIABLE in os.environ else []), ROOT / "patches", ROOT / "tools"]
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, places)), **changes}
 
 
@@ -63,21 +63,14 @@ class Fresh:
     def __init__(self, limit: float | None = 300) -> None:
         self._limit = limit
 
-    def __call__(self, code: str, *flags: str, **environment: str) -> Any:
-        done = self.run(
-            [sys.executable, *flags, "-c", f"{code}\nimport json; print(json.dumps(result))"], **environment
-        )
+    def __call__(self, code: str, *flags: str, **settings: str) -> Any:
+        done = self.run([sys.executable, *flags, "-c", f"{code}\nimport json; print(json.dumps(result))"], **settings)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    def run(self, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, command: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            command,
-            env=clean_environment(**environment),
-            capture_output=True,
-            text=True,
-            timeout=self._limit,
-            check=False,
+            command, env=clean_environment(**settings), capture_output=True, text=True, timeout=self._limit
         )
         quick.skip_if_wanted()
         return done
@@ -119,10 +112,7 @@ def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) 
 
 
 class ForkServer:
-    """A process that has imported vLLM and torch, but not LMCache or kvfix. Each call runs in a fork of this process.
-
-    So every case has a separate process, and no case has to import vLLM.
-    """
+    """A process that has imported vLLM and torch, but not LMCache or kvfix. Each call runs in a separate fork."""
 
     def __init__(self, first: str = "", **settings: str) -> None:
         """first: Python code to run before the first fork. settings: variables of the process's environment."""
@@ -177,10 +167,7 @@ with runner.quiet():
 
 
 class Once:
-    """Run a function in a fork once for all processes of pytest, and return its answer.
-
-    After an error, each test that needs the answer fails with this error, and no test runs the function again.
-    """
+    """Run a function in a fork once for all processes of pytest. Return its answer, or fail with its error."""
 
     def __init__(self, fork_server: ForkServer, answers: Path) -> None:
         """answers: the folder for the answers of this run of pytest."""
@@ -201,9 +188,9 @@ class Once:
         assert not error, error
         return result
 
-    def both(self, function: Callable[..., Any], lmcache: Path, *arguments: Any, fixes: Fixes = True) -> list[Any]:
+    def both(self, function: Callable[..., Any], lmcache: Path, *arguments: Any) -> list[Any]:
         """Return two answers: without and with the fixes."""
-        return [self(function, lmcache, *arguments, fixes=each) for each in (False, fixes)]
+        return [self(function, lmcache, *arguments, fixes=each) for each in (False, True)]
 
     def _asked(self, code: str, lmcache: Path) -> tuple[Any, str]:
         try:
@@ -242,8 +229,7 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
             ways = [False, fixes][-len(right) :]
             assert [once(case, folder, *arguments, fixes=each) for each in ways] == right
 
-        kind = inspect.Parameter.KEYWORD_ONLY
-        of_test = [inspect.Parameter(name, kind) for name in ("once", *names, *also.split())]
+        of_test = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("once", *names, *also.split())]
         vars(test)["__signature__"] = inspect.Signature(of_test)
         return test
 

@@ -24,10 +24,7 @@ def events(done: Any) -> list[tuple[Any, ...]]:
 
 
 def own_blocks() -> None:
-    """Give LMCache's tracker a separate list of blocks, in this process. All else is as without kvfix.
-
-    Tests of the lab itself need this: otherwise plain schedules with a preempted request violate rules.
-    """
+    """Give LMCache's tracker a separate list of blocks. Plain schedules with a preempted request need this."""
     adapter = import_module(ADAPTER)
     impl = adapter.LMCacheConnectorV1Impl
     impl.build_connector_meta = kvf022.fix(adapter)(impl.build_connector_meta)

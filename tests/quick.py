@@ -24,6 +24,7 @@ LEFT_OUT = (
 )  # fmt: skip
 #: This variable has the path of a file. A program makes the file when it imports torch. The path ends in pytest's pid.
 VARIABLE = "KVFIX_TEST_WANTS_TORCH"
+#: The folder that comes first on the path of programs that tests start.
 SITE = Path(__file__).with_name("without_torch")
 
 
@@ -40,11 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     names = (collection_path.name, f"{collection_path.parent.name}/{collection_path.name}")
     return True if config.getoption("--quick") and not set(names).isdisjoint(LEFT_OUT) else None
-
-
-def site() -> list[str]:
-    """Return the folders that come first on the path of programs that tests start."""
-    return [str(SITE)] if VARIABLE in os.environ else []
 
 
 def skip() -> None:
@@ -71,7 +67,6 @@ def pytest_runtest_call() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if terminalreporter.config.getoption("--quick"):
-        skipped = terminalreporter.stats.get("skipped", ())
-        count = sum(WHY in str(report.longrepr) for report in skipped)
+        count = sum(WHY in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
         others = ", ".join(f"tests/{each}" for each in LEFT_OUT)
         terminalreporter.write_line(f"quick: left out {count} tests, each of which {WHY}; and {others}")

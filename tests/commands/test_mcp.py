@@ -21,9 +21,8 @@ def call(root: Path, *calls: tuple[Any, ...]) -> list[Any]:
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
     async def connected() -> list[Any]:
-        parameters = StdioServerParameters(
-            command=sys.executable, args=["-m", "kvfix_tools.cli", "mcp", str(root)], env=clean_environment()
-        )
+        arguments = ["-m", "kvfix_tools.cli", "mcp", str(root)]
+        parameters = StdioServerParameters(command=sys.executable, args=arguments, env=clean_environment())
         async with Client(stdio_client(parameters)) as client:
             return [await getattr(client, method)(*given) for method, *given in calls]
 

@@ -1,7 +1,4 @@
-"""docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again.
-
-For some connectors the lab replaces the worker by a stand-in. The output then names the stand-in.
-"""
+"""docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again."""
 
 import re
 from pathlib import Path

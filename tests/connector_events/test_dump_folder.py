@@ -35,9 +35,7 @@ def test_the_mode_of_a_shared_folder_does_not_change(shared: Path) -> None:
 
 
 @pytest.mark.parametrize(("is_link", "says"), [(True, "is a link"), (False, "is open to other users")])
-def test_a_planted_link_and_a_folder_that_others_can_write_to(
-    is_link: bool, says: str, shared: Path, tmp_path: Path
-) -> None:
+def test_a_planted_link_and_a_folder_open_to_others(is_link: bool, says: str, shared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere" if is_link else shared / OWN
     folder.mkdir()
     folder.chmod(0o755 if is_link else 0o777)
@@ -90,9 +88,7 @@ def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest
     assert not [name for name in left if "-1001-" in name or "-1002-" in name]  # the oldest files are gone
 
 
-def test_a_rule_is_logged_after_the_last_report(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_is_logged_after_all_reports(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "reports", violations.DUMPS)
     monkeypatch.setattr(session, "violations", {})
     watched = SimpleNamespace(name="LMCacheConnectorV1")

@@ -112,8 +112,7 @@ def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed
     assert (found["violated"], found["unknown"], found["missing"]) == ([], 0, [])
     assert found["unknown_loads"] == {"0": 0, "1": 0}
     assert [line["event"] for line in split.events("SCHEDULER")].count("LoadDue") > 2
-    alone = replayed([files["0"]])["findings"]
-    assert {each["verdict"] for each in alone} == {"unknown"}
+    assert {each["verdict"] for each in replayed([files["0"]])["findings"]} == {"unknown"}
 
 
 def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
@@ -185,8 +184,7 @@ def test_overlapping_recordings_of_a_process_are_merged(files: dict[str, Path], 
     lines = split.events("SCHEDULER")
     early = split.write(tmp_path / "e.jsonl", "SCHEDULER", 0, "n0", lines[: len(lines) * 2 // 3])
     late = split.write(tmp_path / "l.jsonl", "SCHEDULER", 0, "n0", lines[len(lines) // 3 :])
-    engine = engine_of([late, early, files["0"]])
-    assert engine.scheduler.entries == engine_of([files["scheduler"]]).scheduler.entries
+    assert engine_of([late, early, files["0"]]).scheduler.entries == engine_of([files["scheduler"]]).scheduler.entries
 
 
 def test_a_damaged_bundle(files: dict[str, Path], tmp_path: Path, replayed: Replayed) -> None:
@@ -199,9 +197,7 @@ def test_a_damaged_bundle(files: dict[str, Path], tmp_path: Path, replayed: Repl
     assert "here.tar.gz: the bundle is damaged or cut off" in replayed.text([bundle], 2)
 
 
-def test_two_engines_are_distinguished(
-    files: dict[str, Path], split: Split, tmp_path: Path, replayed: Replayed
-) -> None:
+def test_engines_are_distinguished(files: dict[str, Path], split: Split, tmp_path: Path, replayed: Replayed) -> None:
     other = split.write(tmp_path / "o.jsonl", "WORKER", 1, "n0", split.events("WORKER"), engine="other")
     recordings = [recording.read(path) for path in [*files.values(), other]]
     assert sorted(engine.name for engine in engine_recordings.engines(recordings)) == ["e.0", "other.0"]
@@ -209,9 +205,7 @@ def test_two_engines_are_distinguished(
     assert "two recordings are of the same rank" in replayed.text([*files.values(), again], 2)
 
 
-def test_without_common_events_the_wall_clocks_are_compared(
-    files: dict[str, Path], split: Split, tmp_path: Path
-) -> None:
+def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], split: Split, tmp_path: Path) -> None:
     """Without common events kvfix can only compare the wall clocks, and knows no bounds of their difference."""
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", [])
     clock = engine_of(list(files.values())).clocks["boot of n2"]

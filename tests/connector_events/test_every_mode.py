@@ -1,7 +1,4 @@
-"""Modes, dumps and reports of kvfix, and `kvfix replay`, on the real scheduler with the LMCache of the reported bug.
-
-One process plays the scenario of the bug in every mode.
-"""
+"""Modes, dumps, reports and `kvfix replay`, on the real scheduler with the LMCache of the reported bug."""
 
 import json
 import os
@@ -134,9 +131,7 @@ def of_check(folder: Path, ending: str) -> list[Path]:
         ("fixed", "", 0, 0),  # mode `strict` with the fix: no violation
     ],
 )
-def test_the_end_and_the_files_of_each_mode(
-    mode: str, died: str, recorders: int, reports: int, played: dict[str, Any]
-) -> None:
+def test_end_and_files_of_each_mode(mode: str, died: str, recorders: int, reports: int, played: dict[str, Any]) -> None:
     """Only mode `strict` changes how the engine ends. Only the owner can read the files."""
     found = played[mode]
     assert found["died"].startswith(died)
@@ -196,9 +191,7 @@ def test_replay_gives_the_same_findings(folder: Path, played: dict[str, Any], re
     assert [found["code"] for found in replayed([files[-1]])["violated"]] == ["KVR002", "KVR011"]
 
 
-def test_replay_of_a_record_without_its_beginning_does_not_guess(
-    folder: Path, played: dict[str, Any], tmp_path: Path, replayed: Replayed
-) -> None:
+def test_replay_without_the_beginning(folder: Path, played: dict[str, Any], tmp_path: Path, replayed: Replayed) -> None:
     whole = of_check(folder, ".jsonl")[0].read_text().splitlines()
     head = [line for line in whole if '"kind":"event"' not in line]
     stored = next(line for line in whole if '"event":"Stored"' in line)

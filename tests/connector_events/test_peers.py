@@ -113,8 +113,7 @@ def test_the_order_comes_from_messages_between_the_engines(files: dict[str, Path
     """The wall clocks alone would order decode's reads before the start of prefill."""
     peers = peers_of(files)
     keeps, reads = peers.links[0].keeps, peers.links[0].reads
-    clock = peers.clock(reads, keeps)
-    assert_between(clock, CLOCKS["decode"][0] - CLOCKS["prefill"][0])
+    assert_between(peers.clock(reads, keeps), CLOCKS["decode"][0] - CLOCKS["prefill"][0])
     for link in peers.links:
         events = [type(entry.event).__name__ for _, entry in peers.history([link])]
         assert events.index("Leased") < events.index("ReadsFrom") < events.index("LeaseEnded")
@@ -177,9 +176,7 @@ def test_a_missing_record_makes_the_lease_unknown(files: dict[str, Path], replay
 
 
 @pytest.mark.parametrize("files", [("lose_notice", 3.0)], indirect=True, ids=["lost"])
-def test_the_lines_of_the_routers_log_that_name_the_request(
-    files: dict[str, Path], tmp_path: Path, replayed: Replayed
-) -> None:
+def test_lines_of_the_routers_log_about_the_request(files: dict[str, Path], tmp_path: Path, replayed: Replayed) -> None:
     router = tmp_path / "router.log"
     router.write_text("Using prefill\nrequest b-00000001: prompt 'secret'\n")
     text = replayed.text(files.values(), 1, router=router)

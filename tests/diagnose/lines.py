@@ -3,13 +3,13 @@
 import gzip
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 import tomllib
 
+from kvfix import installed_source
 from kvfix_tools.diagnose import log_files, statements
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import Scanner
@@ -112,10 +112,7 @@ def asked(release: str, total: int, computed: int, hit: int, need: int, request:
 
 def site_packages() -> Path:
     """Return the folder in which vLLM is installed."""
-    found = find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin).parent.parent
+    return Path(str(installed_source.package_dir("vllm"))).parent
 
 
 def raised(frames: list[tuple[str, str, str]], error: str) -> str:

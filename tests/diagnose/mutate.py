@@ -37,11 +37,8 @@ def corpus() -> list[bytes]:
     """Return lines of the real logs with a needle of the scanner, from the beginning and the end of each log."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
-        found = [
-            text
-            for text in gzip.decompress(path.read_bytes()).split(b"\n")
-            if any(needle in text for needle in NEEDLES)
-        ]
+        texts = gzip.decompress(path.read_bytes()).split(b"\n")
+        found = [text for text in texts if any(needle in text for needle in NEEDLES)]
         lines += found[:20] + found[-40:]
     return lines
 

@@ -126,8 +126,7 @@ def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
         f"{CORE}Traceback (most recent call last):\n"
         f'{CORE}  File "/opt/nowhere/model.py", line 5, in forward\n{CORE}    return self.layer(x)\n'
     )
-    text = (ROOT / "docs/diagnose.md").read_text()
-    schema = json.loads(text.partition("```json\n")[2].partition("```")[0])
+    schema = json.loads((ROOT / "docs/diagnose.md").read_text().partition("```json\n")[2].partition("```")[0])
     for log, code, many in ((CRASH, 1, 1), (HEALTHY, 0, 0), (str(cut), 0, 1)):
         exit_code, out, _ = run(log, json=True)
         answer = json.loads(out)
@@ -147,9 +146,8 @@ def test_one_request(run: Run) -> None:
 
 
 def test_the_page_stands_alone_and_escapes_what_a_log_holds(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "evil.log").write_text(
-        asked(NEWEST, 9, 0, 4, 4, "<b>x</b>") + logged(NEWEST, "degraded", "<script>alert(1)</script>")
-    )
+    evil = asked(NEWEST, 9, 0, 4, 4, "<b>x</b>") + logged(NEWEST, "degraded", "<script>alert(1)</script>")
+    (tmp_path / "evil.log").write_text(evil)
     run(CRASH, HEALTHY, str(tmp_path / "evil.log"), html=str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     assert all(word in page for word in ("KVD101", "Do now: ", "&lt;script&gt;"))
@@ -173,10 +171,8 @@ def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
     log = tmp_path / "long.log"
     log.write_bytes(real("healthy-0.5.6") + b"nothing that is read\n" * 1_700_000)
     ours, theirs = os.openpty()
-    command = [*COMMAND, str(log)]
-    with subprocess.Popen(
-        command, stderr=theirs, stdout=subprocess.PIPE, env=clean_environment(TERM="xterm")
-    ) as process:
+    command, environment = [*COMMAND, str(log)], clean_environment(TERM="xterm")
+    with subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=environment) as process:
         os.close(theirs)
         shown = b"".join(iter(lambda: shown_by(ours), b""))
         report = process.stdout.read()

@@ -1,6 +1,4 @@
-"""The grammar reads every line that a release prints, with its numbers, and knows the release of the line.
-
-The lines are some 900 log statements of 25 releases."""
+"""The grammar reads every line that a release prints, with its numbers, and knows the release of the line."""
 
 import ast
 import re
@@ -33,14 +31,10 @@ def read(text: str) -> list[tuple[str, Fields]]:
 def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
     """statements.json has the statements of the release's files (`make statements`)."""
     rows = [row for row in statements.known()[dist] if release in row.lines]
-    known = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
+    known = {(row.file, row.message, row.template, row.level, line) for row in rows for line in row.lines[release]}
     names = {row.file for row in rows}
     files: list[Path] = [path for path in PACKAGES[dist, release].rglob("*.py") if path.name in names]
-    assert known == {
-        (message, text, level, path.name, line)
-        for path in files
-        for message, text, level, line in taken(path.read_bytes())
-    }
+    assert known == {(path.name, *each) for path in files for each in taken(path.read_bytes())}
     assert len(known) > 5
 
 
@@ -132,8 +126,7 @@ def test_the_statistics_of_the_newest_vllm_are_read() -> None:
     text = filled(", ".join(parts).replace("%s KV", "GPU KV"))[0]
     name, fields = read(f"(APIServer pid=7) INFO 12-03 01:24:36 [loggers.py:7] Engine 000: {text}\n")[0]
     assert name == "stats"
-    counts = [fields[each] for each in ("running", "waiting", "deferred", "preemptions")]
-    assert counts == [14, 15, 16, 20], text
+    assert [fields[each] for each in ("running", "waiting", "deferred", "preemptions")] == [14, 15, 16, 20], text
     assert {"usage", "local", "external"} <= set(fields), text
 
 

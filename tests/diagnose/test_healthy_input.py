@@ -1,7 +1,4 @@
-"""Healthy input gives no finding: whole logs of working engines, parts of them, and texts that are no engine log.
-
-A note is allowed. A note says that the log is an excerpt, or that an engine logged an error and continued.
-"""
+"""Healthy input gives no finding, but may give a note: logs of working engines, their parts, and other texts."""
 
 from collections.abc import Iterator
 from pathlib import Path

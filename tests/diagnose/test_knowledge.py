@@ -26,8 +26,7 @@ def test_the_compiled_records_are_current() -> None:
 
 
 def test_the_records_stay_small() -> None:
-    files = sorted(maintained.FOLDER.glob("*.toml"))
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 10_000
+    assert sum(len(file.read_text().splitlines()) for file in sorted(maintained.FOLDER.glob("*.toml"))) <= 10_000
 
 
 @EVERY
@@ -218,8 +217,7 @@ def _filled(text: str) -> str:
 
 def shown(problem: Problem, sign: Sign) -> str:
     if sign.form == "logged":
-        frame = VLLM if "vllm" in problem.releases else LMCACHE
-        return frame.format(level="ERROR", text=_filled(sign.text))
+        return (VLLM if "vllm" in problem.releases else LMCACHE).format(level="ERROR", text=_filled(sign.text))
     if sign.form == "stack":
         file, _, function = sign.within.rpartition(":")
         return f"Thread 4242 (active+gil)\n    {function} (lmcache/{file}:7)\n    run (threading.py:9)\n"
@@ -265,10 +263,7 @@ def second(problem: Problem, log: str) -> list[str]:
 
 @EVERY
 def test_a_line_is_one_record(problem: Problem) -> None:
-    """No sign of a record yields a second finding, and so a second remedy.
-
-    A second finding is allowed if no release has both problems: this log names no release, but a real log does.
-    """
+    """No sign of a record yields a second finding, and so a second remedy, unless no release has both problems."""
     head = RAN.format(problem.connectors[0]) if problem.named else ""
     for sign in problem.shows:
         if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:

@@ -1,7 +1,4 @@
-"""Logs that are packed, split into files, streamed or damaged: no line is lost, and memory does not grow.
-
-KVFIX_TEST_EXAMPLES: number of damaged logs. For 100,000, run `python -m tests.diagnose.mutate --count 100000`.
-"""
+"""Logs that are packed, split into files, streamed or damaged: no line is lost, and memory does not grow."""
 
 import gzip
 import io
@@ -66,8 +63,7 @@ def test_what_cannot_be_read_is_reported(tmp_path: Path) -> None:
 
 def test_blocks_end_with_lines_and_lose_nothing() -> None:
     log = polls(20_000) + b"no end of line"
-    source = log_files.Source("log", len(log))
-    blocks = list(log_files.blocks(source, io.BytesIO(log)))
+    blocks = list(log_files.blocks(log_files.Source("log", len(log)), io.BytesIO(log)))
     assert len(blocks) > 2
     assert b"".join(blocks) == log
     assert all(block.endswith(b"\n") for block in blocks[:-1])

@@ -29,8 +29,7 @@ def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() ->
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)
         decisive = whole.findings[0].evidence[:1] if whole.findings else []
-        parts = [lines[-200:], *(lines[each.line - 1 : each.line] for each in decisive)]
-        for part in parts:
+        for part in [lines[-200:], *(lines[each.line - 1 : each.line] for each in decisive)]:
             certain = {
                 found.rule.code
                 for found in diagnosed(b"".join(part)).findings

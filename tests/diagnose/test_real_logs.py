@@ -3,8 +3,6 @@
 With LMCache in process, a stand-in replaces LMCache's GPU connector; all else is real. The archive planted.tar.xz has
 logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_logs.toml).
 `python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
-
-The lab's logs are LMCache's lines, at DEBUG, as its real adapter prints them under the real scheduler.
 """
 
 import io
@@ -63,10 +61,9 @@ def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
     """A finding names the release that ran at that time. The log has five healthy engines, and one that crashes."""
     diagnosis = diagnosed(b"".join(real(name) * (5 if "healthy" in name else 1) for name in names))
     assert codes(diagnosis) == ["KVD101"]
-    assert advice.remedy(diagnosis, diagnosis.findings[0]) == advice.remedy(
-        diagnose("crash-0.3.10"), diagnose("crash-0.3.10").findings[0]
-    )
-    assert "KVF001" in advice.remedy(diagnosis, diagnosis.findings[0]).now
+    remedy, alone = (advice.remedy(each, each.findings[0]) for each in (diagnosis, diagnose("crash-0.3.10")))
+    assert remedy == alone
+    assert "KVF001" in remedy.now
 
 
 def test_a_recording_is_left_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,10 +111,8 @@ def test_a_debug_log_hides_nothing() -> None:
 
 def test_the_innermost_frames_of_a_deep_fault_are_kept() -> None:
     """faulthandler prints the innermost frame first. This frame crashed."""
-    frames = "".join(f'  File "/opt/app/x.py", line {number} in f{number}\n' for number in range(1, 91))
-    log = diagnosed(
-        f"Fatal Python error: Segmentation fault\n\nThread 7 (most recent call first):\n{frames}\n".encode()
-    )
+    rows = "".join(f'  File "/opt/app/x.py", line {number} in f{number}\n' for number in range(1, 91))
+    log = diagnosed(f"Fatal Python error: Segmentation fault\n\nThread 7 (most recent call first):\n{rows}\n".encode())
     assert log.failures.raised[0].fields["frames"][-1] == ("/opt/app/x.py", 1, "f1")
 
 
@@ -136,8 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in PACKED], ids=lambda case: case.name)
 def test_the_first_finding_is_the_planted_fault(case: Case, folder: Path) -> None:
     found = diagnose_files(*sorted((folder / case.name).iterdir()))
-    first = next((each.rule.code for each in found.findings if not each.is_note), "")
-    assert first == case.code
+    assert next((each.rule.code for each in found.findings if not each.is_note), "") == case.code
 
 
 def test_every_planted_fault_has_a_healthy_twin() -> None:

@@ -18,8 +18,7 @@ LOGO = "\u2588  version "
 
 def here() -> dict[str, Path]:
     """Return {release: its site-packages}."""
-    found = {path.parts[-4]: path for path in ROOT.glob("*/lib/python*/site-packages")}
-    return {"0.32.0": site_packages(), **found}
+    return {"0.32.0": site_packages(), **{path.parts[-4]: path for path in ROOT.glob("*/lib/python*/site-packages")}}
 
 
 @pytest.mark.parametrize(
@@ -82,9 +81,7 @@ def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
 
 
 def test_a_traceback_bounds_the_release() -> None:
-    frame = (
-        '  File "/opt/vllm-source/vllm/distributed/kv_transfer/kv_connector/v1/nixl/{}.py", line 7, in _read_blocks\n'
-    )
+    frame = '  File "/opt/vllm-source/vllm/distributed/kv_transfer/kv_connector/v1/nixl/{}.py", line 7, in read\n'
     for file, inside, outside in (("worker", "0.20.2", "0.26.0"), ("pull_worker", "0.26.0", "0.20.2")):
         log = diagnosed(f"Traceback (most recent call last):\n{frame.format(file)}AssertionError\n".encode())
         assert [inside in log.releases.placed(), outside in log.releases.placed()] == [True, False]
@@ -118,9 +115,7 @@ RIGHT = structs.replace(WARNED, releases={}, fixed_in={"vllm": "0.11.0"})
     ],
     ids=lambda value: value.code if isinstance(value, Problem) else "",
 )  # fmt: skip
-def test_releases_that_have_the_problem(
-    problem: Problem, release: str, found: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_affected_releases(problem: Problem, release: str, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.verdict for each in warned(monkeypatch, problem, release).findings if each.rule is problem] == found
 
 
@@ -136,9 +131,7 @@ PARTS = "vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache"
         ("0.33.0", "vLLM 0.32.0 or newer", "--issue"),  # no remedy is left: report the problem
     ],
 )
-def test_a_release_that_ran_is_no_remedy(
-    release: str, for_good: str, good: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_used_release_is_no_remedy(release: str, for_good: str, good: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log = warned(monkeypatch, structs.replace(WARNED, releases={}, for_good=for_good), release)
     found = advice.remedy(log, log.findings[0]).good
     assert found == good or (good == "--issue" and good in found)

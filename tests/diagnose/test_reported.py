@@ -49,8 +49,7 @@ def test_a_stream_shows_what_it_is_in_later_blocks() -> None:
     scanner = Scanner()
     another = LMCACHE.format(level="WARNING", text="nothing")
     blocks = ("starting\n", another, "a worker of mine: ValueError: no such thing\n")
-    found = [line.name for block in blocks for line in scanner.scan(block.encode())]
-    assert found == ["logged", "raised"]
+    assert [line.name for block in blocks for line in scanner.scan(block.encode())] == ["logged", "raised"]
 
 
 @pytest.mark.parametrize("case", REPORTED["logs"], ids=lambda case: case["finding"] or "none")

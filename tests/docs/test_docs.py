@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,7 @@ def test_there_is_a_page_for_everything(site: Path) -> None:
         "findings": [each.code for each in problems.catalogue()],
         "rules": [each.code for each in (*RULES, *lab_rules.RULES)],
     }.items():
-        pages = {page.stem.upper() for page in (site / folder).glob("*.html")} - {"INDEX"}
-        assert pages == set(codes)
+        assert ({page.stem.upper() for page in (site / folder).glob("*.html")} - {"INDEX"}) == set(codes)
         index = (site / folder / "index.html").read_text()
         assert all(f'href="{code.lower()}.html"' in index for code in codes)
 
@@ -101,8 +101,7 @@ def test_search_finds_the_page_of_each_message(site: Path, head: str) -> None:
         min((rank for rank, page in enumerate(pages, 1) if page[-6:] in entry.findings + entry.fixes), default=99)
         for entry, pages in zip(entries, found(site, queries), strict=True)
     ]
-    wrong = [(rank, query) for rank, query in zip(ranks, queries, strict=True) if rank > 3]
-    assert not wrong
+    assert not [(rank, query) for rank, query in zip(ranks, queries, strict=True) if rank > 3]
     assert ranks.count(1) > 0.95 * len(entries), f"{ranks.count(1)} of {len(entries)} first"
 
 
@@ -119,11 +118,7 @@ def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], st
     """Return the cells of one fix on the page "Is my pair safe?"."""
     made = support_matrix.data(pairs)
     rows = next(fix["cells"] for fix in made["fixes"] if fix["code"] == code)
-    return {
-        (vllm, lmcache): letter
-        for vllm, row in zip(made["vllm"], rows, strict=True)
-        for lmcache, letter in zip(made["lmcache"], row, strict=True)
-    }
+    return dict(zip(product(made["vllm"], made["lmcache"]), chain(*rows), strict=True))
 
 
 def test_the_pair_page_has_what_the_lab_ran_and_bugs_that_the_code_has() -> None:
@@ -133,8 +128,7 @@ def test_the_pair_page_has_what_the_lab_ran_and_bugs_that_the_code_has() -> None
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "F"} == {"0.3.10"}
     dates = support_matrix.when_played(PAIRS)
     assert all(played["date"] in dates for played in PAIRS.values())
-    not_played = {pair: {**played, "outcomes": []} for pair, played in PAIRS.items()}
-    crash = letters(not_played, "KVF001")
+    crash = letters({pair: {**played, "outcomes": []} for pair, played in PAIRS.items()}, "KVF001")
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "C"} == {"0.3.10"}
     assert "F" not in crash.values()
 
@@ -151,8 +145,7 @@ def test_the_pair_page_shows_bugs_that_are_not_fixed_and_pairs_that_could_not_be
 
 
 def test_the_matrix_of_a_fix_has_every_pair() -> None:
-    text = support_matrix.of_fix(PAIRS, "KVF001")
-    head, _, *rows = text.partition("\n\n")[0].splitlines()
+    head, _, *rows = support_matrix.of_fix(PAIRS, "KVF001").partition("\n\n")[0].splitlines()
     assert head.endswith(" | 0.3.9 to 0.3.9.post2 | 0.3.10 | 0.3.10.post1 to 0.5.6 |")
     assert len(rows) == len({vllm for vllm, _ in PAIRS})
     assert "does not play this bug" in support_matrix.of_fix(PAIRS, "KVF902")

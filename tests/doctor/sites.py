@@ -175,8 +175,7 @@ def look(
 
 
 def say(setup: Setup, name: str) -> list[Line]:
-    check = next(each for each in checks.catalogue() if each.name == name)
-    return list(check.look(setup))
+    return list(next(each for each in checks.catalogue() if each.name == name).look(setup))
 
 
 def problems(setup: Setup, name: str) -> list[Line]:

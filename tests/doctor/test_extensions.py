@@ -1,16 +1,16 @@
 """Compiled extensions that are broken, or crash while they load. torch is a stand-in; the child process is real."""
 
 import os
-from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from kvfix import installed_source
 from kvfix_tools.doctor import extensions
 from tests.conftest import RELEASES
+from tests.diagnose.lines import site_packages
 from tests.doctor.sites import V1, look, machine, problems, say, serve, site, torch
 
 TORCH = """
@@ -45,15 +45,13 @@ def without(content: bytes) -> bytes:
     for name in (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize"):
         at = content.find(b"\0" + name + b"\0")
         if at >= 0:
-            symbol = SYMBOL.encode()[: len(name)]
-            return content[: at + 1] + symbol + content[at + 1 + len(name) :]
+            return content[: at + 1] + SYMBOL.encode()[: len(name)] + content[at + 1 + len(name) :]
     raise AssertionError("the library has none of these symbols")
 
 
 def for_cuda_12() -> bytes:
     """Return LMCache 0.3.10's compiled operations, built with CUDA 12. Remove their dependence on torch."""
-    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
-    return released.read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
+    return next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so")).read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
 
 C_OPS = f"c_ops{SUFFIX}"
@@ -72,9 +70,7 @@ C_OPS = f"c_ops{SUFFIX}"
         ("no_ops.so", library, "13.0", "problem", "has no compiled operations (cuda_ops or c_ops)"),
     ],
 )  # fmt: skip
-def test_a_library(
-    file: str, content: Callable[[], bytes], cuda: str | None, status: str, what: str, tmp_path: Path
-) -> None:
+def test_a_library(file: str, content: Any, cuda: str | None, status: str, what: str, tmp_path: Path) -> None:
     first, *_ = say(look(serve(V1), make(tmp_path, {file: content()}, cuda)), "extensions")
     assert first.status == status
     assert what in first.what
@@ -115,9 +111,7 @@ def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
 def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
     """Without AVX-512, vLLM loads the build for AVX2, not the one that ends in SIGILL. Any x86 machine can run this."""
-    package = installed_source.package_dir("vllm")
-    assert package is not None
-    setup = look(serve(V1), package.parent, machine(tmp_path, flags=AVX2))
+    setup = look(serve(V1), site_packages(), machine(tmp_path, flags=AVX2))
     said = [(line.status, line.what.partition(" with ")[0]) for line in say(setup, "extensions")]
     assert ("ok", "vllm._C_AVX2 loads") in said
     assert "vllm._C loads" not in [what for _, what in said]

@@ -1,7 +1,4 @@
-"""Each check of kvfix doctor finds the faults planted for it (planted.toml). Set-ups that work have no complaint.
-
-tests/engine starts engines with the settings of these set-ups.
-"""
+"""Each check of kvfix doctor finds the faults planted for it (planted.toml). Set-ups that work have no complaint."""
 
 import json
 import re
@@ -72,9 +69,7 @@ def test_a_set_up_that_works_has_no_complaint(which: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("cuda", "supported", "count"), [(None, "", 1), (None, "auto", 0), ("13.0", "", 0)])
-def test_a_worker_without_a_gpu(
-    cuda: str | None, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu(cuda: Any, supported: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server of LMCache 0.5.6 accepts only the mode lmcache_driven, unless its command line names another mode."""
     options = {"port": "5555", **({"supported-transfer-mode": supported} if supported else {})}
     monkeypatch.setattr(servers, "running", lambda port: Command("lmcache server", "", options, {}, False, ""))
@@ -103,5 +98,4 @@ def test_the_installation_itself(tmp_path: Path, fresh: Fresh) -> None:
     assert done.returncode == 0, done.stdout
     assert {line["status"] for line in lines if line["check"] == "extensions"} <= {"ok", "unchecked"}
     assert any(re.match(r"vllm\._C(_AVX\w+)? loads with torch", line["what"]) for line in lines)
-    fixes = next(line for line in lines if line["check"] == "fixes")
-    assert "KVFIX=fix" in fixes["do"]
+    assert "KVFIX=fix" in next(line for line in lines if line["check"] == "fixes")["do"]

@@ -51,15 +51,12 @@ CASES = {
 @pytest.mark.parametrize("code", CASES)
 def test_what_fits_and_what_does_not(code: str, tmp_path: Path) -> None:
     theirs = write(tmp_path / "theirs", **THEIRS)
-    ours = write(tmp_path / "ours", connector=code)
-    found = fit.misfits((ours, "ours.connector"), theirs)
+    found = fit.misfits((write(tmp_path / "ours", connector=code), "ours.connector"), theirs)
     assert bool(found) == bool(CASES[code]), found
     assert all(CASES[code] in each.what and each.where.startswith("ours/connector.py:") for each in found)
 
 
 def test_what_is_imported_on_the_way_counts(tmp_path: Path) -> None:
     theirs = write(tmp_path / "theirs", **THEIRS)
-    ours = write(
-        tmp_path / "ours", connector="from ours.sub.helper import x", sub__helper="from theirs.things import gone"
-    )
-    assert [each.where for each in fit.misfits((ours, "ours.connector"), theirs)] == ["ours/sub/helper.py:1"]
+    ours = write(tmp_path / "ours", connector="from ours.sub.mod import x", sub__mod="from theirs.things import gone")
+    assert [each.where for each in fit.misfits((ours, "ours.connector"), theirs)] == ["ours/sub/mod.py:1"]

@@ -9,6 +9,7 @@ import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,10 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
         assert found["processes"][0]["stacks"]  # why py-spy has no stacks, for example because it is not allowed here
 
 
-def test_workers_that_are_no_children_of_their_engine_are_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_that_are_no_children_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ray's workers are such processes: they are children of Ray's raylet, not of the engine."""
-    dumps = tmp_path / "dumps"
-    with (
-        hanging(dumps, "engine", "mine") as one,
-        hanging(dumps, "engine", "mine") as other,
-        hanging(dumps, "engine", "another's"),
-    ):
+    worker = partial(hanging, tmp_path / "dumps", "engine")
+    with worker("mine") as one, worker("mine") as other, worker("another's"):
         rows = {row["pid"]: row for row in dumped(one.pid, tmp_path, capsys)["processes"]}
     assert set(rows) == {one.pid, other.pid}
     assert rows[other.pid]["ranks"] == ["rank 1 of 2 of mine"]

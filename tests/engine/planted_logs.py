@@ -63,45 +63,29 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One case. Run replaces `$NAME` in the settings of the case by a value of the run.
-
-    truth: the cause in one sentence, written before the first run; "" for a healthy twin
-    code: the first finding of kvfix-diagnose
-    setup: True if kvfix doctor can see the fault before the launch
-    transfer: a key of TRANSFERS, or a text that is not JSON
-    extra: replaces the kv_connector_extra_config of `transfer`. settings: LMCache's settings to add
-    keys: more keys of the kv_transfer_config
-    redis: fault of a store that listens at $REDIS
-    server: options of an `lmcache server` that listens at $SERVER
-    busy: True if another program already listens at $BUSY
-    cache_is_a_file: True if there is a file with the name of the folder `cache`
-    play: method of Run to call while the engine runs
-    main: method of Run to call for the whole case
-    second: fields that differ in the second engine
-    change: method of Run that changes the parameters of the requests to decode
-    """
+    """One case. Run replaces `$NAME` in the settings of the case by a value of the run."""
 
     name: str
-    truth: str = ""
+    truth: str = ""  # the cause in one sentence, written before the first run; "" for a healthy twin
     remedy: str = ""
     twin: str = ""
-    code: str = ""
-    setup: bool = True
-    transfer: str = "v1"
-    extra: dict[str, Any] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    keys: dict[str, Any] = field(default_factory=dict)
+    code: str = ""  # the first finding of kvfix-diagnose
+    setup: bool = True  # kvfix doctor can see the fault before the launch
+    transfer: str = "v1"  # a key of TRANSFERS, or a text that is not JSON
+    extra: dict[str, Any] | None = None  # replaces the kv_connector_extra_config of `transfer`
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of LMCache to add
+    keys: dict[str, Any] = field(default_factory=dict)  # more keys of the kv_transfer_config
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     file: str | None = None
-    redis: str | None = None
-    server: tuple[str, ...] | None = None
-    busy: bool = False
-    cache_is_a_file: bool = False
-    play: str = "twice"
-    main: str = "one_engine"
-    second: dict[str, Any] = field(default_factory=dict)
-    change: str = ""
+    redis: str | None = None  # fault of a store that listens at $REDIS
+    server: tuple[str, ...] | None = None  # options of an `lmcache server` that listens at $SERVER
+    busy: bool = False  # another program already listens at $BUSY
+    cache_is_a_file: bool = False  # there is a file with the name of the folder `cache`
+    play: str = "twice"  # method of Run to call while the engine runs
+    main: str = "one_engine"  # method of Run to call for the whole case
+    second: dict[str, Any] = field(default_factory=dict)  # fields that differ in the second engine
+    change: str = ""  # method of Run that changes the parameters of the requests to decode
 
     def config(self) -> dict[str, Any] | str:
         """Return the kv_transfer_config."""
@@ -111,8 +95,7 @@ class Case:
         extra = known.get("kv_connector_extra_config", {}) if self.extra is None else self.extra
         extra = {**extra, **{f"lmcache.{name}": value for name, value in self.settings.items()}}
         if "connectors" in extra:
-            children = extra["connectors"]
-            extra["connectors"] = [TRANSFERS[each] if isinstance(each, str) else each for each in children]
+            extra["connectors"] = [TRANSFERS[each] if isinstance(each, str) else each for each in extra["connectors"]]
         return {**known, **({"kv_connector_extra_config": extra} if extra or self.extra == {} else {}), **self.keys}
 
 
@@ -135,10 +118,7 @@ def process_named(server: Server, name: str) -> int:
 
 
 class Run:
-    """One run of a case.
-
-    values: {NAME: text that replaces `$NAME` in the settings of the case}. warned: problems that kvfix doctor reports.
-    """
+    """One run of a case. values: {NAME: text for `$NAME` in the case}. warned: problems that kvfix doctor reports."""
 
     def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
         self.case, self.folder = case, folder
@@ -152,8 +132,7 @@ class Run:
             self.redis = stack.enter_context(fake_redis.running(case.redis))
             self.values["REDIS"] = str(self.redis.server_address[1])
         if case.busy:
-            other = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
-            self.values["BUSY"] = str(other.getsockname()[1])
+            self.values["BUSY"] = str(stack.enter_context(socket.create_server(("0.0.0.0", 0))).getsockname()[1])
         if case.server is not None and case.main != "server_alone":
             self.logs["server"] = folder / "server.log"
             transfer = stack.enter_context(start.server(log=self.logs["server"], options=tuple(case.server)))
@@ -161,10 +140,7 @@ class Run:
 
     @contextmanager
     def running(self, name: str = "engine", **settings: Any) -> Iterator[Server | None]:
-        """Start the engine, yield it, and end it afterwards. Yield None if the engine does not start.
-
-        settings: fields with other values than in the case.
-        """
+        """Yield the running engine, or None if it does not start. settings: fields that replace the case's."""
         case = replace(self.case, **settings)
         words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # replace the GPU connector of LMCache in process
         words |= {name: self.filled(text) for name, text in case.environment.items()}

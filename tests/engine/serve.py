@@ -66,10 +66,8 @@ def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     return {"rounds": rounds, "preemptions": preempted}
 
 
-def continued(
-    prompt: list[int] | int, requests: list[tuple[list[int], int]], rounds: list[list[list[int]]]
-) -> list[int]:
-    return [*requests[prompt][0], *rounds[-1][prompt]] if isinstance(prompt, int) else prompt
+def continued(prompt: list[int] | int, asked: list[tuple[list[int], int]], rounds: list[list[list[int]]]) -> list[int]:
+    return [*asked[prompt][0], *rounds[-1][prompt]] if isinstance(prompt, int) else prompt
 
 
 def recorders(folder: Path, limit: float, among: Container[int] | None = None) -> list[Path]:

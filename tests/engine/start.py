@@ -49,12 +49,11 @@ ROUNDS = [REPORT, REPORT, CROWD, CROWD]
 
 @dataclass
 class Ran:
-    """The results of a run. written: the program's answer; None if the engine died. notes: lines that the test suite's
-    plugin wrote in the engine's processes. log: all output."""
+    """The results of a run."""
 
-    written: dict[str, Any] | None
-    notes: list[dict[str, Any]]
-    log: str
+    written: dict[str, Any] | None  # the program's answer; None if the engine died
+    notes: list[dict[str, Any]]  # lines that the test suite's plugin wrote in the engine's processes
+    log: str  # all output
     pid: int
     folder: Path
 

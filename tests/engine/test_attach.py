@@ -73,7 +73,7 @@ def test_attach_and_detach_under_load(
     version: str, server: bool, codes: set[str], pairs: int, plain: list[Any], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    calm, hard = plain
+    right = dict(zip(("calm", "hard"), plain, strict=True))
     folder = tmp_path / "engine"
     memory: list[dict[int, int]] = []
 
@@ -113,11 +113,7 @@ def test_attach_and_detach_under_load(
         )  # fmt: skip
     assert ran.answer["preemptions"] > 0
     assert ran.count("load") > 0
-    wrong = [
-        (at, kind)
-        for at, (kind, answers) in enumerate(ran.answer["rounds"])
-        if answers != {"calm": calm, "hard": hard}[kind]
-    ]
+    wrong = [(at, kind) for at, (kind, answers) in enumerate(ran.answer["rounds"]) if answers != right[kind]]
     assert not wrong
     for pid in memory[0]:
         assert memory[-1][pid] < memory[0][pid] + 32 * 1024, memory

@@ -5,6 +5,7 @@ LMCache 0.4.4 to 0.4.6. On the CPU the copy needs a stand-in for CUDA events (pl
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,7 @@ STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
 
 
-def run(
-    folder: Path, apply: bool, transfer: dict[str, Any], environment: dict[str, str] | None = None, **more: Any
-) -> Ran:
-    return start.run(folder, apply, transfer, environment={**start.ONE_PROCESS, **(environment or {})}, **more)
+run = partial(start.run, environment=start.ONE_PROCESS)
 
 
 def died(ran: Ran, text: str) -> bool:
@@ -44,8 +42,7 @@ def died(ran: Ran, text: str) -> bool:
 
 @APPLY
 def test_preempt_min_retrieve(apply: bool, tmp_path: Path) -> None:
-    transfer = start.v1(32, min_retrieve_tokens=100_000)
-    ran = run(tmp_path, apply, transfer, rounds=[CROWD])
+    ran = run(tmp_path, apply, start.v1(32, min_retrieve_tokens=100_000), rounds=[CROWD])
     assert died(ran, "Preempted request") is not apply
     assert ran.findings() == (set() if apply else {"KVD103"})
     if apply:
@@ -58,8 +55,7 @@ def test_aborted_while_waiting_then_max_load_unaligned(apply: bool, tmp_path: Pa
     ran = run(tmp_path, apply, transfer, rounds=ON_TOP, before={1: [["abort_waiting", ABORT]]})
     kept = [line for line in ran.notes if line["what"] == "kept"]
     assert any(line["lookups"] for line in kept), "the request that was aborted had no hit"
-    left = (kept[-1]["load_specs"], kept[-1]["priorities"], kept[-1]["lookups"])
-    assert left == ((0, 0, 0) if apply else (1, 1, 1))
+    assert (kept[-1]["load_specs"], kept[-1]["priorities"], kept[-1]["lookups"]) == ((0, 0, 0) if apply else (1, 1, 1))
     assert died(ran, "Mismatch in tokens to load: 128 vs 192 (tokens in lmcache) - 96 (tokens in vllm)") is not apply
     assert ran.findings() == (set() if apply else {"KVD102"})
     if apply:
@@ -107,8 +103,7 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
         environment={"LMCACHE_USE_UPSTREAM_MP": "1"},
     )  # fmt: skip
     assert "Force use builtin LMCacheMPConnectorUpstream" in ran.log
-    granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
-    assert granted == [512, 896 if apply else 512]
+    assert [line["tokens"] for line in ran.notes if line["what"] == "grant"] == [512, 896 if apply else 512]
     assert ran.count("load") == 2
     assert ran.findings() == {"KVD777"}  # LMCache 0.4.6 guesses the layout of vLLM 0.32, which is a risk
     assert ran.answer["rounds"][1][1] == ran.answer["rounds"][2][0]
@@ -131,7 +126,8 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
                 return
 
     transfer = start.v1(64, lookup_timeout_ms=300)
-    environment = {"KVFIX_TEST_HANG": "lookup_thread_waits", **({} if apply else {"KVFIX": "observe only="})}
+    environment = {**start.ONE_PROCESS, "KVFIX_TEST_HANG": "lookup_thread_waits"}
+    environment |= {} if apply else {"KVFIX": "observe only="}
     ran = run(
         tmp_path, apply, transfer, rounds=[CROWD], environment=environment, before={0: [["spoil"]]},
         when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,

@@ -39,9 +39,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Run the LMCache release with the reported bug, with the fix, in new processes."""
-    return start.run(
-        tmp_path_factory.mktemp("early"), apply=True, transfer=start.v1(256), lmcache=release(EARLY), forked=False
-    )
+    return start.run(tmp_path_factory.mktemp("early"), True, start.v1(256), lmcache=release(EARLY), forked=False)
 
 
 @pytest.fixture(scope="module")

@@ -36,24 +36,19 @@ JOB: dict[str, Any] = {
         "max_model_len": 1024, "num_gpu_blocks_override": 129, "max_num_batched_tokens": 384,
         "long_prefill_token_threshold": 256,  # so that the step has tokens left for the sharer
     },
-    "environment": start.ONE_PROCESS,
+    "environment": start.ONE_PROCESS, "mode": "check",
 }  # fmt: skip
 
 
 class Case(NamedTuple):
-    """A request with prompt `load`, whose load fails, and the expected results.
-
-    - again: {request: tokens that LMCache loads when the prompt is sent again}
-    - steps: {request: tokens} of the step whose load fails, and of the next step, which is already in flight
-    - wrong: without kvfix, the requests with a wrong answer, and those with a wrong answer when sent again
-    - sharer: a prompt that comes one step later, when the prefix cache has the blocks of the failed load
-    """
+    """A request with prompt `load`, whose load fails, and the expected results."""
 
     load: list[int]
-    again: dict[str, int]
-    steps: list[dict[str, int]] = []
+    again: dict[str, int]  # {request: tokens that LMCache loads when the prompt is sent again}
+    steps: list[dict[str, int]] = []  # {request: tokens} of the step whose load fails, and of the step in flight
+    #: Without kvfix: requests with a wrong answer, and requests with a wrong answer when sent again.
     wrong: tuple[set[str], set[str]] = (set(), set())
-    sharer: list[int] = []
+    sharer: list[int] = []  # a prompt that comes one step later, when the prefix cache has the failed load's blocks
 
 
 LONG = prompt(720, 9)
@@ -197,9 +192,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
     """Run the cases without kvfix, and with kvfix in mode `check`, which would also show false alarms."""
     transfer = {**start.v1(64), "kv_load_failure_policy": "recompute"}
     ways = [("released", False), ("fixed", True)]
-    released, fixed = (
-        start.run(tmp_path_factory.mktemp(name), apply, transfer, mode="check", **JOB) for name, apply in ways
-    )
+    released, fixed = (start.run(tmp_path_factory.mktemp(name), apply, transfer, **JOB) for name, apply in ways)
     return released, fixed
 
 
@@ -250,8 +243,7 @@ def test_healthy(engines: tuple[Ran, Ran]) -> None:
     assert loaded == once + sum(sum(case.again.values()) for case in CASES.values())
     assert "Report: " not in fixed.log
     assert "a fault of kvfix itself" not in fixed.log
-    verdicts = fixed.answer["verdicts"]
-    assert {verdicts[code] for code in ("KVF007", "KVF022", "KVF203", "KVF205")} == {"applied"}
+    assert {fixed.answer["verdicts"][code] for code in ("KVF007", "KVF022", "KVF203", "KVF205")} == {"applied"}
 
 
 if __name__ == "__main__":

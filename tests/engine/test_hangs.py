@@ -119,8 +119,7 @@ def test_look_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Pat
 
     def looked(pid: int) -> bool:
         # not engine_of(pid), which would also find other engines of the test: its process is the parent
-        looker = looking.Looker(processes.tree(pid), full=True)
-        looks = command.enough(looker)
+        looks = command.enough(looking.Looker(processes.tree(pid), full=True))
         assert all(each.get("kvfix") is None for each in looks[-1].processes)  # kvfix is not in the engine
         found[:] = standstill.verdicts(looks)
         if found:

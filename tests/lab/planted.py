@@ -30,15 +30,10 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """shows: the lab must find one of these. Each is the code of a rule, and a part of the message.
-
-    options: changed options of the setup. schedule: replaces the schedule of the setup.
-    """
-
-    shows: tuple[str, ...]
+    shows: tuple[str, ...]  # the lab must find one of these: the code of a rule, and a part of the message
     plant: Plant
-    options: dict[str, Any] = {}
-    schedule: Plant | None = None
+    options: dict[str, Any] = {}  # changed options of the setup
+    schedule: Plant | None = None  # replaces the schedule of the setup
 
 
 #: {(setup, name): fault}
@@ -96,9 +91,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
     """Play a setup with a fault. Return the codes and messages of the findings, the counters, and the hits.
 
-    In mode `check` the reports of kvfix count as findings.
-
-    name: name of the fault; "": none. planted: if False, play the schedule of the fault without the fault.
+    The reports of kvfix count too. name: of the fault; "": none. planted: if False, play only the fault's schedule.
     """
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})

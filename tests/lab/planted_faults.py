@@ -222,8 +222,7 @@ def a_lookup_is_kept(engine: Any, settle: Any) -> None:
 def a_store_holds_no_blocks(engine: Any) -> None:
     """Let vLLM give blocks to other requests while the connector copies the blocks."""
     pool = engine.scheduler.kv_cache_manager.block_pool
-    manager = engine.connector.in_scheduler.scheduler_manager
-    manager._gpu_block_pool = SimpleNamespace(
+    engine.connector.in_scheduler.scheduler_manager._gpu_block_pool = SimpleNamespace(
         blocks=pool.blocks, touch=lambda blocks: None, free_blocks=lambda blocks: None,
         cached_block_hashes_by_block=pool.cached_block_hashes_by_block,
     )  # fmt: skip

@@ -52,8 +52,7 @@ def mooncake_writes_into_the_next_block(
 ) -> Any:
     from kvfix_tools.lab.engine.byte_memory import SLOT
 
-    block = pair.options.block_size * SLOT
-    return write(of, send, to, sources, [target + block for target in targets], sizes)
+    return write(of, send, to, sources, [target + pair.options.block_size * SLOT for target in targets], sizes)
 
 
 @fault("LAB001", on=("nixl-offload",))
@@ -67,9 +66,7 @@ def other_kv_comes_from_the_cpu(pair: Any) -> None:
 for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mooncake-multi"))):
     row("a_transfer_fails", "", lambda pair: pair.network.failing.update(transfer=1), rule, on=on)
 row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
-row(
-    "blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None, "LAB020", on=(*PULL, *MOONCAKE)
-)
+row("blocks_stay_when_they_are_sent", "prefill.scheduler._free_blocks", lambda *_: None, "LAB020", on=PULL + MOONCAKE)
 row(
     "the_thread_for_handshakes_dies", "",
     lambda pair: pair.network.listeners.update({"prefill:5600": lambda: {}["handshake"]}), "LAB021", on=PULL,

@@ -25,12 +25,11 @@ def _count_twice(engine: Any, schedule: Any) -> Any:
     return schedule()
 
 
-AHEAD: dict[str, dict[str, Any]] = {
-    "tokens_of_a_step_in_flight_count_twice": {"ranks": 3, "pipeline": True},
-    "tokens_of_the_step_before_count_twice": {"async_scheduling": True},
-}
-for name in AHEAD:
-    row(name, "scheduler.schedule", _count_twice, "LAB001 the step reads", every=AHEAD[name])
+for name, ahead in (
+    ("tokens_of_a_step_in_flight_count_twice", {"ranks": 3, "pipeline": True}),
+    ("tokens_of_the_step_before_count_twice", {"async_scheduling": True}),
+):
+    row(name, "scheduler.schedule", _count_twice, "LAB001 the step reads", every=ahead)
 row(
     "report_of_one_rank_counts_for_all", "", lambda engine: vars(engine.executor).update(_aggregator=None),
     "LAB001 of rank 1", on=MP, **RANKS,
@@ -134,9 +133,7 @@ def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
 for name, (method, changed, text, on, options) in BLOCKS.items():
     call = _changed(changed, 0 if method == "load" else 1)
     row(name, f"connector.server.chunks.{method}", call, f"LAB001 {text}", on=on, **options)
-FAILED_LOAD = steps(
-    do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), max_tokens=5), do.fail_load("r"), do.run()
-)
+FAILED_LOAD = steps(do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), 5), do.fail_load("r"), do.run())
 row(
     "a_failed_load_of_groups_is_not_reported", "workers.0.also_reported", lambda *_: {}, "LAB003", "LAB008", "KVR010",
     on=WINDOWS, schedule=FAILED_LOAD,

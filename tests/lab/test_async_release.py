@@ -1,8 +1,4 @@
-"""LMCache's own cache engine on the CPU: references and pins of chunks after a load, and layerwise loads and stores.
-
-The tests use LMCache's own engine, storage manager, memory objects and adapter, for KVF013, KVF017, KVF018 and KVF026.
-The GPU connector is a stand-in that copies nothing.
-"""
+"""LMCache's own cache engine on the CPU, for KVF013, KVF017, KVF018 and KVF026. The GPU connector copies nothing."""
 
 import inspect
 import itertools
@@ -191,9 +187,7 @@ def right(mode: str) -> list[Any]:
 
 @pytest.mark.parametrize(("mode", "name", "skip", "released"), AFTER_ONE_LOAD)
 @pytest.mark.parametrize("fixes", [False, True], ids=["released", "fixed"])
-def test_chunks_after_one_load(
-    mode: str, name: str, skip: int | None, released: list[Any], fixes: bool, once: Once
-) -> None:
+def test_chunks_after_one_load(mode: str, name: str, skip: int | None, released: Any, fixes: bool, once: Once) -> None:
     moved, states = once(after_one_load, RELEASES / name, mode, skip, fixes=fixes)
     assert moved == (0 if skip is None else 64 - skip)
     assert states == ([right(mode)] if fixes else released)
@@ -260,8 +254,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
     engine.retrieve_layer = recorded
     worker.step({"another": "b", "again": "a"}, load=True)
-    tags = [configs["lmcache.tag.kvfix"] for configs in loaded if configs]
-    return [*found, tags, engine.retrieve_layer is recorded]
+    return [*found, [configs["lmcache.tag.kvfix"] for configs in loaded if configs], engine.retrieve_layer is recorded]
 
 
 @answers([0] * 4, [1] * 4)

@@ -39,8 +39,7 @@ def of_watchdog(engine: str) -> dict[str, Any]:
     """Let the watchdog report this engine. Return the lab's results for the file that the watchdog wrote."""
     from kvfix_tools.lab import continue_state
 
-    line = test_watchdog.wedge(engine)["line"]
-    done = continue_state.continued(Path(line.rpartition(": ")[2]))
+    done = continue_state.continued(Path(test_watchdog.wedge(engine)["line"].rpartition(": ")[2]))
     answer: dict[str, Any] = json.loads(json.dumps(done.as_json({})))
     return answer
 

@@ -33,10 +33,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 @answers([True, True], [False, False])
 def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
-    """vLLM rolls a request back. Its step still starts at the end of its last drafts, which is beyond its blocks.
-
-    Return whether the lab reports this step, and whether it reports anything.
-    """
+    """A step starts beyond its request's blocks. Return whether the lab reports this step, and any violation."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -100,9 +97,8 @@ def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
     from kvfix_tools.lab.engine.lab_engine import STEP
     from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
 
-    pair = late.Pair(
-        Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
-    )
+    options = Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
+    pair = late.Pair(options)
     pair.on("decode", "lookups_fail", 1)
     before, steps = pair.seconds, 0
     pair.ask_decode("a", prompt(100), 5)

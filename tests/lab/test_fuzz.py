@@ -127,8 +127,7 @@ def test_violations_are_shrunk(outcomes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_each_drawn_feature_happens(connector: str, outcomes: dict[str, Any]) -> None:
-    counts = outcomes["happened"][connector]
-    assert {what for what, count in counts.items() if not count} - RARE == NEVER[connector]
+    assert {what for what, count in outcomes["happened"][connector].items() if not count} - RARE == NEVER[connector]
 
 
 def test_an_engine_is_released_when_its_run_is_over(outcomes: dict[str, Any]) -> None:
@@ -177,8 +176,7 @@ def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) 
     """
 
     def played(seeds: list[int]) -> list[Any]:
-        schedules = (each for each in run.schedules(seeds) if not only or getattr(each.options, only))
-        done = map(late.play, schedules)
+        done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))
         return [[[str(found) for found in each.violations], {**each.counts, "steps": each.steps}] for each in done]
 
     run = late.Run(connector, not (plain and connector == "simple-offload"), plain, mode)
@@ -251,10 +249,8 @@ for arguments in {cases!r}:
 def test_vllms_copy_and_later_releases_have_other_arguments() -> None:
     """The text of a refusal (options.KNOWN) names lines of vLLM and LMCache. These lines have the named code."""
     (copied,) = ROOT.glob(f".venv/lib/python*/site-packages/vllm/{COPY}")
-    adapters = [
-        RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")
-    ]
-    own, early, late = (file.read_text().splitlines() for file in (copied, *adapters))
+    theirs = [RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")]
+    own, early, late = (file.read_text().splitlines() for file in (copied, *theirs))
     assert (own[119], own[130]) == ("    parallel_strategy = ParallelStrategy(", "        server_url=server_url,")
     assert early[283] == "class ParallelStrategy:"
     assert late[672] == "        server_urls: list[str],"

@@ -176,8 +176,7 @@ def test_another_engine_in_the_process_changes_no_notes() -> list[str]:
 @contextmanager
 def replaced(fix: Fix, target: Target) -> Iterator[None]:
     """Replace the target by an equal function with another file name. Its behaviour probe gives no answer."""
-    found = installed_source.live_function(import_module(target.module), target.function)
-    owner, name, original = found
+    owner, name, original = installed_source.live_function(import_module(target.module), target.function)
     is_static = isinstance(original, staticmethod)
     inner = original.__func__ if is_static else original
     code = inner.__code__.replace(co_filename="/site/patched.py")
@@ -236,8 +235,7 @@ def play_replaced() -> dict[str, Any]:
             with replaced(fix, target):
                 with runner.quiet():
                     kvfix.apply(only=[fix.code])
-                    own = [each for each in wrong if is_only_copy or target.copy in ("", each.copy)]
-                    others = wrapped(fix, own)
+                    others = wrapped(fix, [each for each in wrong if is_only_copy or target.copy in ("", each.copy)])
                     states = {row.verdict for row in kvfix.status() if row.code == fix.code}
                     named = [row.reason for row in kvfix.status() if target.function in row.reason]
                     kvfix.revert()

@@ -1,7 +1,4 @@
-"""No fix changes a healthy schedule: with and without fixes, all lookups, promises, loads and stores are equal.
-
-A schedule is healthy if it violates no rule without fixes. A fix acts in it only if an operation fails or is undone.
-"""
+"""No fix changes a healthy schedule, which violates no rule: all lookups, promises, loads and stores are equal."""
 
 from typing import Any
 

@@ -20,8 +20,7 @@ PLAYED = [
 
 
 def fuzzed(connector: str, fixes_in: str, seeds: int) -> dict[str, Any]:
-    done = late.fuzz(late.Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0).as_json()
-    return dict(done)
+    return dict(late.fuzz(late.Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0).as_json())
 
 
 @pytest.mark.parametrize(("connector", "fixes_in", "seeds"), PLAYED)

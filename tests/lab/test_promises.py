@@ -1,8 +1,4 @@
-"""NixlConnector and MooncakeConnector on the real scheduler, without their transfer libraries.
-
-KVF301 and KVF302: the connector promises tokens although the request's parameters name no blocks, or are for the other
-role. KVF340 and KVF367: several requests read from one prefill. KVF303: statistics in the API server.
-"""
+"""NixlConnector and MooncakeConnector on the real scheduler: KVF301, KVF302, KVF303, KVF340 and KVF367."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -134,9 +130,7 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
         ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
     ],
 )
-def test_one_request_loads_what_a_prefill_holds(
-    connector: str, statuses: list[str], computed: dict[str, int], once: Once
-) -> None:
+def test_one_load_for_each_prefill(connector: str, statuses: list[str], computed: dict[str, int], once: Once) -> None:
     loads = sorted(name for name, status in zip(ASKED, statuses, strict=True) if status == LOADS)
     released, fixed = [[LOADS] * 4, {}, sorted(ASKED)], [statuses, computed, loads]
     assert once.both(sent_again, RELEASES / "0.5.6", connector) == [released, fixed]

@@ -48,11 +48,8 @@ def _played_twice() -> list[list[int]]:
     run = late.Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
     own = [[[each.counts[name] for name in ITS_OWN] for each in both] for both in twice]
-    return [
-        [each.steps for each in both]
-        for both, (once, again) in zip(twice, own, strict=True)
-        if once == again and not once[0]
-    ]
+    played = zip(twice, own, strict=True)
+    return [[each.steps for each in both] for both, (once, again) in played if once == again and not once[0]]
 
 
 def _slow(fixes: str) -> list[str]:

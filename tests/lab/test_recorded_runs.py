@@ -1,7 +1,4 @@
-"""The records of long runs, docs/matrix.json and docs/released.json, are complete and as expected.
-
-`python -m maintain released_findings` writes docs/released.json. Its rows can be reproduced.
-"""
+"""docs/matrix.json and docs/released.json, the records of long runs, are complete, as expected and reproducible."""
 
 from pathlib import Path
 
@@ -45,10 +42,8 @@ def test_equal_rows_are_one_line_and_deviations_are_listed(fixed: str) -> None:
     assert text.count('"lmcache": "0.3.9 0.3.10"') == 2
     listed = ["vLLM 0.10, LMCache 0.3.9: ImportError: no"]
     if fixed == "violated":
-        listed += [
-            f"vLLM 0.9, LMCache {release}: s: expected violated, is violated, with fixes violated"
-            for release in ("0.3.9", "0.3.10")
-        ]
+        says = "s: expected violated, is violated, with fixes violated"
+        listed += [f"vLLM 0.9, LMCache {release}: {says}" for release in ("0.3.9", "0.3.10")]
     assert sorted(scenario_matrix.deviations(scenario_matrix.load(text))) == sorted(listed)
 
 
@@ -95,5 +90,4 @@ def test_a_fix_is_named_by_the_words_or_else_by_the_rule() -> None:
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_a_row_can_be_reproduced(connector: str, once: Once) -> None:
     row = next(row for row in HERE[connector].rows if len(row.fixes) == 1)
-    again = once(shown, RELEASES / CONNECTORS[connector], connector, row.seed, row.rule)
-    assert row.fixes[0] in again
+    assert row.fixes[0] in once(shown, RELEASES / CONNECTORS[connector], connector, row.seed, row.rule)

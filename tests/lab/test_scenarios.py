@@ -1,8 +1,4 @@
-"""A scenario violates its rule only if the release has the bug and the fixes are not applied.
-
-The scheduler is vLLM's. A process for each release plays each scenario without fixes, with the fixes, and in mode
-`check` without fixes. In mode `check`, kvfix must report the right rule and name the fix.
-"""
+"""A scenario violates its rule only if the release has the bug and the fixes are not applied. Reports name the fix."""
 
 import json
 import subprocess
@@ -69,8 +65,7 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 @pytest.mark.parametrize(("slug", "release"), CASES)
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
-    scenario = find(slug)
-    if not scenario.fixes:
+    if not find(slug).fixes:
         # The bug has no fix, so the outcome is as without fixes, unless another bug ended that schedule earlier.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return

@@ -42,9 +42,7 @@ def test_a_fix_skips_the_requests_that_began_before_it(tmp_path: Path, capsys: p
         assert real_engine.wait_for("ended", log, process, 120), log.read_text()
         assert attach.status(pid, json=True) == 0
         assert "before" not in rows()["KVF024"]["reason"]
-        code = (
-            "from kvfix.session import session; open(ANSWER, 'w').write(f'{session.violations} {len(session.events)}')"
-        )
+        code = "from kvfix.session import session as s; open(ANSWER, 'w').write(f'{s.violations} {len(s.events)}')"
         violations, _, events = inject.run(pid, code, seconds=20).rpartition(" ")
         assert violations == "{}"  # mode `check` reports nothing about the request that began before the attach
         assert int(events) > 4  # events of the later request

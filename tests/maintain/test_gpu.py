@@ -63,14 +63,11 @@ def test_the_parts_of_a_wheel_are_one_package_again(wheel: Path, tmp_path: Path)
         bundle.split(wheel, tmp_path, {"large/fa9.*": "a reason"}, {})
 
 
-def test_the_bundle_has_the_wheels_and_the_scripts(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bundle_has_wheels_and_scripts(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is too large is an error."""
     operations = wheel.with_name("vllm_operations-1.0-py3-none-any.whl")
     operations.write_bytes(wheel.read_bytes())
-    sizes = bundle.make(tmp_path / "bundle", [wheel, operations])
-    assert sizes["2"] == wheel.stat().st_size
+    assert bundle.make(tmp_path / "bundle", [wheel, operations])["2"] == wheel.stat().st_size
     assert (tmp_path / "bundle/1/maintain/gpu/run.sh").is_file()
     assert [path.name for path in (tmp_path / "bundle/1").glob("*.whl")] == [wheel.name]
     monkeypatch.setattr(bundle, "LIMIT", 100)
@@ -138,9 +135,7 @@ def test_resume_runs_what_has_no_result(fakes: Fakes) -> None:
     assert fakes.ran == ["0"]
 
 
-def test_a_stage_without_a_gpu_ends_with_77(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_without_gpu_ends_with_77(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cuda = SimpleNamespace(is_available=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.11.0", cuda=cuda))
     with pytest.raises(SystemExit) as ended:
@@ -170,8 +165,7 @@ def large(**changes: Any) -> RunReport:
 
 
 def engine(reason: str, loaded: int) -> RunReport:
-    operations = f"576 were promised and {loaded} loaded"
-    return report(replace(result("failed"), reason=reason, operations=operations))
+    return report(replace(result("failed"), reason=reason, operations=f"576 were promised and {loaded} loaded"))
 
 
 STALE, DIFFER = result("failed", ("stale",)), "warm: 3 of 3 outputs differ"

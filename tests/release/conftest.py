@@ -36,10 +36,7 @@ def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
-    """Return a function that runs a line as a user types it. The line must end with exit code `code`.
-
-    kvfix is installed as the README says. The packages that kvfix needs come from pip's index.
-    """
+    """Return a function that runs a user's line. The line must end with exit code `code`. kvfix is installed."""
     place = tmp_path_factory.mktemp("machine")
     home = place / "home"
     home.mkdir()

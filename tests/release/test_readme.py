@@ -140,8 +140,7 @@ def test_the_patch_is_exported_and_applies(shell: Shell, tmp_path: Path) -> None
     (patch,) = (tmp_path / "patches").iterdir()
     assert "Signed-off-by: A User <user@example.org>" in patch.read_text()
     checkout = tmp_path / "LMCache"
-    released = [line[6:] for line in patch.read_text().splitlines() if line.startswith("--- a/")]
-    for name in released:
+    for name in [line[6:] for line in patch.read_text().splitlines() if line.startswith("--- a/")]:
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_bytes((RELEASES / "0.5.6" / name).read_bytes())
     shell("git init -q && git add -A && git commit -qm 0.5.6", folder=checkout)
@@ -157,11 +156,8 @@ def test_the_other_commands_are_there(shell: Shell) -> None:
 
 
 def test_the_targets_of_make_are_there() -> None:
-    text = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"(?:^    |`)make (\w+)", text, re.M))
+    targets = set(re.findall(r"(?:^    |`)make (\w+)", (ROOT / "README.md").read_text(), re.M))
     assert targets
     for target in targets:
-        done = subprocess.run(
-            ["make", "-n", "-o", "install", target], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["make", "-n", "-o", "install", target], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -108,10 +108,8 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
 
 def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
     """Changed code that kvfix knows from another release is recognized."""
-    before = (RELEASES / "0.3.10" / ADAPTER).read_text()
-    publish(index, "lmcache", "0.5.7", {ADAPTER: before})
-    rows = rows_of(fresh, index, 1)
-    row = next(row for row in rows if row["code"] == "KVF001")
+    publish(index, "lmcache", "0.5.7", {ADAPTER: (RELEASES / "0.3.10" / ADAPTER).read_text()})
+    row = next(row for row in rows_of(fresh, index, 1) if row["code"] == "KVF001")
     assert (row["change"], row["verdict"]) == ("changed", "applicable")
     assert "0.3.10" in row["reason"]
 

@@ -1,7 +1,4 @@
-"""The code of elements and the layouts. The command runs the right cells, and the torch backend passes all of them.
-
-The backend has code for CUDA. A stand-in replaces `torch.cuda`, so these tests do not show that a GPU does the same.
-"""
+"""The code of elements and the layouts. The torch backend passes all cells, with a stand-in for `torch.cuda`."""
 
 from functools import partial
 from itertools import combinations, product
@@ -123,14 +120,10 @@ def staged(copy: TorchCopy) -> TorchCopy:
 @pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
 @pytest.mark.parametrize(("skip", "loads"), [("none", [2, 2]), ("chunk", [2, 1])])
 def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> None:
-    """Run a store of four chunks, and two loads.
-
-    Each chunk waits for the current stream. Each store or load waits until its own streams have ended.
-    """
+    """A chunk waits for the current stream. A store or a load waits until its own streams have ended."""
     check = CellCheck(Cell("torch", layout=layout, skip=skip), CPU)
     copy = staged(TorchCopy(check))
-    result = check.run(copy)
-    assert [str(finding) for finding in result.findings] == []
+    assert [str(finding) for finding in check.run(copy).findings] == []
     for stream, chunks in zip(copy.streams, loads, strict=True):
         load = [*["wait_stream"] * chunks, "synchronize"]
         assert asked(stream) == ["wait_stream", "wait_stream", "synchronize", *load, *load]

@@ -86,9 +86,7 @@ def test_an_engine_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_error_that_came_first_is_reported() -> None:
-    log = (
-        "WARNING ValueError: none of it\n(Worker pid=1) KeyError: 'the cause'\nTraceback:\nEngineDeadError: look above"
-    )
+    log = "WARNING ValueError: none\n(Worker pid=1) KeyError: 'the cause'\nTraceback:\nEngineDeadError: look above"
     assert engine.cause(log) == "KeyError: 'the cause'"
     assert engine.cause("x" * 2000) == "... " + "x" * 1000
 

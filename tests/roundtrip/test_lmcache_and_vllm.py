@@ -1,7 +1,4 @@
-"""The code of the installed LMCache and vLLM moves KV on CPU tensors, in some layouts. It refuses the others.
-
-All is real except the stand-ins that the report names: `torch.cuda`, and the driver's batched copy.
-"""
+"""The installed LMCache and vLLM move KV on CPU tensors, or refuse a layout. The report names the stand-ins."""
 
 from typing import Any
 
@@ -51,17 +48,13 @@ def as_released(run: Any) -> dict[str, Any]:
 
 
 def test_the_default_matrix_passes(run: Any) -> None:
-    """With the fixes, which the report names, the matrix passes, also the packed layouts of vLLM 0.26 and later.
-
-    Refused layouts have a reason. HND is a refused layout: LMCache's torch operations have no code for it.
-    """
+    """With the fixes the matrix passes, also packed layouts of vLLM 0.26 and later. Refused layouts have a reason."""
     lmcache = run("--backend", "lmcache", "lmcache-engine")
     assert lmcache["exit"] == 0
     assert {"KVF020", "KVF021"} <= set(lmcache["fixes"])
     cells = [cell["cell"] for cell in lmcache["cells"] if cell["verdict"] == "passed"]
     for backend, right in RIGHT.items():
-        found = verdicts(lmcache, backend)
-        assert {layout for layout, verdict in found.items() if verdict == {"passed"}} == set(right)
+        assert {layout for layout, verdict in verdicts(lmcache, backend).items() if verdict == {"passed"}} == set(right)
     assert any(cell["skip"] != "none" for cell in cells if cell["backend"] == "lmcache-engine")
     for cell in lmcache["cells"]:
         assert not cell["known"]
@@ -101,8 +94,7 @@ def test_the_layerwise_connector_takes_heads_for_tokens(as_released: dict[str, A
 def test_a_fault_is_named_where_the_host_memory_is_lmcaches_own(run: Any, fault: str) -> None:
     one = ["--layout", "nhd", "--dtype", "bfloat16", "--tokens", "prime", "--slots", "random", "--block", "16"]
     one += ["--chunk", "64", "--heads", "2", "--skip", "none"]
-    answer = run("--backend", "lmcache-engine", *one, "--inject", fault)
-    [cell] = answer["cells"]
+    [cell] = run("--backend", "lmcache-engine", *one, "--inject", fault)["cells"]
     assert cell["verdict"] == "failed"
     assert set(cell["findings"][0]["classes"]) == {FAULTS[fault]}
 

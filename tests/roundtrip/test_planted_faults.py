@@ -87,8 +87,7 @@ def test_k_and_v_swapped_both_ways() -> None:
             super().scatter(number, slots, skip)
             self.buffers[number].copy_(self.buffers[number].flip(2))
 
-    found = classes(Swapped)
-    assert found == {"store, host": {"K and V swapped"}, "load, KV cache": {"K and V swapped"}}
+    assert classes(Swapped) == {"store, host": {"K and V swapped"}, "load, KV cache": {"K and V swapped"}}
 
 
 def test_the_other_layout_of_the_same_shape() -> None:

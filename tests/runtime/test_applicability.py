@@ -56,14 +56,11 @@ def test_a_helper_counts_only_if_the_bug_is_there() -> None:
 
 def test_a_release_of_each_distribution() -> None:
     """A release number of LMCache need not be one of vLLM: the numbers are independent."""
-    assert decided(FIX, {HELPER: WRONG._replace(releases=frozenset({"7"}))}) == [
-        ("applicable", {FIRST, SECOND, HELPER})
-    ]
+    assert decided(FIX, {HELPER: WRONG._replace(releases=frozenset("7"))}) == [("applicable", {FIRST, SECOND, HELPER})]
 
 
 def test_each_copy_of_the_code_is_decided_by_itself() -> None:
-    two = replace(FIRST, copy="a"), replace(SECOND, copy="b")
-    copies = Fix(*two, HELPER, effect="crash")
+    copies = Fix(replace(FIRST, copy="a"), replace(SECOND, copy="b"), HELPER, effect="crash")
     first, second, helper = copies.targets
     refused = Applicability("refused", "second has gone")
     assert decided(copies, {second: refused}) == [("applicable", {first, helper}), ("refused", set())]

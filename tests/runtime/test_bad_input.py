@@ -1,7 +1,4 @@
-"""For missing, old, odd or broken input, kvfix prints one clear line (what, where, what to do) and applies no fix.
-
-Unusual installations work: kvfix as bytecode only, or in a zip; an editable LMCache with its own finder.
-"""
+"""For missing, old, odd or broken input, kvfix prints one clear line and applies no fix. Odd installations work."""
 
 import compileall
 import os
@@ -35,8 +32,7 @@ def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
     (tmp_path / "lmcache/__init__.py").touch()
     (tmp_path / "lmcache-0.1.4.dist-info").mkdir()
     (tmp_path / "lmcache-0.1.4.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: lmcache\nVersion: 0.1.4\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvfix; result = kvfix.status()[0]"
-    row = fresh(code)
+    row = fresh(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvfix; result = kvfix.status()[0]")
     assert row[3:5] == ["0.1.4", "refused"]
     assert f"the module {ADAPTER} has gone from lmcache 0.1.4" in row[5]
     assert "look for a newer release of kvfix" in row[5]

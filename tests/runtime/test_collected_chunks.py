@@ -25,20 +25,16 @@ def host_memory() -> Any:
 @pytest.mark.parametrize("release", ["0.3.14", "0.4.7", "0.5.6"])
 @pytest.mark.parametrize("locked", ["allocator", "statistics"])
 @pytest.mark.parametrize(
-    ("fixes", "limit", "revert", "answer"),
+    ("fixes", "seconds", "revert", "answer"),
     [(False, 2, False, ["hangs"]), (True, 60, False, ["goes on", 2, 0]), (True, 60, True, ["goes on", 2, 1])],
     ids=["released", "fixed", "reverted"],
 )
 @answers(also="fixes release answer")
-def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> list[Any]:
-    """Return ["hangs"], or "goes on" and two counts of chunks: after the collection, and after `kept` is freed.
-
-    With `revert`, the test calls `kvfix.revert` and does not free `kept`.
-    limit: maximum seconds to wait for the thread.
-    """
-    import lmcache.utils
+def test_a_chunk_that_is_collected(locked: str, seconds: float, revert: bool) -> list[Any]:
+    """Return ["hangs"], or "goes on" and numbers of chunks: after the collection, and after `kept` is freed or a revert."""
     import lmcache.v1.memory_management as module
     import torch
+    from lmcache import utils
 
     allocator = host_memory()
 
@@ -49,10 +45,7 @@ def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> l
     cycle.append(cycle)
     del cycle
     gc.disable()
-    locks = {
-        "allocator": allocator.allocator.address_manager._lock,
-        "statistics": lmcache.utils._shared_observability_lock,
-    }
+    locks = {"allocator": allocator.allocator.address_manager._lock, "statistics": utils._shared_observability_lock}
 
     def run() -> None:
         with locks[locked]:
@@ -60,7 +53,7 @@ def test_a_chunk_that_is_collected(locked: str, limit: float, revert: bool) -> l
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(limit)
+    thread.join(seconds)
     if thread.is_alive():
         KEPT.append(kept)
         return ["hangs"]

@@ -32,8 +32,7 @@ def test_the_docstring_is_complete(found: Fix) -> None:
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")
     for dist in found.dists:  # the text agrees with the fingerprints
-        wrong = max(fix_overview.wrong_releases(found, dist), key=Version, default="")
-        assert wrong in found.section("Releases")
+        assert max(fix_overview.wrong_releases(found, dist), key=Version, default="") in found.section("Releases")
         assert "\n- Remove when: " in (found.docstring or "") or fix_overview.first_right(found, dist)
 
 
@@ -45,10 +44,7 @@ class Nothing:
 
 @EVERY
 def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
-    """The engine gets the hook's own answer or exception, and the hook gets the arguments as they were passed.
-
-    A fix of wrong KV may instead fail closed: it gives a safe answer, and does not call the hook.
-    """
+    """The engine gets the hook's own answer or exception. A fix of wrong KV may instead answer without the hook."""
     is_closed = found.on_fault == "closed"
     for target in found.targets:
         if target.fix is None:
@@ -88,9 +84,7 @@ BLIND = [
 
 
 def targets(dist: str, release: str) -> list[tuple[str, Target]]:
-    """Return the fixed functions with a probe. The multi-process connectors begin with 0.4.2, the first release whose
-    adapter reports failed blocks.
-    """
+    """Return the fixed functions with a probe. LMCache before 0.4.2 reports no failed blocks in multi-process mode."""
     is_early = dist == "lmcache" and Version(release) < Version("0.4.2")
     return [
         (found.code, target)
@@ -170,9 +164,7 @@ def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, i
     load = kvf103.load(SimpleNamespace(), Future(False), [3])
     assert load.result(timeout=1, strict=True) is False
     assert load.cancel() == "cancelled"
-    assert list(faults) == [
-        "a fault of kvfix itself in kvfix.fixes.lmcache_mp.kvf103_mp_retrieve_false.load: AttributeError"
-    ]
+    assert list(faults) == [f"a fault of kvfix itself in {kvf103.__name__}.load: AttributeError"]
 
 
 def test_thousands_of_stores_as_one() -> None:
@@ -191,6 +183,5 @@ def test_thousands_of_stores_as_one() -> None:
 
 
 def test_a_layerwise_load_ends_even_if_a_pin_cannot_be_released(faults: dict[str, int]) -> None:
-    chunk = SimpleNamespace(pin=list, unpin=None)
-    assert list(kvf018._layers(iter([1, 2]), kvf018._Load([chunk]))) == [1, 2]
+    assert list(kvf018._layers(iter([1, 2]), kvf018._Load([SimpleNamespace(pin=list, unpin=None)]))) == [1, 2]
     assert len(faults) == 1

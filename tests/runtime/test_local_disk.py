@@ -120,11 +120,7 @@ LEFT, WHOLE = [[0, 2], [0, 0], 0, [2, 2], [0, 2]], [[0, 1, 2], [0, 0, 0], 0, [3,
 SIZES = [0, 1000, BYTES - 1, None, BYTES]
 GOOD, BAD, SHORT = [RIGHT, WHOLE, RIGHT], [WRONG, WHOLE, WRONG], [NONE, LEFT, RIGHT]
 FIXED = {"one by one": SHORT, "batched": SHORT, "prefetched": [["right"], LEFT, RIGHT]}
-AS_RELEASED = {
-    "one by one": "KeyError",
-    "batched": [NONE, [*LEFT[:3], [3, 3], [0, 2]], RIGHT],
-    "prefetched": "KeyError",
-}
+RELEASED = {"one by one": "KeyError", "batched": [NONE, [*LEFT[:3], [3, 3], [0, 2]], RIGHT], "prefetched": "KeyError"}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +131,7 @@ AS_RELEASED = {
             for name in ("0.3.9.post1", "0.4.4", NEWEST)
             for way in FIXED
         ),
-        *((NEWEST, False, way, [BAD] * 3 + [AS_RELEASED[way], GOOD]) for way in FIXED),
+        *((NEWEST, False, way, [BAD] * 3 + [RELEASED[way], GOOD]) for way in FIXED),
     ],
 )
 @answers(also="release fixes answer")

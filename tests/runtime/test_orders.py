@@ -1,8 +1,4 @@
-"""Import LMCache, apply twice and revert in every order. Each order runs in its own process.
-
-After every step the installed function is right exactly if the module is imported and the last call was apply. After a
-revert the class has its original function object.
-"""
+"""After each step of every order, the hook is right exactly if LMCache is imported and the last call was apply."""
 
 import functools
 import importlib

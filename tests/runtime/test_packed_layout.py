@@ -1,7 +1,4 @@
-"""KVF020 and KVF021 move the right rows: of every size, in every order in memory, to a device and back.
-
-tests/roundtrip shows that LMCache's real connectors are right with these fixes and wrong without them.
-"""
+"""KVF020 and KVF021 move the right rows, of every size and order in memory. tests/roundtrip runs whole connectors."""
 
 import contextlib
 from importlib import import_module

@@ -1,7 +1,4 @@
-"""The configuration reaches other processes. Invalid text in KVFIX applies nothing. Without KVFIX nothing happens.
-
-These processes import no vLLM: the tests check whether kvfix is active in them. tests/engine checks real engines.
-"""
+"""The configuration reaches other processes, which import no vLLM here. Invalid text in KVFIX applies nothing."""
 
 import os
 import sys

@@ -31,11 +31,8 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """A load and a question are in flight when the server ends. Return five flags. The first three are True if KVF122
-    sees a connection: at first, after an answer, after the loss. Then: the load has failed; the question has an answer.
-
-    A stream of LMCache ends when its client notices that the server is gone.
-    """
+    """A load and a question are in flight when the server ends. Return five flags: KVF122 sees a connection at first,
+    after an answer, and after the loss; the load has failed; the question has an answer."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()
@@ -48,7 +45,7 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
     ping.wait()
     found.append(getattr(queue, "_kvfix_connected", False))
     server.close(linger=0)
-    assert list(stream) == []
+    assert list(stream) == []  # LMCache ends the stream when it notices the loss
     failed = load.wait(patience) and load.result() == (b"", False)
     found.append(getattr(queue, "_kvfix_connected", False))
     return [*found, failed, question.query()]
@@ -72,7 +69,7 @@ def test_a_lost_connection(fixes: Fixes) -> dict[str, list[str]]:
     "sent": the operations that the new server gets before the registration.
     """
     import zmq
-    from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
+    from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload as Payload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     context, server, port, client, key = connected()
@@ -110,9 +107,7 @@ def test_a_lost_connection(fixes: Fixes) -> dict[str, list[str]]:
     server = context.socket(zmq.ROUTER)
     server.bind(f"tcp://127.0.0.1:{port}")
     unsent = received(len(lost) - len(TRANSFERS) * bool(fixes))
-    client.register_kv_cache_engine_driven_context(
-        RegisterEngineDrivenContextPayload(1, "model", 1, 1, 1, 1, "int8", False)
-    )
+    client.register_kv_cache_engine_driven_context(Payload(1, "model", 1, 1, 1, 1, "int8", False))
     behind = send_all()
     assert received(1 + len(behind))[1:] == list(behind)
     return {"in flight": done(in_flight), "lost": done(lost), "sent": unsent, "behind": done(behind)}
@@ -130,25 +125,21 @@ def test_a_restarted_server(patience: float) -> list[bool]:
     """
     import torch
     import zmq
-    from lmcache.integration.vllm.vllm_multi_process_adapter import (
-        LMCacheMPWorkerAdapter,
-        LoadStoreOp,
-        ParallelStrategy,
-    )
+    from lmcache.integration.vllm import vllm_multi_process_adapter as module
 
     from kvfix_tools.lab.connectors.server_process import ServerProcess
 
     server = ServerProcess("auto")
-    alone = ParallelStrategy(False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
+    alone = module.ParallelStrategy(False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
     settings = {"mq_timeout": patience, "heartbeat_interval": 3600.0}
-    adapter = LMCacheMPWorkerAdapter(
+    adapter = module.LMCacheMPWorkerAdapter(
         server.url, zmq.Context(), "model", 16, alone,
         extra_config={f"lmcache.mp.{name}": value for name, value in settings.items()},
     )  # fmt: skip
     adapter.register_kv_caches({f"layer {layer}": torch.rand(2, 8, 16, 1, 8) for layer in (1, 2)}, layout_hints={})
 
     def store(request_id: str, first: int) -> bool:
-        op = LoadStoreOp(list(range(first, first + 32)), [[0, 1]], start=0, end=32)
+        op = module.LoadStoreOp(list(range(first, first + 32)), [[0, 1]], start=0, end=32)
         adapter.submit_store_request(request_id, op, adapter.create_recorded_event())
         future: Any = adapter.store_futures[request_id]
         return bool(future.result(60))

@@ -1,7 +1,4 @@
-"""A release with a patch applied, and the functions that run on it in a separate process.
-
-The patched copy is thin: the touched files are real, all others are links to the release.
-"""
+"""A patched copy of a release, in which untouched files are links, and the functions that run on the copy."""
 
 import ast
 import functools
@@ -22,7 +19,6 @@ from unittest import mock
 
 from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes.record import Target
-from kvfix.ledger.events import Asked
 from maintain import peers
 from tests.healthy import events, violated
 
@@ -79,10 +75,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """In a process that has imported the release: import the touched modules again, from the folder.
-
-    Also import again the modules of LMCache, the lab and vLLM (see _OURS) that import a touched module.
-    """
+    """Import the touched modules again, from the folder, and the modules of _OURS that import a touched module."""
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
@@ -151,9 +144,7 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
     _imports_of_ours()  # cached for all forks
 
 
-def tried(
-    folder: str, dist: str, tests: list[str], code: str, connectors: list[str], fixes: list[str]
-) -> dict[str, Any]:
+def tried(folder: str, dist: str, tests: list[str], code: str, played: list[str], fixes: list[str]) -> dict[str, Any]:
     """Return all results of the release in this folder. tests: files of regression tests.
 
     code: the fix that the patch replaces; "" without a patch. fixes: for the random schedules without faults.
@@ -165,16 +156,14 @@ def tried(
         found["regression"] = regression(place, tests)
     if code:
         found["status"] = status_of(code, dist)
-        found |= plays(code, connectors, BESIDE.get(code, []))
-    found["healthy"] = {each: healthy(each, fixes) for each in connectors}
+        found |= plays(code, played, BESIDE.get(code, []))
+    found["healthy"] = {each: healthy(each, fixes) for each in played}
     return found
 
 
 def plays_with_fixes(wanted: dict[str, list[str]]) -> dict[str, dict[str, str]]:
     """Return {code: digests of plays() with this fix}. wanted: {code: connectors}."""
-    return {
-        code: plays(code, connectors, [code, *BESIDE.get(code, [])])["digests"] for code, connectors in wanted.items()
-    }
+    return {code: plays(code, played, [code, *BESIDE.get(code, [])])["digests"] for code, played in wanted.items()}
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
@@ -307,10 +296,7 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
     """Return all events. A promise of 0 is the same event with and without a lookup."""
-    log = [
-        (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
-        for step, event in done.log
-    ]
+    log = [(step, event._replace(hit=0) if getattr(event, "promised", -1) == 0 else event) for step, event in done.log]
     return events(SimpleNamespace(log=log))
 
 

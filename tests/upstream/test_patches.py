@@ -20,6 +20,7 @@ from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.scenario import scenarios
 from maintain import peers
 from tests.conftest import RELEASES, ROOT, ForkServer, call, release_names
+from tests.diagnose.lines import site_packages
 from tests.healthy import changing
 from tests.lab import test_async_release
 from tests.upstream import patched
@@ -31,9 +32,7 @@ OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: {fix of code below the cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 #: {(code, dist): why events differ between patch and fix}. The scenarios are clean, and plain schedules do not differ.
-DIFFERS = {
-    ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011"
-}
+DIFFERS = {("KVF036", "lmcache"): "the patch also answers a lookup that is sent again after a timeout, as KVF011 does"}
 
 #: The process of a release runs this once, for all patches.
 FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {connectors!r})"
@@ -51,8 +50,7 @@ def released_tests(row: upstream.Ready) -> Path:
 
 
 def released(row: upstream.Ready) -> tuple[Path, Path]:
-    vllm = installed_source.package_dir("vllm")
-    return RELEASES / row.version if row.dist == "lmcache" else vllm.parent, released_tests(row)
+    return RELEASES / row.version if row.dist == "lmcache" else site_packages(), released_tests(row)
 
 
 def lmcache_of(row: upstream.Ready) -> str:
@@ -146,8 +144,7 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
     )
     # kvfix refuses code that no release has and that no probe can check.
     assert found["status"].startswith("refused" if has_no_probe(row) else "fixed-upstream"), found["status"]
-    outcomes = set(found["outcomes"].values())
-    assert outcomes == ({"clean"} if fix_of(row).scenarios else set()), found["outcomes"]
+    assert set(found["outcomes"].values()) == ({"clean"} if fix_of(row).scenarios else set()), found["outcomes"]
     with_fix = release.with_fix[row.code]
     differ = [name for name in with_fix if found["digests"][name] != with_fix[name]]
     assert bool(differ) == ((row.code, row.dist) in DIFFERS), f"{differ} play differently with kvfix's fix"

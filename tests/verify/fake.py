@@ -1,8 +1,4 @@
-"""A stand-in for vLLM's HTTP server without a model: two caches of prompts, and log probabilities from the prompt.
-
-It answers inside httpx, without a socket. Tests use it for servers that refuse requests, lack endpoints or end early.
-tests/verify/trials.py has real engines.
-"""
+"""A stand-in inside httpx for vLLM's HTTP server: two caches of prompts, and log probabilities from the prompt."""
 
 import hashlib
 import json
@@ -123,8 +119,7 @@ class Engine:
             return httpx.Response(200, text="data: {")
         choices = {"tokens": [min(one) for one in given], "top_logprobs": given}
         events = [{"choices": [{"logprobs": choices}]}, {"choices": [], "usage": {"prompt_tokens": len(prompt)}}]
-        lines = [*map(json.dumps, events), "[DONE]"]
-        return httpx.Response(200, text="".join(f"data: {line}\n\n" for line in lines))
+        return httpx.Response(200, text="".join(f"data: {line}\n\n" for line in [*map(json.dumps, events), "[DONE]"]))
 
     def metrics(self) -> str:
         self.together = 0

@@ -28,9 +28,7 @@ def answer(*positions: dict[str, float]) -> Answer:
         ([{"a": -0.1}, {"b": -0.2}], [{"a": -0.1}, {"b": -0.2}], (0.0, 0, "")),
     ],
 )
-def test_largest_difference(
-    one: list[dict[str, float]], other: list[dict[str, float]], largest: tuple[float, int, str]
-) -> None:
+def test_largest_difference(one: list[dict[str, float]], other: list[dict[str, float]], largest: object) -> None:
     found = difference(answer(*one), answer(*other))
     assert (pytest.approx(found.size), found.position, found.token) == largest
 
@@ -86,8 +84,7 @@ def test_one_wrong_prompt_in_twelve_is_found(name: str) -> None:
 def test_the_stated_rate() -> None:
     """More controls need fewer fresh prompts. The bound on false alarms holds for any number of controls."""
     for controls in (12, 36, 100):
-        judge = Judge([1.0] * controls)
-        assert judge.error_rate(96) <= FALSE_ALARMS
+        assert Judge([1.0] * controls).error_rate(96) <= FALSE_ALARMS
     assert Judge([1.0] * 100).needed(96) < Judge([1.0] * 36).needed(96) < Judge([1.0] * 12).needed(96)
     assert Judge([1.0] * 36).needed(96) == 7
 

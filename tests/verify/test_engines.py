@@ -1,8 +1,4 @@
-"""`kvfix verify` against real vLLM servers on the CPU, with LMCache in process.
-
-LMCache uses its own GPU connector on CPU tensors. There are two servers. tests/verify/trials.py has more connectors,
-all planted faults, prefill and decode instances, and other clients.
-"""
+"""`kvfix verify` against two real vLLM servers on the CPU, with LMCache in process. trials.py has more engines."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -65,8 +65,7 @@ def run(name: str, expected: tuple[int, ...], *arguments: str) -> bool:
     began = time.monotonic()
     code, text = verify(*arguments, "--json")
     answer = json.loads(text.splitlines()[-1]) if text else {}
-    kinds = answer.get("kinds", {}).values()
-    sizes = [max(each["largest_difference"].values()) for each in kinds]
+    sizes = [max(each["largest_difference"].values()) for each in answer.get("kinds", {}).values()]
     what = answer.get("reason", f"{answer.get('hit_tokens')} hit tokens, difference {max(sizes, default=0):.3g}")
     right = "right" if code in expected else "WRONG"
     more = f"noise {answer.get('noise', 0):.3g}, {time.monotonic() - began:.0f} s"
@@ -145,8 +144,7 @@ def write_adapter(folder: Path) -> None:
     torch.manual_seed(1)
     model, rank = real_engine.MODEL, 8
     size = model["hidden_size"]
-    head = size // model["num_attention_heads"]
-    widths = {"q_proj": size, "v_proj": head * model["num_key_value_heads"]}
+    widths = {"q_proj": size, "v_proj": size // model["num_attention_heads"] * model["num_key_value_heads"]}
     weights = {}
     for layer in range(model["num_hidden_layers"]):
         for name, width in widths.items():

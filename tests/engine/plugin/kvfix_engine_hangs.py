@@ -59,11 +59,7 @@ def load_is_lost(connector: Any) -> None:
 
 
 def abort_comes_first(connector: Any) -> None:
-    """EngineCore makes no step before it has handled a first abort.
-
-    So vLLM never asks the connector about the aborted request. A step might do so: while the lookup of the request
-    before it has no answer, vLLM asks about the next request in the queue.
-    """
+    """EngineCore handles an abort before its first step, so vLLM never asks the connector about the request."""
     from vllm.v1.engine.core import EngineCoreProc
 
     step, abort = EngineCoreProc._process_engine_step, EngineCoreProc.abort_requests

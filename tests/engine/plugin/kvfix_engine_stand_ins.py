@@ -58,12 +58,10 @@ def make(interface: Any, metadata: Any) -> Any:
     return BlockCopy()
 
 
-def current_releases(gpu_connector: Any) -> None:
+def current_releases(module: Any) -> None:
     """Replace the function that makes the connector in LMCache 0.4 and later. LMCache 0.3 lacks this function."""
-    if hasattr(gpu_connector, "CreateGPUConnector"):
-        gpu_connector.CreateGPUConnector = lambda config, metadata, *rest, **more: make(
-            gpu_connector.GPUConnectorInterface, metadata
-        )
+    if hasattr(module, "CreateGPUConnector"):
+        module.CreateGPUConnector = lambda config, metadata, *_, **__: make(module.GPUConnectorInterface, metadata)
 
 
 def early_releases(adapter: Any) -> None:

@@ -1,7 +1,4 @@
-"""Measure the processor time of kvfix in the functions that kvfix wraps.
-
-Timers run around the wrapper and around the original function. A comparison of whole runs would not be exact enough.
-"""
+"""Measure the processor time of kvfix in the functions that it wraps. Comparing whole runs is not exact enough."""
 
 import functools
 import time

@@ -50,8 +50,7 @@ class Faulty(InProcess):
         super().register_kv_caches(self.packed)
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
-        requests = self._get_connector_metadata().requests
-        loads = [each for each in requests if each.load_spec and each.load_spec.can_load]
+        loads = [each for each in self._get_connector_metadata().requests if each.load_spec and each.load_spec.can_load]
         self.copy_out(each.slot_mapping for each in loads)
         super().start_load_kv(forward_context, **more)
         name, _, argument = FAULT.read_text().partition(":") if FAULT.exists() else ("", "", "")
@@ -66,8 +65,7 @@ class Faulty(InProcess):
                     cache[slots // cache.shape[2], :, slots % cache.shape[2]] = torch.cat([*layer], dim=2)
         for cache, packed, blocks in self.blocks(each.slot_mapping for each in loads):
             k, v = packed[blocks].chunk(2, dim=3)
-            halves = [k.transpose(2, 3).flatten(2), v.flatten(2)]
-            cache[blocks] = torch.cat(halves, dim=2).view(cache[blocks].shape)
+            cache[blocks] = torch.cat([k.transpose(2, 3).flatten(2), v.flatten(2)], dim=2).view(cache[blocks].shape)
 
     def wait_for_save(self) -> None:
         saved = [each for each in self._get_connector_metadata().requests if each.save_spec and each.save_spec.can_save]
