@@ -105,15 +105,19 @@ def load() -> None:
 
     vLLM calls this function in each of its processes and catches no exception. So this function never raises.
     """
-    text = os.environ.get(ENV)
     try:
-        if text and not Config.is_off(text):
-            activate(Config.parse(text))
-    except ValueError as error:
-        engine_log.warning(
-            f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
-            f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
-        )
+        text = os.environ.get(ENV)
+        if not text or Config.is_off(text):
+            return
+        try:
+            config = Config.parse(text)
+        except ValueError as error:
+            engine_log.warning(
+                f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
+                f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
+            )
+            return
+        activate(config)
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.activation.load", error)
 
