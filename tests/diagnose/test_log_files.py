@@ -1,4 +1,7 @@
-"""Logs that are packed, split into files, streamed or damaged: no line is lost, and memory does not grow."""
+"""Logs that are packed, split into files, streamed or damaged: no line is lost, and memory does not grow.
+
+KVFIX_TEST_EXAMPLES: number of damaged logs. For 100,000, run `python -m tests.diagnose.mutate --count 100000`.
+"""
 
 import gzip
 import io

@@ -57,7 +57,8 @@ def shows_bug(hook: Any, module: Any) -> bool:
         src_xfer_handles_by_block_size={16: 1}, dst_xfer_side_handles={"p": {0: 2}}, _read_blocks=read,
     )  # fmt: skip
     hook(worker, stubs.NAME, _nixl.load([7, 8, 9], [1, 2]))
-    return [kwargs["read_spec"].remote_block_ids for _, kwargs in read] != [[[7, 8]]]
+    specs = [kwargs["read_spec"] if "read_spec" in kwargs else args[0] for args, kwargs in read]
+    return [spec.remote_block_ids for spec in specs] != [[[7, 8]]]
 
 
 FIX = Fix(
