@@ -96,7 +96,7 @@ class Server:
             raise Refused(f"{self.url}/metrics does not answer any more")
 
         def count(name: str) -> float:
-            return sum(sample.value for sample in samples if sample.name == f"vllm:{name}_total")
+            return float(sum(sample.value for sample in samples if sample.name == f"vllm:{name}_total"))
 
         configs = [sample.labels for sample in samples if sample.name == "vllm:cache_config_info"]
         return Metrics(

@@ -266,7 +266,7 @@ class Model:
 
     def start(self, name: str, tokens: int) -> int:
         """Return the first token that this step computes. The scheduler already counts `tokens` as computed."""
-        return self.drafter.starts.get(name, self.requests[name].num_computed_tokens - tokens)
+        return int(self.drafter.starts.get(name, self.requests[name].num_computed_tokens - tokens))
 
     def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
         """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.

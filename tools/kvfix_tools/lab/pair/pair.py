@@ -104,7 +104,7 @@ class Pair(Engines):
 
     @property
     def counts(self) -> Counter[str]:
-        return super().counts + self._counts + self.network.counts
+        return Counter(super().counts + self._counts + self.network.counts)
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
         getattr(self, step)(*arguments, **keywords)
