@@ -12,8 +12,10 @@ Fix: LMCache has no key for embeddings. So the fix stops LMCache from looking up
 - Remove when: LMCache skips such requests, or includes embeddings in its keys.
 """
 
+import copy
+
 from kvfix.fixes import _closed
-from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, View, Wrapper, after, around, fix_around, instead, stubs
+from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, Wrapper, after, around, fix_around, instead, stubs
 
 
 @fix_around(when=lambda impl, request, *_, **__: request.prompt_embeds is not None, on_fault=_closed.no_hit)
@@ -26,11 +28,9 @@ def fix_metadata(adapter: Any) -> Wrapper:
         requests = scheduler_output.scheduled_new_reqs
         if all(new.prompt_token_ids is not None for new in requests):
             return (yield)
-        with_ids = [
-            View(new, prompt_token_ids=[0] * len(new.prompt_embeds)) if new.prompt_token_ids is None else new
-            for new in requests
-        ]
-        return (yield (View(scheduler_output, scheduled_new_reqs=with_ids),))
+        with_ids = copy.copy(scheduler_output)
+        with_ids.scheduled_new_reqs = [_with_zeros(new) if new.prompt_token_ids is None else new for new in requests]
+        return (yield (with_ids,))
 
     def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
         names = {new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None}
@@ -48,6 +48,13 @@ def fix_metadata(adapter: Any) -> Wrapper:
 
 def _has_new(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
     return scheduler_output.scheduled_new_reqs
+
+
+def _with_zeros(new_request: Any) -> Any:
+    with_ids = copy.copy(new_request)
+    embeds = getattr(new_request, "prompt_embeds", None)
+    with_ids.prompt_token_ids = [0] * (len(embeds) if embeds is not None else 0)
+    return with_ids
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:

@@ -67,9 +67,14 @@ def fix_metadata(impl: Any, scheduler_output: Any) -> Steps:
         salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)
         with_tag = tagged(new.sampling_params, new.lora_request, salt)
         if with_tag is not new.sampling_params and new.req_id not in session.before:
-            new, changed = View(new, sampling_params=with_tag), True
+            new, changed = copy.copy(new), True
+            new.sampling_params = with_tag
         new_requests.append(new)
-    return (yield (View(scheduler_output, scheduled_new_reqs=new_requests),) if changed else None)
+    if not changed:
+        return (yield)
+    output = copy.copy(scheduler_output)
+    output.scheduled_new_reqs = new_requests
+    return (yield (output,))
 
 
 def _layers_found_by_none(call: dict[str, Any]) -> None:

@@ -18,9 +18,10 @@ reports about unknown requests, and about requests that are neither finished nor
 - Remove when: vLLM counts the reports of a finished request.
 """
 
+import copy
 import inspect
 
-from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, View, fix_around, fix_before, stubs
+from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, fix_before, stubs
 
 #: Attribute of a scheduler: requests that have ended while their load was in flight.
 _ENDED_LOADING = "_kvfix_ended_loading"
@@ -39,7 +40,9 @@ def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Steps:
     stores = {each for each in stored if each not in loads and _is_due(scheduler, each, of_load=False)}
     if len(loads) == len(loaded) and len(stores) == len(stored):
         return (yield)
-    return (yield (View(output, finished_recving=loads, finished_sending=stores),))
+    output = copy.copy(output)
+    output.finished_recving, output.finished_sending = loads, stores
+    return (yield (output,))
 
 
 def _is_due(scheduler: Any, request_id: str, of_load: bool) -> bool:
