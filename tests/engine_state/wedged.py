@@ -152,7 +152,7 @@ def with_recorder() -> dict[str, Any]:
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
     """Return (`needs`, vLLM's own count of blocks) for each time that vLLM tries to admit a request while none runs."""
-    from kvfix.engine_state import needs
+    from kvfix.engine_state import scheduler as needs
 
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
@@ -169,8 +169,8 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
         waits = "reserved_blocks" in named and not scheduler.running
         ours = None
         if waits:
-            promised, reserved = named["num_external_computed_tokens"], needs.reserved(scheduler)
-            ours = needs.blocks(scheduler, request, promised, named["delay_cache_blocks"], reserved)
+            promised, reserved = named["num_external_computed_tokens"], needs._reserved(scheduler)
+            ours = needs._needed(scheduler, request, promised, named["delay_cache_blocks"], reserved)
         counts.clear()
         done = allocate(request, tokens, **named)
         if waits:
