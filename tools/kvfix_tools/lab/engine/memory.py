@@ -110,6 +110,20 @@ class Slots:
         block, offset = divmod(slot, self.block_size)
         return self._blocks[block][offset] ^ self._rank << _MARK
 
+    def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
+        """Return the first token of [0, until) whose slot has wrong content, or None."""
+        size = self.block_size
+        for start in range(0, until, size):
+            end = min(start + size, until)
+            number = start // size
+            if number >= len(blocks):
+                return start
+            held = self._blocks[blocks[number]]
+            right = contents[start:end]
+            if (held if end - start == len(held) else held[: end - start]) != right:
+                return start + first_difference(held, right)
+        return None
+
 
 class Block:
     """A block of slots in other memory, with the interface of a list of ints."""
@@ -139,6 +153,10 @@ class SlotsOfShard(Slots):
 
     def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
         super().write(blocks, start, self.own(list(contents), start))
+
+    def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
+        held, right = self.own(self.read(blocks, 0, until)), self.own(list(contents[:until]))
+        return None if held == right else first_difference(held, right)
 
     def put(self, slot: int, content: int) -> None:
         if slot % self._ranks == self._rank:

@@ -61,9 +61,10 @@ class Group:
 
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
         """Return the first token that the step reads and whose slot has wrong content, or None."""
-        slots, start = self._memories[rank], self.group.reads_from(done)
-        held = slots.own(slots.read(self.rows[name], start, done), start)
-        right = slots.own(self.group.right(contents[start:done]), start)
+        slots, start, blocks = self._memories[rank], self.group.reads_from(done), self.rows[name]
+        if not self.group.number:
+            return slots.first_wrong(blocks, done, contents)
+        held, right = slots.read(blocks, start, done), self.group.right(contents[start:done])
         return None if held == right else start + first_difference(held, right)
 
     def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:
