@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from itertools import dropwhile
 from types import FrameType
 from typing import Any
 
@@ -53,9 +52,12 @@ def versions() -> dict[str, str]:
 
 def frames() -> list[FrameType]:
     """Return the stack of the main thread, innermost first, without the frames of kvfix."""
-    found = dropwhile(_is_ours, outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
-    # `kvfix look` injects code whose file name begins with "<".
-    return list(dropwhile(lambda frame: frame.f_code.co_filename.startswith("<"), found))
+    found = list(outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    while found and _is_ours(found[0]):
+        del found[0]
+    while found and found[0].f_code.co_filename.startswith("<"):  # code that `kvfix look` has injected
+        del found[0]
+    return found
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
