@@ -38,11 +38,11 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
     """Two engines share a cache. If one has KVF017, neither loads the other's stores. Return the loaded tokens."""
-    from kvfix_tools.lab.pair import pair_engine as one_side
+    from kvfix_tools.lab.pair import pair_engine
     from kvfix_tools.lab.pair.pair import Neighbours
 
     loaded = []
-    with one_side.fixes_in(fixes_in):
+    with pair_engine.fixes_in(fixes_in):
         kvfix.apply(only=only)
         for order in (1, -1):
             first, second = Neighbours(Options(chunk_size=64, max_num_batched_tokens=512)).engines[::order]
@@ -60,23 +60,23 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
     """Return the engines in which wrapped functions ran with the fix, and those without. Each call is in an engine."""
-    from kvfix_tools.lab.pair import pair_engine as one_side
+    from kvfix_tools.lab.pair import pair_engine
 
     ran: tuple[set[str], set[str]] = set(), set()
-    choose = one_side._in_one
+    choose = pair_engine._in_one
 
     def noting(inner: Any, fixed: Any) -> Any:
         def note(function: Any, engines: set[str]) -> Any:
             def called(*args: Any, **kwargs: Any) -> Any:
-                engines.add(one_side._RUNNING.get())
+                engines.add(pair_engine._RUNNING.get())
                 return function(*args, **kwargs)
 
             return called
 
         return choose(note(inner, ran[1]), note(fixed, ran[0]))
 
-    with one_side.fixes_in(fixes_in):
-        one_side._in_one = noting
+    with pair_engine.fixes_in(fixes_in):
+        pair_engine._in_one = noting
         kvfix.apply()
         pair = late.Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64))
         for name, ask in (("a", pair.ask), ("b", pair.ask_at_once), ("c", pair.ask)):
@@ -101,11 +101,11 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
     """Return whether the seed has violations, whether the release lacks some of them, and whether it lacks all."""
-    from kvfix_tools.lab.pair import pair_engine as one_side
+    from kvfix_tools.lab.pair import pair_engine
 
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])
-    with one_side.fixes_in("prefill"):
+    with pair_engine.fixes_in("prefill"):
         kvfix.apply(only=[code])
         violations = late.play(schedule).violations
         by_itself = run.not_as_released(schedule, violations)
