@@ -160,9 +160,9 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
         "kvfix: KVR002 promise-changed: request long\n  promised 256 where 0 was promised before",
         "in get_num_new_matched_tokens of LMCacheConnectorV1 (SCHEDULER), pid ",
         "The rule: The connector promises the same number of tokens each time it is asked about the same state.",
-        "match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due",
+        "lookup at 336 computed tokens promises 256, but hit 256 - computed 336 = -80: 0 is due",
         "contradicts this one:\n",
-        "match(336) promises 0: hit 256 - computed 336 = -80, nothing to load",
+        "lookup at 336 computed tokens promises 0: hit 256 - computed 336 = -80, nothing to load",
         "admitted at 0 computed tokens, 336 more are computed",
         "KVF001 lookup-cache-ignores-computed fixes this, but is not applied in this process",
         "SUMMARY: kvfix KVR002 promise-changed request long: promised 256 where 0 was promised before",
@@ -186,7 +186,7 @@ def test_replay_gives_the_same_findings(folder: Path, played: dict[str, Any], re
     again = [each.finding for each in replay.judged(last)]
     assert [(found["code"], found["message"]) for found in live] == [(found.code, found.message) for found in again]
     output = replayed.text([files[-1]], 1)
-    assert "match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in output
+    assert "lookup at 336 computed tokens promises 256, but hit 256 - computed 336 = -80: 0 is due" in output
     assert "2 violations" in output.splitlines()[-1]
     assert [found["code"] for found in replayed([files[-1]])["violated"]] == ["KVR002", "KVR011"]
 

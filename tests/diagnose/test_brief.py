@@ -86,7 +86,7 @@ def test_the_bug_report(tmp_path: Path) -> None:
     title = "# EngineCore died: AssertionError: Mismatch in tokens to load, LMCache 0.3.10, vLLM 0.32.0\n"
     assert text.startswith(title)
     assert not [name for name in ("engine.log", str(tmp_path)) if name in text]
-    assert "match(288) promises 0" in text
+    assert "lookup at 288 computed tokens promises 0" in text
     assert (tmp_path / "brief.txt").read_text().rstrip() in text
     assert "https://github.com/LMCache/LMCache/issues/2158" in text.partition("## Known reports")[2]
 

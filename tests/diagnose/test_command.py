@@ -139,10 +139,10 @@ def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
 
 def test_one_request(run: Run) -> None:
     out = run(CRASH, request="1-aa3dc6b7")[1]
-    assert "match(288) promises 0: hit 256 - computed 288 = -32, nothing to load" in out
+    assert "lookup at 288 computed tokens promises 0: hit 256 - computed 288 = -32, nothing to load" in out
     assert "Storing KV cache for 256 out of 256 tokens" in out
     assert "0-8805ffee" not in out
-    assert "no recognised line names request never-seen" in run(CRASH, request="never-seen")[1]
+    assert "request never-seen is named in no recognised line" in run(CRASH, request="never-seen")[1]
 
 
 def test_the_page_stands_alone_and_escapes_what_a_log_holds(run: Run, tmp_path: Path) -> None:

@@ -88,12 +88,12 @@ def test_a_history_has_each_event_with_its_line() -> None:
         logged(NEWEST, "storing", 256, 512, 256, "cmpl-1"), ask, asked(NEWEST, 900, 64, 128, 64),
     )  # fmt: skip
     assert [(event.line, event.what) for event in diagnosis.requests.history("cmpl-1")] == [
-        (1, "match(64) promises 192: hit 256 - computed 64 = 192"),
-        (3, "blocks found, 192 external tokens granted"),
+        (1, "lookup at 64 computed tokens promises 192: hit 256 - computed 64 = 192"),
+        (3, "vLLM allocates blocks and grants 192 external tokens"),
         (3, "tokens 64 to 256 are to be loaded"),
         (4, "192 tokens loaded, up to 256"),
         (5, "tokens 256 to 512 stored"),
-        (7, "match(64) promises 64: hit 128 - computed 64 = 64"),
+        (7, "lookup at 64 computed tokens promises 64: hit 128 - computed 64 = 64"),
     ]
 
 

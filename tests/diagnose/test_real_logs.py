@@ -83,10 +83,10 @@ def test_the_history_of_a_crash() -> None:
     assert found.sentence == "granted 256, but hit 256 - computed 288 = -32; vLLM had 288"
     assert found.violated[0].message == "granted 256, promised 0"
     assert [event.what for event in found.history] == [
-        "match(0) promises 0: hit 0 - computed 0 = 0",
+        "lookup at 0 computed tokens promises 0: hit 0 - computed 0 = 0",
         "tokens 0 to 256 stored",
-        "match(288) promises 0: hit 256 - computed 288 = -32, nothing to load",
-        "blocks found, 256 external tokens granted",
+        "lookup at 288 computed tokens promises 0: hit 256 - computed 288 = -32, nothing to load",
+        "vLLM allocates blocks and grants 256 external tokens",
         "update_state_after_alloc raises AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - "
         "288 (tokens in vllm) - 0 (full lmcache hits subtracts last token to recalculate logits) for request "
         "1-aa3dc6b7",

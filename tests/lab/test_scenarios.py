@@ -181,7 +181,10 @@ def test_demo_shows_the_report(tmp_path: Path) -> None:
     assert "admitted, nothing loaded twice, finished." in done.stdout
     released, fixed = json.loads(demo(tmp_path, "0.3.10", "--json").stdout)
     assert released["story"][-1] == (f"step 7: schedule raises AssertionError: {REPORTED} for request long")
-    assert "step 6: match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in released["story"]
+    assert (
+        "step 6: lookup at 336 computed tokens promises 256, but hit 256 - computed 336 = -80: 0 is due"
+        in released["story"]
+    )
     assert "step 7: admitted at 336 computed tokens, 9673 more are computed" in fixed["story"]
     assert "step 8: finished" in fixed["story"]
 

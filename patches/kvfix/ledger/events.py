@@ -45,8 +45,8 @@ class Asked(NamedTuple):
 
     def text(self) -> str:
         if self.promised is None:
-            return f"match({self.computed}) answers: not known yet"
-        answer = f"match({self.computed}) promises {self.promised}"
+            return f"lookup at {self.computed} computed tokens: no answer yet"
+        answer = f"lookup at {self.computed} computed tokens promises {self.promised}"
         if self.hit is None:
             return answer
         last = " - 1" if self.hit == self.total else ""
@@ -64,7 +64,7 @@ class Granted(NamedTuple):
     external: int
 
     def text(self) -> str:
-        return f"blocks found, {self.external} external tokens granted"
+        return f"vLLM allocates blocks and grants {self.external} external tokens"
 
 
 class Scheduled(NamedTuple):
