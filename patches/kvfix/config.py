@@ -23,9 +23,9 @@ MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
-    """`only`, `skip` and `plus` have codes, never slugs. `only` is None for all fixes that are not opt-in.
+    """`only`, `skip` and `plus` have codes, even if slugs were given. `only` is None for all fixes that are not opt-in.
 
-    audit: 0 if there is no audit. Raises ValueError. For an unknown fix, its text names a similar slug.
+    audit: 0 if there is no audit. Raises ValueError. For an unknown fix, the error names a similar slug.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def on_node(
 
 
 def assert_between(clock: Any, true: float) -> None:
-    """The bounds from events that both recordings have must contain `true`, the seconds by which the clock is ahead."""
+    """Check that the bounds from common events contain `true`, the seconds by which the clock is ahead."""
     assert clock.low <= clock.ahead <= clock.high
     assert clock.low <= int(true * 1e9) <= clock.high
 
@@ -215,7 +215,7 @@ def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], 
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Return events. Capital letter: a load. Small letter: a store. `2`: B is aborted. `-`: an event of one role."""
+    """Return events. Capital letter: a load. Small letter: a store. `2`: B is aborted. `-`: only one role has it."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":
@@ -241,11 +241,11 @@ CASES = [
     ("nothing is on record", "ABCD", "", "", [], 4),
     ("the same load again", "AXBXC", "AXBXC", "AXBXC", [], 0),
     ("one of two equal loads", "AXXB", "AXB", "AB", [("X", True)], 0),
-    ("both at the end: which?", "AXX", "AX", "AX", [], 1),
+    ("equal loads at the end: which is lost?", "AXX", "AX", "AX", [], 1),
     ("only what is there twice", "XX", "X", "", [], 2),
-    ("a rank has failed, all are aborted", "AB2C", "AC", "AC", [], 1),
+    ("a load is missing, its request is aborted", "AB2C", "AC", "AC", [], 1),
     ("another one is aborted", "AB4C", "AC", "AC", [("B", True)], 0),
-    ("aborted after a later load of all", "ABC2D", "ACD", "ACD", [("B", True)], 0),
+    ("aborted only after a later load that the rank did", "ABC2D", "ACD", "ACD", [("B", True)], 0),
     ("of its own, and aborted", "A2C", "ABC", "AC", [("B", False)], 0),
     ("another order: not one engine", "AB", "BA", "", [], 2),
 ]

@@ -149,7 +149,7 @@ def test_each_standstill_is_reported_once() -> list[int]:
     [
         ("build_connector_meta", 20, 1, ["build_connector_meta of LMCacheMPConnector"]),
         ("build_connector_meta", 2, 1, []),
-        # One step can wait in many hooks, as with in-process LMCache, where each waiting request costs seconds.
+        # One step can call the hook for many requests, and in-process LMCache waits seconds in each call.
         ("get_num_new_matched_tokens", 2, 20, ["requests"]),
         ("get_num_new_matched_tokens", 1, 2, []),
     ],

@@ -47,7 +47,7 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
 def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
-    """Judge one run as rounds.py does. wrong: draws the differences of every twelfth prompt, and of new requests."""
+    """Judge one run as rounds.py does. wrong: draws the differences of every twelfth prompt and of fresh prompts."""
     judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # alone, and with other requests
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
@@ -82,7 +82,7 @@ def test_one_wrong_prompt_in_twelve_is_found(name: str) -> None:
 
 
 def test_the_stated_rate() -> None:
-    """More controls need fewer fresh prompts. The bound on false alarms holds for any number of controls."""
+    """With more controls, fewer fresh prompts must differ. The bound on false alarms always holds."""
     for controls in (12, 36, 100):
         assert Judge([1.0] * controls).error_rate(96) <= FALSE_ALARMS
     assert Judge([1.0] * 100).needed(96) < Judge([1.0] * 36).needed(96) < Judge([1.0] * 12).needed(96)
@@ -112,7 +112,7 @@ def prompts() -> list[Prompt]:
 
 
 def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
-    """Most prompts are controls: all but their last token are whole blocks."""
+    """Most prompts are controls: whole blocks and one more token."""
     assert len(prompts) == 48
     lengths = {"one chunk less one token": 255, "one chunk": 256, "one chunk and one token": 257, "whole chunks": 1024}
     for kind, length in lengths.items():

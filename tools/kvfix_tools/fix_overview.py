@@ -87,7 +87,7 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=512)
 def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
-    """Return the releases of this distribution with the bug. kvfix knows the fingerprints of these releases."""
+    """Return the releases of this distribution that have the bug, among those whose fingerprints kvfix knows."""
     wrong = (applicability.wrong_releases(each) for each in fix.targets if each.dist == dist and not each.helper)
     return frozenset[str]().union(*wrong)
 

@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce this process, which handles the signal, with its engines. The signal would kill any other process."""
+    """Announce this process and its engines, if it handles the signal, which kills processes without a handler."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         violations.written(write_announcement)
 

@@ -12,7 +12,7 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the ended loads of one message to a prefill rank. Each message has its own coroutine and set."""
+    """Return the set of ended loads of the message that the current task handles. The fixes add to this set."""
     known: set[str] = set()
     with suppress(RuntimeError):  # no event loop runs
         if (task := asyncio.current_task()) is not None:

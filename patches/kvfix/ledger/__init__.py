@@ -68,7 +68,7 @@ class History:
         elif kind is ev.Asked:
             self.asked, self.granted, self.admitted = event, None, False
         elif kind is ev.Granted:
-            # vLLM calls the hook again, with 0, when it admits a request after a load between steps.
+            # vLLM calls the hook again with 0 when it admits a request whose load between steps has ended.
             if event.external or self.admitted or self.granted is None or not self.granted.external:
                 if self.admitted:
                     self.asked = None  # a session continues with more input: vLLM does not ask again
@@ -90,7 +90,7 @@ class Ledger:
 
     events_kept: maximum events kept per request, for the report. A finished request is kept until `forget`, so that its
     leaks can be reported.
-    sees_loads: False if the source cannot see loads: the metadata of the connector are unknown.
+    sees_loads: False if the source of the events cannot read the connector's metadata, so it sees no loads.
     """
 
     def __init__(self, events_kept: int = 64, sees_loads: bool = True) -> None:

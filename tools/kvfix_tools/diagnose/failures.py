@@ -34,7 +34,7 @@ _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please chec
 
 class Failures:
     def __init__(self) -> None:
-        #: The first lines of failures that no finding and no record explains.
+        #: The first lines about failures that no finding and no record explains.
         self.lines: list[LogLine] = []
         #: The different exceptions of the log, with or without a finding that explains them.
         self.raised: list[LogLine] = []

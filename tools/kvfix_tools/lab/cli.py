@@ -72,11 +72,10 @@ def fuzz_connector(
         typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
     ] = "lab",
     transfers: Annotated[
-        Literal["lab", "real"],
-        typer.Option(help="lab: a model of NIXL. real: NIXL moves the bytes, compared with the model."),
+        Literal["lab", "real"], typer.Option(help="lab: a model of NIXL. real: NIXL itself, compared with the model.")
     ] = "lab",
     seeds: Annotated[str, value("A:B", "Play seeds A to B - 1, or one seed.")] = "0:1000000",
-    seconds: Annotated[float, typer.Option(help="Play for this many seconds. Shrinking takes more time.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Play for this many seconds, not counting --shrink.")] = 60.0,
     steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
     mode: Annotated[
@@ -87,8 +86,8 @@ def fuzz_connector(
         str,
         typer.Option(
             help="Test a mixed roll-out. both: all engines have fixes. prefill, decode: only this engine of a pair. "
-            "one: only one of two engines that share a cache (v1 or mp). kvfix counts seeds that violate a rule "
-            "without fixes too separately."
+            "one: only one of two engines that share a cache (v1 or mp). Seeds that violate a rule without "
+            "fixes too are counted separately."
         ),
     ] = "both",
     plain: Annotated[bool, typer.Option(help="Use default options, without aborts, failed loads, evictions.")] = False,

@@ -98,7 +98,7 @@ class Race(CellCheck):
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
     ) -> None:
-        """Write the expected content into the rows `where` of the region. This is the other work of a race."""
+        """Write the expected content into the region's rows that `where` selects. This is the other work of a race."""
         for section, into in zip(region.sections, region.tensors(), strict=True):
             at = section.coordinates(0, section.rows, self.device)
             chosen = where(at).nonzero()[:, 0]
@@ -113,7 +113,7 @@ class Race(CellCheck):
 class ConnectorRace(Race):
     """A race with LMCache's connectors V2 and V3 instead of the tool's own copy.
 
-    LMCache waits without the race's events: a store or a load returns when it is complete. On a GPU, LMCache uses the
+    LMCache needs no events of the race: a store or a load returns when it is complete. On a GPU, LMCache uses the
     streams of the race. On the CPU, the stand-in defers LMCache's operations until LMCache calls `synchronize`. Without
     events, `synchronize` does nothing.
     """

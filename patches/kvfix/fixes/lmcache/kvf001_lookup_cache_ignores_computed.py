@@ -15,8 +15,8 @@ computed tokens. It also does not subtract the last token of a fully cached prom
 Example: the hit is 256 tokens, and 336 tokens are computed after chunked prefill or a preemption. vLLM grants 256
 tokens in place of 0. The LoadSpec has the correct numbers, so `update_state_after_alloc` finds 256 too many and raises.
 
-Fix: The correct answer is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. The fix changes every
-other answer to this value, and rewrites the LoadSpec to match.
+Fix: The correct answer is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. If the answer
+differs, the fix changes it to this value, and rewrites the LoadSpec to match.
 - Releases: only LMCache 0.3.10. Earlier releases look up on every call; 0.3.10.post1 subtracts from the hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """

@@ -4,8 +4,8 @@ Symptom: Nothing is logged. Requests that begin with generated text, as in a con
 
 Cause: The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
 `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that position is in flight
-and not yet known. So nothing is appended, and the next step starts one position later. If a request is not scheduled in
-one step, the token is already known. The tracker then appends this token at a wrong position.
+and not yet known. So nothing is appended, and the next step starts one position later. If a step leaves the request
+out, the token is known in the next step. The tracker then appends it at a wrong position.
 
 Fix: Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
 - Upstream: None known; fixed in 0.4.3, which continues from the end of the tracker.

@@ -13,7 +13,8 @@ requests return wrong text, without an error.
 
 Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
 reports about unknown requests, and about requests that are neither finished nor waiting for a load.
-- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Before 0.26.0, only the code was read.
+- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. For releases before 0.26.0, only the code
+  was read, nothing was run.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
 - Remove when: vLLM counts the reports of a finished request.
 """
@@ -70,7 +71,7 @@ FIX = Fix(
     SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=_free_request),
     SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=_update_from_kv_xfer_finished),
     effect="crash",
-    # If a report is held back, its request waits for ever. After an error, vLLM handles all reports as without the fix.
+    # A held back report makes its request wait for ever. So after an error of the fix, vLLM handles all reports.
     on_fault="original",
     evidence={"KVD109": "", "KVD303": "", "KVR011": "^update_from_output: AssertionError"},
     scenarios=("kv-xfer-finished-assert", "kv-xfer-finished-assert-in-tree"),

@@ -1,4 +1,4 @@
-"""The functions that decide by the numbers in lines if a log shows a problem of knowledge/rules.toml.
+"""Functions that decide if a log shows a problem of knowledge/rules.toml, by the numbers in the log's lines.
 
 `@finding def waits_for_load(log, line)` decides the record `[waits-for-load]`, which has the texts. The record's key
 `on` names the kinds of lines and exception texts for which kvfix calls the function; "" is the end of the log. A
@@ -34,7 +34,7 @@ class Severity(enum.Enum):
 class Answer(NamedTuple):
     """sentence: describes this case with numbers. request: None means the line's request, "" means no request.
 
-    sure: False if another cause is possible. evidence: more lines. note: True if the log may only begin or end here.
+    sure: False if another cause is possible. evidence: more lines. note: True if perhaps the log begins or ends here.
     """
 
     sentence: str

@@ -110,7 +110,7 @@ class Network(PairNetwork):
         #: {tcp://host:port: the bound socket; http://host:port: the bootstrap server}
         self.bound: dict[str, Router] = {}
         self.bootstrap: dict[str, Any] = {}
-        #: {request: how often the router has sent it}. Each transfer has a new id.
+        #: {request: how often the router has sent it}. The number is part of the transfer's id.
         self.transfers: dict[str, int] = {}
         #: The requests of the next write.
         self.requests: list[tuple[str, str]] = []

@@ -98,7 +98,7 @@ class RealServer(Server):
         #: _looking: requests whose hit was not read yet. _locked: {request whose hit was read: chunks still locked}.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: unanswered_lookups: the server answers them too late. _leases: requests whose lookup the adapter may drop.
+        #: unanswered_lookups: the adapter gets no answer. _leases: requests whose lookup the adapter may drop.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
         #: {the lab's key of a chunk: the server's key}
@@ -139,7 +139,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Note lookups that the adapter may drop, because it treats the server as dead. Locks end in five minutes."""
+        """Note lookups that the adapter may drop, because it treats the server as dead. Their locks expire in 300 s."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:
@@ -219,7 +219,7 @@ class RealServer(Server):
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # if a request is looked up again after a dropped lookup, locks can stay that neither role knows of
+        # a second lookup after a dropped one can leave locks that neither scheduler nor worker knows of
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}
