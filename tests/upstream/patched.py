@@ -19,6 +19,7 @@ from unittest import mock
 
 from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes.record import Target
+from kvfix.ledger.events import Asked
 from maintain import peers
 from tests.healthy import events, violated
 
@@ -296,7 +297,10 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
     """Return all events. A promise of 0 is the same event with and without a lookup."""
-    log = [(step, event._replace(hit=0) if getattr(event, "promised", -1) == 0 else event) for step, event in done.log]
+    log = [
+        (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
+        for step, event in done.log
+    ]
     return events(SimpleNamespace(log=log))
 
 
