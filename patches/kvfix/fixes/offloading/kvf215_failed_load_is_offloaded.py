@@ -60,7 +60,9 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _reset_fence={}, _manager_locked=nullcontext, config=stubs.Stub(blocks_per_chunk=1),
         _sliding_window_groups=(),
     )  # fmt: skip
-    scheduler._update_connector_output = module.OffloadingConnectorScheduler._update_connector_output.__get__(scheduler)
+    scheduler._update_connector_output = lambda output: module.OffloadingConnectorScheduler._update_connector_output(
+        scheduler, output
+    )
     meta = module.OffloadingWorkerMetadata()
     meta.mark_completed(7)
     hook(scheduler, stubs.Stub(kv_connector_worker_meta=meta, invalid_block_ids={3}))
