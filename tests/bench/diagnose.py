@@ -27,7 +27,7 @@ OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 MEGABYTES = 48
 ROUNDS = 5
 #: Limits of the time, as a multiple of that of the search in Python: for lives of engines, and for a sparse log.
-REAL, SPARSE = 4.5, 0.5
+REAL, SPARSE = 4, 0.5
 GIGABYTES = 0.2
 #: Lines that mean nothing to kvfix-diagnose: vLLM's access log, and its log of requests.
 OTHERS = [
