@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")
     add("--json", action="store_true", help="print JSON")
-    add("--list", action="store_true", help="list the backends, and what is missing here for each")
+    add("--list", action="store_true", help="list the backends, and the packages or devices that they lack here")
     return options
 
 

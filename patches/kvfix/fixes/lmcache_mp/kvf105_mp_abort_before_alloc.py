@@ -38,7 +38,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
     is_pending = name in adapter._pending_lookups
     locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
-    if not locked and is_pending:  # nobody has read the answer yet. None: the server has not answered
+    if not locked and is_pending:  # the answer has not been read yet. None: the server has not answered
         locked = adapter.check_lookup_result(name)
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")

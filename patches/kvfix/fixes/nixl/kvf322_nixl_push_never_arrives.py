@@ -63,7 +63,7 @@ def get_transfer_results(worker: Any) -> None:
             worker._failed_recv_reqs.put(name)
 
 
-# After an error of the fix, nothing is written. The decode engine gives up at its timeout.
+# After an error of the fix, nothing is written. The decode engine's load times out.
 @fix_around(when=lambda worker, request, blocks, registration: _UNTIL in registration, on_fault=_closed.nothing)
 def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, registration_data: Any) -> Steps:
     """Begin no write in the prefill worker after the end of the registration."""

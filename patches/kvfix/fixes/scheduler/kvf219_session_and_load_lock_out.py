@@ -85,6 +85,6 @@ FIX = Fix(
     evidence={"KVD202": ""},
     # In the lab, a step can let other requests hold blocks. The fix then acts before these requests return the blocks.
     changes_healthy=("mp",),
-    no_patch={"vllm": "which request gives up its blocks is a policy: https://github.com/vllm-project/vllm/pull/57104"},
+    no_patch={"vllm": "which request frees its blocks is a policy: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,
 )
