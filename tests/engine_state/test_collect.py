@@ -84,7 +84,7 @@ def test_it_imports_the_standard_library_and_itself_only(file: Path) -> None:
         if isinstance(node, ast.ImportFrom) and not node.level:
             assert node.module in ("__future__", "types", "typing", "collections.abc")
         if isinstance(node, ast.Import):
-            assert {each.name for each in node.names} <= {"os", "sys", "time", "threading"}
+            assert {each.name for each in node.names} <= {"faulthandler", "os", "re", "sys", "time", "threading"}
 
 
 def test_a_process_without_vllm(fresh: Fresh) -> None:

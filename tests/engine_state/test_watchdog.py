@@ -179,7 +179,7 @@ def test_a_hook_that_does_not_come_back(hook: str, times: int, requests: int) ->
     return found
 
 
-@answers([60.0, "the start of Manager"])
+@answers([60.0, "the start of LMCache (manager.py)"])
 def test_a_start_that_hangs() -> list[Any]:
     prepare()
     dog = watchdog.Watchdog(60.0, clock := Clock())

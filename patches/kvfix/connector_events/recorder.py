@@ -27,7 +27,6 @@ The file has ids and token counts of requests, but no tokens.
 """
 
 import errno
-import faulthandler
 import os
 import re
 import stat
@@ -95,7 +94,8 @@ def register(watched: "WatchedConnector") -> None:
 
 def connectors() -> "list[WatchedConnector]":
     """Return every watched connector and scheduler of this process that still exists."""
-    return list(session.connectors.values()) if session.connectors is not None else []
+    found = session.connectors.valuerefs() if session.connectors is not None else []
+    return [each for reference in found if (each := reference()) is not None]
 
 
 def schedulers() -> list[Any]:
@@ -157,19 +157,12 @@ def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
     if reason == "signal":
         yield {"kind": "state", **engine_state.collect()}
     if reason in ("signal", "standstill"):
-        yield {"kind": "stacks", "pid": os.getpid(), "text": _stacks()}
+        yield {"kind": "stacks", "pid": os.getpid(), "text": places.dump()}
     if finding is not None:
         events = {"event": _event(finding.event), "earlier": finding.earlier and _event(finding.earlier)}
         yield {"kind": "finding", **finding._asdict(), **events}
     for entry in snapshot():
         yield {"kind": "event", **entry._asdict(), **_event(entry.event)}
-
-
-def _stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
 
 
 def _connector(watched: "WatchedConnector") -> dict[str, Any]:

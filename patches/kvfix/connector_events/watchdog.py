@@ -18,12 +18,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 from kvfix import engine_log, engine_state
 from kvfix.connector_events import recorder, signals, violations
 from kvfix.engine_state import places
+from kvfix.engine_state.places import Call
 from kvfix.ledger import liveness, standstill
 from kvfix.ledger.standstill import LATE, Look
 from kvfix.session import session
@@ -100,13 +100,13 @@ class Watchdog:
 
     def _standing(self) -> Iterator[tuple[Any, ...]]:
         """Yield what stands still now: a call, or requests. The same standstill gives equal items at each look."""
-        inside = _call(frames := places.frames())
+        inside = _inside(calls := _calls())
         if inside:
             yield inside
-        if not self._moves(frames):
+        if not self._moves(calls):
             yield ("requests",)
 
-    def _moves(self, frames: list[FrameType]) -> bool:
+    def _moves(self, calls: list[Call]) -> bool:
         computed: dict[str, int] = {}
         paused = False
         watched = recorder.connectors()
@@ -120,7 +120,7 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(frames)  # steps that end without progress compute nothing
+        computing = steps == self._steps and _is_with_workers(calls)  # steps that end without progress compute nothing
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 
@@ -150,9 +150,9 @@ class Watchdog:
         """
         held, same = (), 0
         for _ in range(_TRIES):
-            call = _call(places.frames())
-            state = engine_state.collect(True, next(iter(recorder.schedulers()), None))
-            held, same = call, same + 1 if call and call == held else 0
+            inside = _inside(calls := _calls())
+            state = engine_state.collect(True, next(iter(recorder.schedulers()), None), calls=calls)
+            held, same = inside, same + 1 if inside and inside == held else 0
             if not state["in_step"] or same >= _STANDS or self.stopped.wait(_PAUSE):
                 break
         others = signals.lines_of_others()
@@ -161,7 +161,12 @@ class Watchdog:
         return Look(self._clock(), [state, *states]), stacks
 
 
-def _call(frames: list[FrameType]) -> tuple[Any, ...]:
+def _calls() -> list[Call]:
+    """Return the stack of the main thread, innermost first; [] if it is not known."""
+    return places.stacks().get(threading.main_thread().ident or 0, [])
+
+
+def _inside(calls: list[Call]) -> tuple[Any, ...]:
     """Return the call that the main thread is in: a call of a hook or, before the first step, of LMCache."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
@@ -170,14 +175,18 @@ def _call(frames: list[FrameType]) -> tuple[Any, ...]:
             return "call", f"{running[0]} of {watched.name}", running[1]
     if any(watched.steps for watched in recorder.connectors()) or recorder.schedulers():
         return ()
-    for frame in reversed(frames):
-        if "lmcache" in frame.f_code.co_filename.lower() and frame.f_code.co_name == "__init__":
-            return "call", f"the start of {type(frame.f_locals.get('self')).__name__}", id(frame)
+    for name, file, _ in reversed(calls):
+        if "lmcache" in file.lower() and name == "__init__":
+            return "call", f"the start of LMCache ({file.rpartition('/')[2]})", 0
     return ()
 
 
-def _is_with_workers(frames: list[FrameType]) -> bool:
-    """Return True if EngineCore's step waits for the workers, or computes in this process."""
-    codes = [frame.f_code for frame in frames]
-    step = next((at for at, code in enumerate(codes) if code.co_name in _STEP and _CORE in code.co_filename), None)
-    return step is not None and _SCHEDULING.isdisjoint(code.co_name for code in codes[:step])
+def _is_with_workers(calls: list[Call]) -> bool:
+    """Return True if EngineCore's step waits for the workers or computes in this process, or if the stack is not known.
+
+    The stack of a compilation may be so deep that EngineCore's step is not on it.
+    """
+    step = next((at for at, (name, file, _) in enumerate(calls) if name in _STEP and _CORE in file), None)
+    if step is None:
+        return not 0 < len(calls) < places.MOST
+    return _SCHEDULING.isdisjoint(name for name, _, _ in calls[:step])

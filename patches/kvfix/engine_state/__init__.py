@@ -46,11 +46,18 @@ from . import scheduler as schedulers
 SCHEMA = 1
 
 
-def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = ()) -> dict[str, Any]:
+#: Number of calls of the main thread in a state.
+_SHOWN = 24
+
+
+def collect(
+    full: bool = False, scheduler: Any = None, workers: Sequence[Any] = (), calls: Sequence[places.Call] | None = None
+) -> dict[str, Any]:
     """Return the state of this process.
 
     full: include the numbers and hashes of each request's blocks, so that the lab can rebuild the request.
     scheduler, workers: the scheduler and the workers' connectors. By default, `collect` searches for them.
+    calls: the stack of the main thread. Another thread must give it. By default, `collect` reads its own stack.
     """
     began = time.perf_counter()
     unread: dict[str, str] = {}
@@ -62,7 +69,8 @@ def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = 
             unread[what] = places.where(error)
             return None
 
-    frames = read("frames", places.frames) or []
+    frames = (read("frames", places.frames) or []) if calls is None else []
+    calls = places.calls(frames) if calls is None else calls
     engine = None
     if scheduler is None:
         engine = read("engine", places.engine, frames)
@@ -79,9 +87,9 @@ def collect(full: bool = False, scheduler: Any = None, workers: Sequence[Any] = 
         "wall": time.time_ns(),
         "versions": read("versions", places.versions),
         "kvfix": read("kvfix", places.kvfix),
-        "stack": read("stack", places.stack, frames),
-        "hook": read("hook", places.hook, frames),
-        "in_step": read("in_step", places.in_step, frames),
+        "stack": read("stack", places.stack, calls[:_SHOWN]),
+        "hook": read("hook", places.hook, calls),
+        "in_step": read("in_step", places.in_step, calls),
         "scheduler": read("scheduler", schedulers.read, scheduler, engine, rows, events, full),
         "connectors": held,
         "unread": unread,

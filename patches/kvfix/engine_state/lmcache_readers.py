@@ -123,7 +123,7 @@ class V1(Reader):
         state["fetched"] = [name for names in by_status for name in list(names)]
         server = getattr(impl, "lookup_server", None) or getattr(manager, "_lookup_server", None)
         thread = getattr(server, "thread", None)
-        state["threads"] = {} if thread is None else {"lookup_server": thread.ident in sys._current_frames()}
+        state["threads"] = {} if thread is None else {"lookup_server": thread.is_alive()}
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:

@@ -5,11 +5,12 @@ engine in the user's own process is on the stack while it computes. Otherwise a 
 engine. `gc` cannot find an engine: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
+import faulthandler
 import os
+import re
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -29,8 +30,13 @@ _COMMON = frozenset(("request_finished", "on_new_request", "reset_cache", "get_f
 #: Functions of EngineCore whose `self` is the engine, and functions of the scheduler that change its queues.
 _ENGINE = ("run_busy_loop", "step", "step_with_batch_queue", "_process_engine_step")
 _STEP = ("schedule", "update_from_output", "finish_requests", "add_request", "reset_prefix_cache")
-#: Maximum number of frames that `stack` returns.
-_SHOWN = 24
+#: A function on a stack: (name, file, line).
+Call = tuple[str, str, int]
+#: `stacks` has at most this number of threads, the newest ones, and of each thread at most this number of inner calls.
+MOST = 100
+#: A thread and a call in the text of faulthandler.
+_THREAD = re.compile(r"hread 0x0*([0-9a-f]+) .*\n((?:  .*\n)*)")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)\n')
 
 
 def process_name() -> str:
@@ -51,8 +57,11 @@ def versions() -> dict[str, str]:
 
 
 def frames() -> list[FrameType]:
-    """Return the stack of the main thread, innermost first, without the frames of kvfix."""
-    found = list(outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    """Return the stack of the main thread, innermost first, without the frames of kvfix. Only this thread may call it.
+
+    A thread must not read the frames of another running thread, or Python may crash (python/cpython issue 99110).
+    """
+    found = list(outwards(sys._getframe()))
     while found and _is_ours(found[0]):
         del found[0]
     while found and found[0].f_code.co_filename.startswith("<"):  # code that `kvfix look` has injected
@@ -73,30 +82,50 @@ def _is_ours(frame: FrameType) -> bool:
     return package == __package__ or package.startswith("kvfix.")
 
 
-def stack(frames: list[FrameType]) -> list[str]:
-    """Return "function (folder/file:line)" for each frame."""
-    return [f"{frame.f_code.co_name} ({_file(frame)}:{frame.f_lineno})" for frame in frames[:_SHOWN]]
+def calls(frames: Iterable[FrameType]) -> list[Call]:
+    return [(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno) for frame in frames]
 
 
-def _file(frame: FrameType) -> str:
-    return "/".join(frame.f_code.co_filename.replace(os.sep, "/").split("/")[-2:])
+def dump() -> str:
+    """Return the stacks of all threads as faulthandler writes them. No other thread runs Python meanwhile."""
+    with open(os.memfd_create("kvfix"), "w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
 
 
-def hook(frames: list[FrameType]) -> str:
-    """Return the outermost hook of a connector that the main thread is in, or ""."""
-    found = [frame for frame in frames if is_hook(frame.f_code.co_name, frame.f_code.co_filename)]
-    return found[-1].f_code.co_name if found else ""
+def stacks() -> dict[int, list[Call]]:
+    """Return {thread: its stack, innermost first}. Any thread may call it: see MOST for its limits."""
+    return {
+        int(thread, 16): [(name, file, int(line)) for file, line, name in _CALL.findall(found)]
+        for thread, found in _THREAD.findall(dump())
+    }
 
 
-def is_hook(function: str, file: str) -> bool:
+def stack(calls: Iterable[Call]) -> list[str]:
+    """Return "function (folder/file:line)" for each call."""
+    return [f"{name} ({_short(file)}:{line})" for name, file, line in calls]
+
+
+def _short(file: str) -> str:
+    return "/".join(file.replace(os.sep, "/").split("/")[-2:])
+
+
+def hook(calls: Iterable[Call]) -> str:
+    """Return the outermost hook of a connector on this stack, or ""."""
+    found = [name for name, file, _ in calls if _is_hook(name, file)]
+    return found[-1] if found else ""
+
+
+def _is_hook(function: str, file: str) -> bool:
     """Return True for a hook of a connector, by its name and, if the name is common, by the path of its file."""
     path = file.lower()
     return function in _ALL_HOOKS and (function not in _COMMON or "connector" in path or "lmcache" in path)
 
 
-def in_step(frames: list[FrameType]) -> bool:
+def in_step(calls: Iterable[Call]) -> bool:
     """Return True if a function of the scheduler is on the stack: a request may then be in none of the queues."""
-    return any(frame.f_code.co_name in _STEP and "/sched/" in frame.f_code.co_filename for frame in frames)
+    return any(name in _STEP and "/sched/" in file for name, file, _ in calls)
 
 
 def engine(frames: list[FrameType]) -> Any:
@@ -132,7 +161,8 @@ def where(error: Exception) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return type(error).__name__ + ("" if trace is None else f" ({_file(trace.tb_frame)}:{trace.tb_lineno})")
+    at = "" if trace is None else f" ({_short(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
+    return type(error).__name__ + at
 
 
 def kvfix() -> dict[str, Any] | None:

@@ -125,12 +125,14 @@ def _unsafe() -> str:
     """Return the place in a step where the process is now; "" if it is between two steps."""
     targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
     names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
-    for frame in sys._current_frames().values():
-        for each in places.outwards(frame):
-            code = each.f_code
-            if code.co_name in names and any(place in code.co_filename for place in _PLACES):
-                return f"in {code.co_name} ({'/'.join(code.co_filename.split('/')[-2:])}:{each.f_lineno})"
-            if code.co_filename.endswith(_PLACES[2:]):
+    stacks = places.stacks()
+    if len(stacks) >= places.MOST or any(len(calls) >= places.MOST for calls in stacks.values()):
+        return f"in more than {places.MOST} threads, or in a thread with more than {places.MOST} calls"
+    for calls in stacks.values():
+        for name, file, line in calls:
+            if name in names and any(place in file for place in _PLACES):
+                return f"in {places.stack([(name, file, line)])[0]}"
+            if file.endswith(_PLACES[2:]):
                 return "in a wrapper"
     if getattr(places.worker_connector(), "_connector_metadata", None) is not None:
         return "within a step of the worker"
@@ -138,19 +140,18 @@ def _unsafe() -> str:
 
 
 def _scheduler() -> Any:
-    """Return the scheduler of this process, or None. Search the stacks: `gc` does not see vLLM's frozen heap."""
+    """Return the scheduler of this process, or None. Search this stack: `gc` does not see vLLM's frozen heap."""
     scheduler_class = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
     if scheduler_class is None:
         return None
-    for frame in sys._current_frames().values():
-        for each in places.outwards(frame):
-            for value in list(each.f_locals.values()):
-                for path in _PATHS:
-                    found = value
-                    for name in path.split(".") if path else ():
-                        found = getattr(found, "__dict__", {}).get(name)
-                    if isinstance(found, scheduler_class):
-                        return found
+    for frame in places.outwards(sys._getframe()):
+        for value in list(frame.f_locals.values()):
+            for path in _PATHS:
+                found = value
+                for name in path.split(".") if path else ():
+                    found = getattr(found, "__dict__", {}).get(name)
+                if isinstance(found, scheduler_class):
+                    return found
     return None
 
 

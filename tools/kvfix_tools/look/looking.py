@@ -200,6 +200,4 @@ class Looker:
 
 def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:
     """Return "stack" and "hook" in the form of `engine_state`. frames: (function, file, line), innermost first."""
-    hooks = [name for name, file, _ in frames if places.is_hook(name, file)]
-    shown = [f"{name} ({'/'.join(file.split('/')[-2:])}:{line})" for name, file, line in frames]
-    return {"stack": shown, "hook": hooks[-1] if hooks else ""}
+    return {"stack": places.stack(frames), "hook": places.hook(frames)}
