@@ -127,7 +127,7 @@ def _unsafe() -> str:
     names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
     stacks = places.stacks()
     if len(stacks) >= places.MOST or any(len(calls) >= places.MOST for calls in stacks.values()):
-        return f"in more than {places.MOST} threads, or in a thread with more than {places.MOST} calls"
+        return f"the process may be in a step: it has {places.MOST} threads or a stack of {places.MOST} calls, or more"
     for calls in stacks.values():
         for name, file, line in calls:
             if name in names and any(place in file for place in _PLACES):
