@@ -4,8 +4,8 @@ vLLM starts EngineCore and its workers as other processes, most often by spawn, 
 `apply()` writes the configuration into the environment. vLLM's plugin entry point (`load`) reads it in each process,
 before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
-A finder on the meta path applies a fix after the import of the fixed module. `activate` applies the fixes of imported
-modules at once. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.
+A finder on the meta path applies a fix after the import of the fixed module. `activate` applies it to modules that are
+already imported. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvfix.catalogue import FixRow
 
 ENV = "KVFIX"
-#: If this list is set, vLLM skips every plugin that is not in it, without a message (vllm/plugins/__init__.py).
+#: If this list of plugins is set, vLLM skips all other plugins without a message (vllm/plugins/__init__.py).
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
-#: Ray workers get only variables with a prefix from vLLM's own list or from this list (vllm/ray/ray_env.py).
+#: A Ray worker gets only variables whose prefix is in vLLM's own list or in this variable (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 #: Top-level packages with fixed functions. The first import from one of them loads the fixes.
 PACKAGES = ("lmcache", "vllm")
@@ -47,8 +47,8 @@ def apply(
 ) -> None:
     """Fix the known bugs of the installed vLLM and LMCache, here and in every process started from here.
 
-    Call this function before you launch vLLM. If you call it again, the last configuration holds. It imports no heavy
-    modules: kvfix applies a fix after the import of the fixed module.
+    Call this function before you launch vLLM. If you call it again, the new configuration replaces the old one. The
+    function imports no heavy modules: kvfix applies a fix after the import of the fixed module.
 
     mode: `fix` applies fixes. `observe` also records the connector hooks. `check` also checks rules after each hook and
     writes a log line and a dump for each violation. `strict` also raises `kvfix.connector_events.Violation`.
@@ -181,7 +181,7 @@ def _settle(modules: dict[ModuleType, bool]) -> None:
 
 
 def _watch(module: ModuleType) -> None:
-    """Add the connector events, or remove those of an earlier configuration."""
+    """Add the wrappers of the connector events, or remove the wrappers of an earlier configuration."""
     if (session.config is not None and session.config.watches) or "kvfix.connector_events" in sys.modules:
         from kvfix import connector_events
 
@@ -201,7 +201,7 @@ def _all_modules() -> frozenset[str]:
 
 
 def _settle_when_executed(spec: ModuleSpec) -> None:
-    """Apply fixes after the loader has executed the module. Replace only `exec_module`: tools inspect the loader."""
+    """Apply fixes after the loader has executed the module. Keep the loader object, because other tools inspect it."""
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:

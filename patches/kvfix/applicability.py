@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
 #: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
-#: that imports the function. Only a fix is "unfixable" (a new release must fix the bug) or "opt-in" (used if named).
+#: that imports the function. Only a fix is "unfixable" (a new release must fix the bug) or "opt-in" (you must name it).
 STATES = (
     "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
     "not-installed",
@@ -121,7 +121,7 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
     having = set[str]().union(*known.get("functions", {}).get(target.name, {}).values())
     absent = frozenset(releases).difference(having)
     version = same_file or installed_source.version(target.dist)
-    # If the release is newer than kvfix, look at the newest known release instead. It may lack the function too.
+    # If the release is newer than kvfix, look at the newest known release, which may lack the function too.
     compared = version if version in releases else next(reversed(releases), "")
     release = f"{target.dist} {version or '(version unknown)'}"
     if compared in absent:

@@ -1,8 +1,8 @@
 """Apply and remove the wrappers of the fixes and of the connector events.
 
 A fix is one transaction: kvfix judges all functions of a fix before it wraps any (`kvfix.applicability`). A module that
-is not imported yet is judged by its file. If its live function later differs, the whole fix is removed again. One
-`WrappedFunction` has all wrappers of a function. It can remove each wrapper alone, and it can put back the original.
+is not imported yet is judged by its file. If the imported function differs from the file, kvfix removes the whole fix.
+One `WrappedFunction` has all wrappers of a function. It can remove one wrapper, and it can put back the original.
 """
 
 import inspect
@@ -24,7 +24,7 @@ _HALF_IMPORTED = Applicability(
 
 
 def settle(module: ModuleType, complete: bool) -> None:
-    """Apply the fixes that have a function in this module and that the configuration wants. Remove the others.
+    """Apply the fixes of functions in this module that the configuration wants. Remove the unwanted fixes.
 
     complete: False for a module whose import has not ended. No fix can be applied to this module yet.
     """
@@ -73,7 +73,7 @@ def remove_all() -> None:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Wrap the functions of this fix, or unwrap them if it is unwanted or refused. imported: module just imported."""
+    """Wrap the functions of this fix; unwrap them if the fix is unwanted or refused. imported: the new module."""
     is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
     if not is_taken or fix.code in session.held_back:
         for target in fix.targets:
@@ -195,8 +195,8 @@ def _forget_reloaded(module: ModuleType) -> None:
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
     """Return True if the module now has another function of this name, because the module was reloaded.
 
-    If another tool has wrapped kvfix's function, `inspect.unwrap` still finds the same function: return False. If that
-    tool's wrapper has no `__wrapped__`, its file or name differs from the function's: return False too.
+    Return False if another tool has only wrapped kvfix's function. `inspect.unwrap` then finds the same function, or,
+    if the tool's wrapper has no `__wrapped__`, the wrapper, whose file or name differs from the function's.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -72,7 +72,7 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return the fixes with this rule or finding as evidence, for any release. text: the message; None: any message."""
+    """Return the fixes whose `evidence` has this rule or finding, for any release. text: the finding's message."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
 
 
@@ -104,7 +104,7 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
 
 
 def _outcome(fix: Fix, decision: Decision) -> Applicability:
-    """Return the state of these functions of the fix in this process."""
+    """Return the state, in this process, of the functions that the decision is about."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:
@@ -122,7 +122,7 @@ def _outcome(fix: Fix, decision: Decision) -> Applicability:
 
 
 def rows_handling(finding: Finding) -> list[FixRow]:
-    """Return the rows of the fixes for this finding, without those that this process does not need."""
+    """Return the rows of the fixes for this finding, without fixes that this process does not need."""
     return [
         row
         for fix in handling(finding.code, finding.message)

@@ -4,12 +4,12 @@
 
     KVFIX=fix                      all fixes that are not opt-in
     KVFIX="fix only=KVF001"        only these fixes
-    KVFIX="fix skip=KVF001,KVF002" all but these
-    KVFIX="fix plus=KVF017"        these opt-in fixes too
+    KVFIX="fix skip=KVF001,KVF002" all fixes that are not opt-in, without these
+    KVFIX="fix plus=KVF017"        all fixes that are not opt-in, and these
     KVFIX="check skip=KVF001"      another mode
     KVFIX="observe layers=yes"     also count the hooks that run once per layer
     KVFIX="check audit=0.001"      also compute one hit in a thousand, and compare it with the cache
-    KVFIX=off                      nothing, even if a program calls kvfix.apply()
+    KVFIX=off                      no fixes, even if a program calls kvfix.apply()
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
 remembered texts, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
-configured. kvfix imports `logging` with the first line, not in `kvfix.apply()`, which delays the start of each process.
+configured. kvfix imports `logging` with the first line. An import in `kvfix.apply()` would delay each process start.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _report(level: str, text: str) -> None:
 
 
 def _admitted(text: str) -> str:
-    """Return the line to log; "" for a text logged before, or too many lines of a kind (the text up to a colon)."""
+    """Return the line to log; "" for a repeated text or too many lines of its kind. The kind is the text before ":"."""
     if text in session.reported:
         return ""
     _remember(session.reported, text, None, TEXTS)

@@ -125,7 +125,7 @@ def _tokens(span: list[str]) -> list[str]:
     starts: list[tuple[int, int]] = []
     for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
         kind = tokenize.tok_name[token.type]
-        # Python 3.12 and later split an f-string into tokens. With its whole text, the hash is as in earlier versions.
+        # Python 3.12 and later split an f-string into tokens. kvfix hashes its whole text, as in earlier versions.
         if kind in ("FSTRING_START", "TSTRING_START"):
             starts.append(token.start)
         elif kind in ("FSTRING_END", "TSTRING_END"):

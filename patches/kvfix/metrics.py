@@ -23,7 +23,7 @@ _PLAIN = (int, bool, str, float, type(None))
 
 @dataclass(slots=True)
 class Tally:
-    """Counters of the wrappers with one key. acted, faults: number of actions, of errors. first: the first action."""
+    """Counters of the wrappers with one key: the numbers of their actions and errors, and the first action as text."""
 
     key: str
     acted: int = 0

@@ -3,15 +3,15 @@
 `text` finds secrets by name (a password, a token, an API key). It also finds secrets by value: a URL with a user, an
 Authorization header, a key in the format of a known service. It hides too much rather than too little.
 
-The text may be megabytes long, and an attacker may have chosen it. So no pattern may read a character again and again:
-the code searches for the end of a value only once.
+The text may be megabytes long, and an attacker may have chosen it. So no pattern may read the same characters many
+times: the code searches for the end of a value only once.
 """
 
 import re
 
 HIDDEN = "<hidden>"
 
-#: Words in the name of a secret. "tokens" is a count.
+#: Words in the name of a secret. "tokens" is left out, because it is the name of a count.
 _WORDS = {
     "accountkey", "apikey", "auth", "authentication", "authorization", "bearer", "cookie", "credential", "credentials",
     "creds", "dsn", "jwt", "passcode", "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets",
@@ -24,7 +24,7 @@ _KEYS = re.compile(
     r"(?i)(?:api|access|account|private|secret|signing|ssh|ssl|tls|encryption|shared|master|license|service|client)"
     r"[-_.]?(?:access[-_.]?)?key|(?:db|user|smtp|redis|mysql|postgres|proxy|admin|root)[-_]?pass\b"
 )
-#: Names that contain a secret's word but have no secret: a source file in a log's line, ids and numbers of tokens.
+#: Names that contain one of the words but name no secret: a source file in a log line, ids and numbers of tokens.
 _HARMLESS = re.compile(r"(?i)(?:\.py|token_?(?:ids?|budgets?))$")
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 
@@ -54,7 +54,7 @@ _VALUES = (
 _WORD = re.compile(r"[^\s\"'<>]+")
 _PORT = re.compile(r"\d+[/?#]")
 
-#: Matches a name and the "=" or ":" after the name, in JSON, YAML, a query or a repr. A name starts a word.
+#: Matches a name and the "=" or ":" after it, in JSON, YAML, a query or a repr. A name begins at the start of a word.
 _NAMED = re.compile(
     r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']\]?|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)[ \t]*[=:]{1,2}>?[ \t]*"
 )

@@ -48,7 +48,7 @@ class Session:
         #: Modules whose code runs now, because they are being imported.
         self.executing: set[str] = set()
 
-        # Fixes (applying). A thread that holds the lock imports no target.
+        # Fixes (applying). A thread that holds the lock imports no module with fixed functions.
         self.lock = RLock()
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
         #: {function of a wanted fix, in an imported module: its outcome}.

@@ -6,9 +6,9 @@ filled in, because releases and callers differ in what they pass by name.
 `when` takes the parameters of the wrapper's code. The wrapper runs its code only if `when` returns true.
 
 If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
-answer. ORIGINAL, the default, gives the function's own answer: right for crashes, leaks and hangs. A fix of wrong KV
-fails closed instead: its `on_fault` gives the answer of a load that failed, a store that is skipped, or no promise. If
-`on_fault` has made the call safe, it returns GO_ON. `kvfix.fixes._closed` has the answers that several fixes share.
+answer. ORIGINAL, the default, gives the function's own answer. Fixes of crashes, leaks and hangs use it. A fix of wrong
+KV fails closed instead: its `on_fault` reports a failed load, skips a store or promises nothing. If `on_fault` has made
+the call safe, it returns GO_ON. `kvfix.fixes._closed` has the answers that several fixes share.
 """
 
 import functools
@@ -26,7 +26,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: For `on_fault`: the function's own answer.
 ORIGINAL = None
 
-#: `on_fault` returns this if the function is safe to call now. If it was called before, that call's answer is kept.
+#: `on_fault` returns this if the function is safe to call now. If the function was called already, its answer is kept.
 GO_ON = object()
 
 
@@ -84,7 +84,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
 def after(change: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
     """Call the function, then change its answer.
 
-    change: (instance, answer, *arguments) -> the right answer; None keeps the answer. If it differs, the fix has acted.
+    change: (instance, answer, *arguments) -> the right answer, or None (no change). A new answer counts as an action.
     on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
     """
 
@@ -119,7 +119,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     the function with those arguments instead of the caller's. A return before the yield skips the function. If the
     function raises, its exception goes to the caller and the generator is closed (use `finally`). The fix has acted if
     it changes the arguments or the answer, or skips the call.
-    on_fault: (arguments of the caller) -> the answer if the code of the wrapper raises. If it raises before the yield,
+    on_fault: (arguments of the caller) -> the answer if the wrapper's code raises. If the code raises before the yield,
     the function is not called.
     """
 
@@ -209,7 +209,7 @@ class WrappedFunction:
     """A function of vLLM or LMCache with wrappers around it.
 
     The class gets one stable function that calls the current wrappers. A tool that wraps this function later, and keeps
-    a reference to it, still works. (wrapt.FunctionWrapper works too, but takes too long to import: `activation`.)
+    a reference to it, still works. wrapt.FunctionWrapper does the same, but takes too long to import.
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:

@@ -1,5 +1,5 @@
-# This file activates kvfix in programs that load no vLLM plugins, such as `lmcache server`. `kvfix run` puts its folder
-# first on PYTHONPATH, so every child Python imports the file at its start. The file then imports the user's own
+# This file activates kvfix in programs that load no vLLM plugins, such as `lmcache server`. `kvfix run` puts the file's
+# folder first on PYTHONPATH, so every child Python imports the file at its start. The file then imports the user's own
 # sitecustomize. A child may run another version of Python, so the file uses only syntax that any Python 3 reads.
 import os
 import sys
@@ -19,7 +19,7 @@ except ImportError as error:
 else:
     load()
 
-# sys.modules has this file under the name "sitecustomize". If the user has a sitecustomize too, it takes this name.
+# sys.modules has this file under the name "sitecustomize". If the user has a sitecustomize too, it gets this name.
 _ours = sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401

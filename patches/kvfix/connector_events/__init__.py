@@ -25,7 +25,7 @@ from kvfix.session import session
 from kvfix.wrapping import after
 
 KEY = "connector events"
-#: Key of the audit's wrapper. It sorts before KEY, so the audit's wrapper is inside, and kvfix records its answer.
+#: Key of the audit's wrapper. The key sorts before KEY, so that the outer wrapper records the answer of the audit.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
@@ -79,7 +79,7 @@ def watch_class(connector_class: type) -> None:
 def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a hook, or a function of the scheduler, to record its events, its exception, and that it runs now."""
     is_scheduler = name in _SCHEDULER
-    # A method of WatchedConnector that runs before the hook, and a method that gets the answer. "": there is none.
+    # The method of WatchedConnector that runs before the hook, and the one that gets its answer. "": no such method.
     before, then = (each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}"))
 
     @functools.wraps(original)

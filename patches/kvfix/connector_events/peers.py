@@ -42,7 +42,7 @@ class _Peer(Reader):
         return (str(engine), str(name)) if is_valid else None  # a client may have sent values of other types
 
     def loads(self, metadata: Any) -> Spans:
-        """Leave out requests without blocks: for these, decode only notifies prefill."""
+        """Leave out requests without blocks, for which decode only notifies prefill."""
         return [self._span(name, meta) for name, meta in self._received(metadata) if any(meta.local_block_ids)]
 
     def _received(self, metadata: Any) -> Any:
@@ -67,7 +67,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the seconds. Decode keeps blocks longer, for the next prompt (nixl/pull_scheduler.py 0.32.0:250)."""
+        """Return the lease's seconds; longer in decode, for the next prompt (nixl/pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
@@ -94,7 +94,7 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """Return True until the registration's deadline, also after an abort. KVF322 then reports a failed load."""
+        """Return True until the registration's deadline, also after an abort. At the deadline KVF322 fails the load."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 

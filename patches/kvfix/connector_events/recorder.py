@@ -194,7 +194,7 @@ def kept(watched: "WatchedConnector") -> dict[str, int]:
 
 
 def scheduler_state() -> dict[str, int]:
-    """Return the numbers of requests and blocks. Empty if this process has no scheduler or more than one."""
+    """Return the numbers of requests and blocks; {} if this process has no scheduler or several schedulers."""
     try:
         (found,) = schedulers()
         pool = found.kv_cache_manager.block_pool
@@ -241,7 +241,7 @@ def _bounded(lines: list[bytes]) -> bytes:
 
 @contextmanager
 def folder() -> Iterator[tuple[str, int]]:
-    """Yield path and descriptor of the private folder, created with mode 0700. Raises OSError if others can access it.
+    """Yield path and descriptor of the private folder (mode 0700). Raises OSError if other users can access the folder.
 
     The parent folder may be shared (1777), so another user may have made a link or folder with this name. kvfix keeps
     the mode of the parent. It creates files through the descriptor, so a later change of the path has no effect.

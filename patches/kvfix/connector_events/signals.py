@@ -1,6 +1,6 @@
 """Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1. Announce this process to `kvfix dump`.
 
-A process with its own handler for SIGUSR2 keeps it. The handler of kvfix logs nothing, as it may interrupt a log call.
+A process keeps its own handler for SIGUSR2. kvfix's handler logs nothing, because it may interrupt a log call.
 """
 
 import atexit
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce this process and its engines, if it handles the signal, which kills processes without a handler."""
+    """Announce this process and its engines, if kvfix handles the signal. Without a handler, SIGUSR2 ends a process."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         violations.written(write_announcement)
 
@@ -112,5 +112,5 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
     return found
 
 
-# A forked child has its parent's handler. But the child is not announced (kvfix.session), and writes no file at exit.
+# A forked child has its parent's handler, but no announcement (kvfix.session). The child writes no file at its exit.
 os.register_at_fork(after_in_child=lambda: atexit.unregister(violations.written))

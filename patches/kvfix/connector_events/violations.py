@@ -58,7 +58,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
 
 
 def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> None:
-    """In mode `observe`: write a recorder file with the events before an exception of a hook."""
+    """Write a recorder file with the events before an exception of a hook. Called in mode `observe`."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
         path = written(recorder.write, "exception")
         if path:

@@ -34,7 +34,7 @@ SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
 _LOOKS = 12
 #: Maximum tries to read a state outside of the scheduler's functions, and seconds between two tries.
 _TRIES, _PAUSE = 200, 0.003
-#: If the main thread is in the same call at this many tries, the call is the standstill, and the last state is used.
+#: If the main thread is in the same call at this number of tries, that call stands still. `_look` uses the last state.
 _STANDS = 50
 #: Scheduler functions that EngineCore's step calls. While the step runs none of them, it waits for the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
@@ -93,13 +93,13 @@ class Watchdog:
             self._told = found
 
     def is_due(self) -> tuple[Any, ...]:
-        """Return what has stood still for `limit` seconds, or (). The caller must call it regularly."""
+        """Return the item of `_standing` that has lasted for `limit` seconds, or (). Callers must repeat this call."""
         now = self._clock()
         self._since = {each: self._since.get(each, now) for each in self._standing()}
         return next((each for each, since in self._since.items() if now - since >= self._limit), ())
 
     def _standing(self) -> Iterator[tuple[Any, ...]]:
-        """Yield what stands still now: a call, or requests. The same standstill gives equal items at each look."""
+        """Yield one item for each standstill: a call, or the requests. One standstill has equal items at all looks."""
         inside = _inside(calls := _calls())
         if inside:
             yield inside
@@ -184,7 +184,7 @@ def _inside(calls: list[Call]) -> tuple[Any, ...]:
 def _is_with_workers(calls: list[Call]) -> bool:
     """Return True if EngineCore's step waits for the workers or computes in this process, or if the stack is not known.
 
-    The stack of a compilation may be so deep that EngineCore's step is not on it.
+    A compilation may have more calls than `places.MOST`. The known part of the stack then lacks EngineCore's step.
     """
     step = next((at for at, (name, file, _) in enumerate(calls) if name in _STEP and _CORE in file), None)
     if step is None:

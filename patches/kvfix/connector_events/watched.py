@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 #: Steps and seconds after which an ended request is checked for leaks: its transfers and lookups have ended by then.
 STEPS, SECONDS = 32, 3.0
-#: A request is stuck if no metadata have its load this many steps after the grant. The next metadata should have it.
+#: The metadata of the step after a grant should have the load. A request is stuck if this number of steps lack it.
 PATIENCE = 8
 #: Maximum kept requests with a lookup that was never answered.
 GIVEN_UP = 1024
 
 
 class WatchedConnector:
-    """running: {thread: (hook that runs now, its start in monotonic seconds)}. calls: {hook: number of calls}.
+    """A watched connector. calls: {hook: number of calls}. running: {thread: (its hook, start in monotonic seconds)}.
 
     trusted: False after an error in kvfix. The record then has gaps, and no rule is checked any more.
     """
@@ -57,7 +57,7 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        #: In the scheduler {request: its last Asked event without a grant}; in the worker {request: its last transfer}.
+        #: {request: its last Asked event without a grant} in the scheduler, {request: its last transfer} in the worker.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []

@@ -57,7 +57,7 @@ def collect(
 
     full: include the numbers and hashes of each request's blocks, so that the lab can rebuild the request.
     scheduler, workers: the scheduler and the workers' connectors. By default, `collect` searches for them.
-    calls: the stack of the main thread. Another thread must give it. By default, `collect` reads its own stack.
+    calls: the stack of the main thread, for a call from another thread. By default, `collect` reads its own stack.
     """
     began = time.perf_counter()
     unread: dict[str, str] = {}

@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def frames() -> list[FrameType]:
-    """Return the stack of the main thread, innermost first, without the frames of kvfix. Only this thread may call it.
+    """Return the stack of the main thread, which must be the caller; innermost first, without the frames of kvfix.
 
     A thread must not read the frames of another running thread, or Python may crash (python/cpython issue 99110).
     """

@@ -86,11 +86,11 @@ class Reader:
         return False
 
     def peer(self, request: Any) -> tuple[str, str] | None:
-        """Return the engine and the request whose kept blocks this request reads; None: it reads none."""
+        """Return the engine and the request whose kept blocks this request reads; None: it reads no blocks."""
         return None
 
     def lease(self, answer: Any) -> float | None:
-        """Return the seconds for which the blocks of a request are kept. answer: of `request_finished`."""
+        """Return the seconds for which the blocks of a request are kept. answer: what `request_finished` returned."""
         return None
 
     def lease_name(self, request: Any) -> str:

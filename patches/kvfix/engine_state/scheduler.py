@@ -15,7 +15,7 @@ A request has these fields:
      "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
      "report": "loaded",        its load is done, but the scheduler has not handled the report; or "failed", ""
-     "needs": 1,                free blocks needed to admit it, and those reserved for other requests; None: unknown
+     "needs": 1,                free blocks needed to admit it, with those reserved for other requests; None: unknown
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
@@ -31,7 +31,7 @@ QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
 _OF_CONFIG = ("max_num_batched_tokens", "max_num_seqs", "async_scheduling")
 _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
-#: KV groups in which each token keeps its slot, and KV groups that free the slots before a window.
+#: Specs of KV groups in which each token keeps its slot, and of KV groups that free the slots before a window.
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
 Row = dict[str, Any]
 
@@ -145,8 +145,8 @@ def _blocks(scheduler: Any, request: Any) -> Any:
 def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved: int | None) -> int | None:
     """Return the free blocks that a waiting request needs to be admitted; None if they are not known.
 
-    Computed as in `allocate_slots` (v1/core/kv_cache_manager.py 0.32.0:516-579), with functions of vLLM that change
-    nothing. It covers KV groups of full attention and of sliding windows.
+    The computation follows `allocate_slots` (v1/core/kv_cache_manager.py 0.32.0:516-579), with functions of vLLM that
+    change nothing. It covers KV groups of full attention and of sliding windows.
 
     promised: tokens that the connector would load, if the request has no computed tokens yet.
     between: True for a load between steps, False for a load within a step. reserved: see `_reserved`.
@@ -158,12 +158,12 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
         return None
     hits: Sequence[Any] = [[] for _ in managers]
     freed = kept = 0
-    if local:  # vLLM frees the blocks that have left a window before it allocates others
+    if local:  # vLLM first frees the blocks that have left a window, then allocates new ones
         promised = 0
         for manager, own in zip(managers, _blocks(scheduler, request), strict=True):
             freed += _count(own[: manager.get_num_skipped_tokens(local) // manager.block_size])
     elif any(request.request_id in manager.num_cached_block for manager in managers):
-        return None  # a step is just admitting the request
+        return None  # the current step admits the request
     else:
         hits, local = _cached(scheduler, request, hits)
     total, computed = min(int(request.num_tokens), int(scheduler.max_model_len)), local + promised

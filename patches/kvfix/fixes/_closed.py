@@ -1,6 +1,6 @@
-"""Closed answers, for `on_fault` of the fixes for wrong KV. If the code of a fix raises, kvfix gives its closed answer.
+"""Closed answers, for `on_fault` of the fixes for wrong KV: kvfix gives a closed answer if the code of a fix raises.
 
-Closed answers promise nothing, store nothing, or report a load as failed. Closed answers share no code with the fixes.
+A closed answer promises nothing, stores nothing, or reports a load as failed. It shares no code with the fixes.
 """
 
 import time
@@ -42,7 +42,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def set_to(name: str, value: Any) -> Callable[..., Any]:
-    """Return a function that sets this attribute. The other functions of the fix learn of the error from it."""
+    """Return a function that sets this attribute. The fix's other functions learn of the error from the attribute."""
 
     def set_to(instance: Any, *_: Any, **__: Any) -> Any:
         setattr(instance, name, value)

@@ -30,7 +30,7 @@ def _done_events(engine: Any) -> Any:
 
 
 def _chunk(fetched: Any) -> Any:
-    return fetched[1] if isinstance(fetched, tuple) else fetched  # after 0.3.10, a pair of key and chunk
+    return fetched[1] if isinstance(fetched, tuple) else fetched  # after 0.3.10: a pair (key, chunk)
 
 
 def unpin(chunk: Any) -> None:
@@ -123,7 +123,7 @@ def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
 
 
 def layer_saves(add: Add, closed: Closed) -> Fixing:
-    """Like `layer_loads`, for `save_kv_layer`. The hook passes the request's own list, so `is` finds the request."""
+    """Do the same for `save_kv_layer`. The hook passes the request's own list of tokens, so `is` finds the request."""
 
     @fix_around(when=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:

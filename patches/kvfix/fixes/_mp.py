@@ -17,7 +17,7 @@ def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
 
 
 def hits(connector: Any, tracker: Any) -> tuple[int, int]:
-    """Return `num_vllm_hit` and `num_lmcache_hit` in tokens. One call is faster: each admitted request needs both."""
+    """Return `num_vllm_hit` and `num_lmcache_hit` in tokens. One call is faster than two calls of `tokens`."""
     blocks = getattr(tracker, "num_vllm_hit_blocks", None)
     if blocks is None:
         return tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens
@@ -64,7 +64,7 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
 def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
     """Answer the client's requests of these operations, in place of a server that is gone. Return their number.
 
-    answers: {operation: answer}. The thread that calls `cancel_streams` is the only one that handles the requests.
+    answers: {operation: answer}. Call it in the thread of `cancel_streams`, the only thread that handles the requests.
     """
     gone = [uid for uid, (_, spec) in client.pending_futures.items() if spec.operation in answers]
     for uid in gone:

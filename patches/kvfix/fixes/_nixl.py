@@ -1,4 +1,4 @@
-"""Code that the fixes of NixlConnector share, for failed loads, KV groups of full attention and probes."""
+"""Code that the fixes of NixlConnector share: for failed loads, for KV groups of full attention and for probes."""
 
 from kvfix.fixes.api import NIXL_BASE_WORKER, Any, stubs
 

@@ -1,7 +1,7 @@
 """Code that the fixes of NixlConnector and MooncakeConnector share, for the decode requests of a prefill.
 
-The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). kvfix keeps only hashes
-of the ids, because clients choose the ids. If two prefills have the same hash, the second request computes its prompt.
+The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). kvfix keeps hashes of the
+ids, because a client may choose long ids. If two prefills have the same hash, the second request computes its prompt.
 """
 
 from collections import OrderedDict

@@ -52,7 +52,7 @@ def computed(scheduler_output: Any) -> dict[str, int]:
 
 
 def has_several_groups(connector: Any) -> bool:
-    """Return True if the model has several KV groups. Lazy stores check the blocks themselves: return False."""
+    """Return True if the model has several KV groups. Return False for lazy stores, which check their blocks."""
     return len(connector._group_tokens_per_block) > 1 and not getattr(connector, "lazy_offload", False)
 
 

@@ -1,7 +1,7 @@
-"""Exports all that the file of a fix imports: the record (record.py), and the classes of vLLM and LMCache to fix.
+"""Export what the file of a fix imports: the record (record.py), and the classes of vLLM and LMCache to fix.
 
 `Any` is the type of objects of vLLM and LMCache, because their classes differ between releases. The decorators make the
-`fix` of a target. `stubs` are for probes.
+`fix` of a target from a function. `stubs` has objects for probes.
 
 @fix_after(when=lambda connector, answer, request, *_: answer[0])
 def fix(connector, answer, request, *_): ...
@@ -48,7 +48,7 @@ fix_before = functools.partial(_decorator, before)
 #: `@fix_after(when=..., on_fault=...)` decorates code that runs after the function.
 fix_after = functools.partial(_decorator, after)
 #: `@fix_around` decorates code that runs before and after the function. `answer = yield` calls the function. `yield
-#: (arguments,)` calls it with other arguments. Without a `yield` the code answers in place of the function.
+#: (arguments,)` calls it with other arguments. Code that returns before its `yield` gives the answer without a call.
 fix_around = functools.partial(_decorator, around)
 
 
@@ -141,7 +141,7 @@ def multi_process(
     for_0180: str = ">=0.4.4",
     order: int = 0,
 ) -> tuple[Target, ...]:
-    """Return a target for this function of each multi-process connector that has broken releases."""
+    """Return the targets for this function: one for each multi-process connector that has broken releases."""
     broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
     return tuple(
         getattr(owner, function)(broken=releases, probe=probe, fix=fix, order=order)

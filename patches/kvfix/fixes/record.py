@@ -21,7 +21,7 @@ Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
-#: Sections of a fix's docstring, in this order. A paragraph begins with each name. In `Fix.doc` each name is a heading.
+#: Sections of a fix's docstring, in this order. Each name begins a paragraph. In `Fix.doc` each name is a heading.
 SECTIONS = ("Symptom", "Cause", "Fix")
 #: Sections for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
@@ -31,7 +31,7 @@ MIXED_ROLL_OUT = "Mixed roll-out"
 FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
-#: The release of vLLM that kvfix was written for. If a bug's record begins with it, no earlier release was tested.
+#: kvfix was written for this release of vLLM. If it is the first release in a record, no earlier release was tested.
 _WRITTEN_FOR = "0.32.0"
 
 #: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
@@ -52,12 +52,11 @@ class Target:
     probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. kvfix runs it
         only on code that no release has. It takes milliseconds. If it raises, kvfix refuses the fix.
     fix: (module) -> wrapper of the function (kvfix.wrapping). kvfix calls it after the import of the module, if the fix
-        applies. If it is None, the target only shows whether the bug is there. A helper in the same module fixes the
-        bug, or the bug cannot be fixed.
+        applies. With None, the target only shows if the bug is there: a helper in the module fixes it, or nothing can.
     order: position of its wrapper around the function. The wrapper with the lowest order is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
-    copy: the copy of the code that the function belongs to. If it is "", every copy needs the function for its fix.
-        The functions of one copy are wrapped together or not at all (kvfix.applicability).
+    copy: the name of the copy of the code that has the function. "": every copy needs the function for its fix.
+        kvfix wraps the functions of one copy together or not at all (kvfix.applicability).
     """
 
     dist: str
@@ -93,7 +92,7 @@ class Owner:
         self.copy = copy
 
     def target(self, function: str, **more: Any) -> Target:
-        """Return the target for this function. more: other fields of `Target`. No `probe`: no stub can show the bug."""
+        """Return the target for this function. more: fields of `Target`. Omit `probe` if no stub can show the bug."""
         full_name = f"{self.name}.{function}" if self.name else function
         return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": stubs.cannot_tell, **more})
 
@@ -130,7 +129,7 @@ class Fix:
     on_fault: the answer if the code of the fix raises. "original": the function's own answer, as without the fix.
     "closed": an answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is
     promised. The default is "closed" if a decorated function of the fix has an `on_fault`.
-    let_go: kvfix calls it after it has removed the wrappers. It is for a fix that keeps objects of the engine.
+    let_go: for a fix that keeps objects of the engine. kvfix calls it after it has removed the wrappers.
     harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process; "" if it can do harm.
     """
 
@@ -209,7 +208,7 @@ class Fix:
         return " ".join(text.split()) if name in FACTS else text
 
     def _known(self, fact: str) -> str:
-        """Return a fact that the docstring leaves out. A record knows the first and the last release with the bug."""
+        """Return a fact that the docstring leaves out, from the first and the last release that have the bug."""
         from packaging.version import Version
 
         if fact == "Upstream":

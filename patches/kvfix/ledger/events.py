@@ -197,7 +197,7 @@ class Finished(NamedTuple):
 
 
 class Left(NamedTuple):
-    """State of an ended request leaked in `where` (a dictionary, a pin, a lock)."""
+    """`where` (a dictionary, a pin, a lock) still has the state of an ended request: a leak."""
 
     request: str
     where: str

@@ -18,7 +18,7 @@ OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: Fields of a worker's connector. They list the loads that the worker has not reported yet.
+#: Fields of a worker's connector with the loads that the worker has not reported yet.
 KINDS = ("loads", "unreported")
 
 
@@ -40,7 +40,7 @@ class Waiting:
 class State:
     """The state of an engine between two steps. None: not known."""
 
-    #: In the order in which the scheduler admits them.
+    #: The waiting requests, in the order in which the scheduler admits them.
     waiting: tuple[Waiting, ...]
     #: Free blocks, including blocks with a cached prefix.
     free: int | None
@@ -159,7 +159,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what it waits for) of the waiting requests.
+    """Return (row, what its request waits for) of each waiting request.
 
     vLLM stops at the first request that it has no blocks for. Later requests then wait for blocks, not for lookups.
     """
@@ -187,7 +187,7 @@ def state(engine: Engine) -> State:
     in_flight += scheduler["deferred"]
     for _, each in engine.workers:
         in_flight += sum(len(each.get(kind, ())) for kind in ("stores", *KINDS))
-    # A request in a transfer is in the scheduler too: it waits for its load, or it has ended.
+    # The scheduler has each request that has a transfer: the request waits for its load, or it has ended.
     kept = any(row["queue"] == "ended" for row in engine.requests) or any(each.waits_for == LOAD for each in rows)
     unknown = kept and not engine.sees_transfers and bool(engine.connectors)
     lookups = sum(each.waits_for == LOOKUP for each in rows)

@@ -12,7 +12,7 @@ from kvfix.ledger.liveness import LOAD, LOOKUP, Engine
 
 #: Seconds after which a hook counts as stuck.
 HOOK = 3.0
-#: Seconds after which a transfer or lookup counts as not answered: LATE if no request moves, else LATER.
+#: Seconds after which a transfer or lookup counts as not answered: LATE if no request makes progress, else LATER.
 LATE, LATER = 5.0, 30.0
 #: Fields of a request that do not change during one wait.
 _OF_A_WAIT = ("computed", "total", "preemptions")
@@ -265,7 +265,7 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find engines in which no request can move at both looks, and none has moved between them.
+    """Find engines in which no request can move at both looks, and no request has moved between the looks.
 
     Give no verdict within a step (its queues are incomplete), or while a process is in a hook (it may be the cause).
     """

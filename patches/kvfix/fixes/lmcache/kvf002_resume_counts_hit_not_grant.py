@@ -32,7 +32,7 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
             computed = request.num_computed_tokens
             until = computed + scheduler_output.num_scheduled_tokens[name]
-            # Up to 0.3.10.post2 the hook keeps the tracker's own tokens. From 0.3.11 on it takes the request's.
+            # Up to 0.3.10.post2 the hook keeps the tracker's tokens. From 0.3.11 on it takes the request's tokens.
             tracker.token_ids = list(request.all_token_ids[:until])
             spec = impl.load_specs.get(name)
             if spec is None:

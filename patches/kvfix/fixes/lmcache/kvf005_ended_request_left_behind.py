@@ -20,7 +20,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 def _kept(impl: Any) -> Any:
-    """Return the dicts that may keep an ended request: two before its admission, the last two after a resume."""
+    """Return dicts that may keep an ended request: the first two before its admission, the last two after a resume."""
     return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
 
 
@@ -30,7 +30,7 @@ def fix_scheduler(impl: Any, answer: Any, request: Any, block_ids: Any) -> None:
     note(__name__, f"request {name} has ended before it was admitted")
     for each in _kept(impl):
         each.pop(name, None)
-    # With asynchronous loading the hook itself cancels the lookup. LMCache cleans it up when the answer comes.
+    # With asynchronous loading the hook itself cancels the lookup. LMCache drops the lookup when its answer comes.
     if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
         impl.lookup_client.clear_lookup_status(name)
 

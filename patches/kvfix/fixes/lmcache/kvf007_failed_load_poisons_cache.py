@@ -27,10 +27,10 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 
 
 class Failed:
-    """The failed blocks of a worker's last steps: of as many steps as vLLM schedules before it gets a report.
+    """The failed blocks of a worker's last steps: as many steps as vLLM may schedule before it gets a step's report.
 
-    A step's metadata object identifies the step, until the step is saved and vLLM has asked for its failed blocks.
-    Without asynchronous scheduling vLLM has the report before the next step, so one step is kept.
+    Without asynchronous scheduling this is one step: vLLM has the report before the next step. The metadata object of a
+    step identifies the step, until the step is saved and vLLM has asked for its failed blocks.
     """
 
     def __init__(self, config: Any) -> None:
@@ -57,7 +57,7 @@ def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
 
 @fix_after(when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end)
 def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
-    """Act before the layerwise save, which begins at the first layer."""
+    """Drop the stores after failed loads, before the layerwise save begins at the first layer."""
     _store_nothing_of_failed(impl)
 
 
@@ -82,7 +82,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
-# A step that computes nothing saves nothing. But vLLM asks for its failed blocks too, so it counts as a step.
+# A step that computes nothing saves nothing. But vLLM also asks for the failed blocks of such a step, so it counts.
 @fix_after(
     when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
     on_fault=_closed.set_to("_kvfix_failed", None),

@@ -22,7 +22,7 @@ SLOW = 0.5
 
 
 class Pause:
-    """A pause of the lookups. `until`: when the next lookup may be sent, in seconds of the clock."""
+    """A pause of the lookups. until: the time at which the next lookup may be sent, in seconds of the clock."""
 
     def __init__(self) -> None:
         self.failures = 0

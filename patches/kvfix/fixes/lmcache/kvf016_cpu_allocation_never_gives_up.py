@@ -22,7 +22,7 @@ from kvfix import clock, engine_log
 from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
-#: A thread that has waited for LONGEST_WAIT may wait as long again after these seconds.
+#: Seconds after which a thread that has waited for LONGEST_WAIT may again wait for LONGEST_WAIT.
 RESTORED = 60.0
 #: Positions of `eviction` and `busy_loop` among the arguments, in every release.
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
@@ -40,7 +40,7 @@ class _Waits(threading.local):
         self.at = now
 
     def wait(self) -> bool:
-        """Wait a moment. Return False if the time is used up."""
+        """Wait a moment. Return False, without a wait, if the thread has waited for LONGEST_WAIT."""
         if self.left <= 0:
             return False
         time.sleep(BETWEEN)

@@ -32,7 +32,7 @@ class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
     `with load:` surrounds each part of the load's own code. Loads by layers take turns, and other threads can release
-    pins of the chunk at any time. A release counts for this load only within a part, in the same thread.
+    pins of the chunk at any time. So only a release during a part, in the thread of the part, counts for this load.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -106,7 +106,7 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 @fix_after()
 def fix_layers(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
-    """Add the pins for a load by layers. The function is a generator that loads one layer in each iteration."""
+    """Add the pins for a load by layers. layers: a generator that loads one layer in each iteration."""
     load = _pinned(engine, more.get("req_id"))
     return _layers(layers, load) if load else layers
 

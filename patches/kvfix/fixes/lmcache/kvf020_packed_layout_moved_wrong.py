@@ -89,7 +89,7 @@ def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
 
 
 def _parts(connector: Any, memory_obj: Any, more: Any) -> list[tuple[Any, list[Any]]]:
-    """Return the memory object's tensors, each with the layers it holds (V3: a group); [] if the fix moves nothing."""
+    """Return the memory object's tensors, each with its layers (V3: layers of a group); [] if the fix moves nothing."""
     caches = more.get("kvcaches")
     if not caches or connector.use_mla or getattr(caches[0], "ndim", 0) != 4:  # only the packed layout has four axes
         return []
@@ -152,7 +152,7 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """Return the widest integer type that divides rows of `row` bytes. It suits all KV dtypes, with fewer elements."""
+    """Return the widest integer type that divides rows of `row` bytes, for fewer elements. It fits every KV dtype."""
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

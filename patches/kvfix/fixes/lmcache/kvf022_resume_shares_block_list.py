@@ -41,7 +41,7 @@ def fix(impl: Any, answer: Any, scheduler_output: Any) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resume with two blocks; the worker then appends a third. With the bug, the tracker also has the third block."""
+    """Resume with two blocks, then let the worker append a block. With the bug, the tracker has all three blocks."""
     tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
     since_0_3_11 = "all_token_ids" in inspect.signature(hook).parameters
     hook(tracker, [0] * 16, (blocks,), True, **({"all_token_ids": [0] * 48} if since_0_3_11 else {}))

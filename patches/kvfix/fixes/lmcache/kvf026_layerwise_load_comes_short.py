@@ -60,7 +60,7 @@ def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
 def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     """Record the blocks that will not be loaded, and return how many tokens will be loaded.
 
-    first: the first value of `retrieve_layer`: this number, None for no tokens, or a mask if LMCache is unhealthy.
+    first: the first value of `retrieve_layer`: the number of tokens, None for 0, or a mask if LMCache is unhealthy.
     """
     loaded = 0 if first is None or first.dim() else int(first)
     start = len(mask) - int(mask.sum())

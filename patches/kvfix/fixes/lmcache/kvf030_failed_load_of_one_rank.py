@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Let a later step make this save instead of the current step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # a kv_producer would store it anyway; its next save has these tokens
+        if not meta.save_spec.can_save:  # only a kv_producer would store this request; its next save has these tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)
@@ -111,7 +111,7 @@ def _drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
     for impl in _scheduler.lmcache_adapters(scheduler):
         setattr(impl, _UNSAVED, None)
         for tracker in impl._request_trackers.values():
-            tracker.skip_save = True  # no request hits the tokens after an unsaved token
+            tracker.skip_save = True  # a hit ends at the first unsaved token, so later saves are useless
     return answer
 
 

@@ -29,7 +29,7 @@ def fix(impl: Any, request: Any, num_external_tokens: int) -> Steps:
     engine_log.warning("KVF035: a `disagg_spec` lacks a part of the address; the request runs without a decoder")
     others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
     yield View(request, kv_transfer_params=others), num_external_tokens
-    if request.request_id in impl._unfinished_requests:  # the hook keeps the View that it was given
+    if request.request_id in impl._unfinished_requests:  # the hook has put the View there
         impl._unfinished_requests[request.request_id] = request
 
 

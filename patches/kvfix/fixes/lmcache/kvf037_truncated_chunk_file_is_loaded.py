@@ -60,7 +60,7 @@ def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
     before, answer = _READS.short, None
     try:
         answer = load(*args, **kwargs)
-    except OSError:  # the disk failed: the file is not whole
+    except OSError:  # the disk failed in a read, so the file does not count as whole
         if _READS.short == before:
             raise
     return answer, _READS.short == before
@@ -78,7 +78,7 @@ def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 @fix_calls
 def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load chunk after chunk, up to the first that is not whole. For LMCache, a shorter list means fewer chunks."""
+    """Load chunk after chunk, up to the first that is not whole. LMCache accepts a list with fewer chunks."""
     where, before = f"{__name__}.load_all", _READS.short
     # The arguments 1 to 3 are paths, keys and memory objects.
     chunks = engine_log.guarded(where, lambda: list(zip(*positional(load)(args, kwargs)[0][1:4], strict=False)))
@@ -115,7 +115,7 @@ def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:
 
 
 def _give_up(memory: Any, backend: Any, key: Any, *_: Any) -> None:
-    """Free the memory, and forget the chunk: LMCache stores it again when it is computed again."""
+    """Free the memory, and forget the chunk: LMCache stores the chunk again when vLLM has computed its tokens."""
     if memory is not None:
         memory.ref_count_down()
     with backend.disk_lock:

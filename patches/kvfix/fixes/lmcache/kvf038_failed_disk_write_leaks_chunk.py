@@ -25,7 +25,7 @@ def fix(save: Any, *args: Any, **kwargs: Any) -> Any:
         return save(*args, **kwargs)
     except OSError as error:
         engine_log.guarded(f"{__name__}.undo", lambda cause: _undo(cause, *positional(save)(args, kwargs)[0]), error)
-        raise  # as without the fix: a future keeps the exception unread
+        raise  # as without the fix: the exception goes into a future that nothing reads
 
 
 def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:

@@ -41,7 +41,7 @@ def fix(module: Any) -> Wrapper:
         note(__name__, f"request {request.request_id}: its load has failed, so vLLM computes it")
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
-    # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.
+    # vLLM calls the hook in every step in which a request waits for its lookup. Its tracker is not READY then.
     return before(forget_failed_load, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY"))
 
 

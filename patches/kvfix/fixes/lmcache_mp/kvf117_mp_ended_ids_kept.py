@@ -23,10 +23,10 @@ KEPT = 32
 
 
 class Recent(set[str]):
-    """A bounded set of ids. If it has more than KEPT ids, they replace the previous old ids.
+    """A set that forgets ids. If it has more than KEPT new ids, they become its old ids: the previous ones are dropped.
 
-    LMCache calls only `update` and `in`. `update` runs in every step, and `in` only once for each ended request.
-    So `in` drops the old ids. It never drops the ids of the last update.
+    LMCache calls only `update`, in every step, and `in`, once for each ended request. So `in` drops the old ids. It
+    never drops the ids of the last update.
     """
 
     old: frozenset[str] = frozenset()

@@ -63,7 +63,7 @@ def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, compu
 
 
 def new_shows_bug(hook: Any, module: Any) -> bool:
-    """Schedule a request with 512 tokens of vLLM, and null blocks before its window. With the bug, they are stored."""
+    """Schedule a request with 512 computed tokens and null blocks before its window. With the bug, all are stored."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), [0] * 16 + list(range(65, 113)), computed=512)
     return any(0 in meta.op.block_ids[1] for meta in _windows.stored(hook, module, connector, 512, 512)[1:])
 

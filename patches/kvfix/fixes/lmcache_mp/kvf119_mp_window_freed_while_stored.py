@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from kvfix.fixes import _closed, _windows
 from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note, stubs
 
-#: If more freed blocks than this may still be copied, a step waits anyway, because each step looks at all of them.
+#: If stores may still read more freed blocks than this, a step waits for the stores. Each step checks all these blocks.
 _MOST = 1024
 
 
@@ -59,7 +59,7 @@ class Stores:
     freed: set[int] = field(default_factory=set)
 
     def step(self, computed: dict[str, int], scheduled: dict[str, int], open_requests: Any) -> None:
-        """Note what vLLM frees when a step begins. computed, scheduled: tokens of the requests in the step."""
+        """Record the blocks that vLLM frees when a step begins. computed, scheduled: tokens of the step's requests."""
         for stored in self.held:
             if stored.request in computed:
                 self.freed.update(stored.leave(computed[stored.request]))

@@ -28,7 +28,7 @@ def fix(connector: Any, scheduler_output: Any, metadata: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Continue a session at 100 computed tokens, with 16 new ones; 400 were counted. With the bug, 416 are counted."""
+    """Schedule 16 tokens of a session with 100 computed tokens and a count of 400. With the bug, the count is 416."""
     connector, tracker = _mp.tracked(module, stubs.request(2048))
     tracker.num_scheduled_tokens = 400
     new = stubs.Stub(req_id=stubs.NAME, num_computed_tokens=100)

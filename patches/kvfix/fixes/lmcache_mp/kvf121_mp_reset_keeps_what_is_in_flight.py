@@ -26,7 +26,7 @@ def fix(impl: Any, answer: bool) -> bool:
 
 @fix_before(on_fault=_closed.refuse)
 def fix_scheduler(scheduler: Any) -> None:
-    """Tell the connector how many requests vLLM has: the connector does not know the ended requests."""
+    """Tell the connector how many requests vLLM has. The connector itself does not have the ended requests."""
     for each in _scheduler.connectors(scheduler):
         if hasattr(each, "request_trackers"):
             each._kvfix_requests = len(scheduler.requests)

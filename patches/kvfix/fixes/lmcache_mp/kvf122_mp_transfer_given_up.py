@@ -67,7 +67,7 @@ def fail_transfers(client: Any, answer: Any) -> None:
 
 
 def _unhealthy(module: Any, **more: Any) -> Any:
-    """Return a connected worker that missed a heartbeat. Raise LookupError if the client does not watch (KVF904)."""
+    """Return a connected worker that missed a heartbeat. Raise LookupError if it sees no lost connection (KVF904)."""
     if not hasattr(module, "MessagingStream"):  # only a client that watches its connection has this class
         raise LookupError("the client does not watch its connection")
     client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))

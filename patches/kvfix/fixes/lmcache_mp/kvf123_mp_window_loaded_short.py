@@ -45,7 +45,7 @@ def _specs(group: Any) -> dict[str, Any]:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Register a window of 64 tokens, and three tokens in front of it. With the bug, only 64 are registered."""
+    """Register a window of 64 tokens and three extra tokens before it. With the bug, only 64 tokens are registered."""
     kind = type("SlidingWindowSpec", (), {"sliding_window": 64, "block_size": 16, _EXTRA: 3})
     return bool(hook([stubs.Stub(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
 
@@ -56,6 +56,6 @@ FIX = Fix(
     no_patch={"lmcache": "a patch changes the server's objects, and LMCache must decide what to do with the old ones"},
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
-    # The function runs once, at the start. Lookups and loads cannot learn of an error, so an error keeps its answer.
+    # The function runs once, at the start. Lookups and loads cannot learn of an error, so kvfix keeps LMCache's answer.
     on_fault="original",
 )

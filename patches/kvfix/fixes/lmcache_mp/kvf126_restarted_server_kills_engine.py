@@ -54,7 +54,7 @@ def _is_unregistered(client: Any) -> bool:
 
 @fix_around(when=_is_unregistered)
 def hold_transfers(client: Any) -> Steps:
-    """The wrapped function sends each request of the queue. It does not get requests that the fix answers."""
+    """Answer transfers from the queue. The wrapped function then gets, and sends, only the other requests."""
     queue = client.input_queue
 
     def get_nowait() -> Any:
@@ -68,7 +68,7 @@ def hold_transfers(client: Any) -> Steps:
 
 
 def _is_answered(client: Any, request: Any) -> bool:
-    """Answer the next request of the queue, a transfer of an unregistered worker. Return False if it must be sent."""
+    """Answer the request if it is a transfer of an unregistered worker. Return False if the request must be sent."""
     spec = getattr(request, "rpc_spec", None)  # a control frame of a stream has no rpc_spec
     if spec is not None and spec.operation in _REGISTRATIONS:
         client._kvfix_unregistered = False

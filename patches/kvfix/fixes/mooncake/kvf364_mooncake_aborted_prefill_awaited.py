@@ -19,7 +19,7 @@ import asyncio
 from kvfix.fixes import _mooncake, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, note, stubs
 
-#: A number of sends that is never reached, so that a dropped transfer is never reported as sent.
+#: More sends than a transfer ever has, so that a dropped transfer is never reported as sent.
 _NEVER = 1 << 30
 
 

@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between two checks. The fix removes an entry at the second check, because its waiter may come after it.
+#: Seconds between two checks. A waiter may come after its entry, so the fix removes an entry only at the second check.
 _PAUSE = 0.25
 
 

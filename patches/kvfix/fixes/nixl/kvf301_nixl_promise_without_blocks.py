@@ -60,7 +60,7 @@ def _fails_loads(module: Any) -> bool:
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
-    """Return the keys that this release's update_state_after_alloc needs for a transfer. Before 0.15: no request id."""
+    """Return the keys that update_state_after_alloc needs for a transfer. Before 0.15 it needs no request id."""
     constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 

@@ -22,7 +22,7 @@ def _nixl_handshake_listener(function: Any, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
         except Exception as error:  # noqa: PERF203
             ready, stop = args[1:3] if len(args) > 2 else (None, None)
-            if ready is None or stop is None or not ready.is_set():  # it could not open its socket
+            if ready is None or stop is None or not ready.is_set():  # the thread could not open its socket
                 raise
             note(__name__, "a malformed handshake was ignored")
             engine_log.warning(f"KVF316: ignored a handshake that cannot be answered: {type(error).__name__}: {error}")

@@ -28,7 +28,7 @@ from kvfix.fixes.api import AT_START, NIXL_BASE_SCHEDULER, Any, Fix, fix_after, 
 
 @fix_after(on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
 def _prefill_backoff(scheduler: Any, tokens: int) -> int:
-    """Return 1 for windows if vLLM returns 0. vLLM calls this function a few times per request, never in a step."""
+    """Return 1 instead of 0 for models with windows. vLLM calls this a few times per request, and never in a step."""
     return tokens or int(any(scheduler.blocks_per_sw))
 
 

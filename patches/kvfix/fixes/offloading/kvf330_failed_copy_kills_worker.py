@@ -18,7 +18,7 @@ manager drops the chunks of a failed store. After a failed load vLLM computes th
 from kvfix.fixes import _offloading, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_before, note, replaced, stubs
 
-#: Attributes. The worker has the requests whose load failed. Its report and the scheduler have the failed jobs.
+#: Attribute of the worker: the requests whose load failed. Attribute of its report and of the scheduler: failed jobs.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
 #: Attribute of the metadata and of the worker. It shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Attributes. The worker has the requests whose load failed. Its report and the scheduler have the failed stores.
+#: Attribute of the worker: the requests whose load failed. Attribute of its report and the scheduler: failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Attribute of the metadata. It shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"

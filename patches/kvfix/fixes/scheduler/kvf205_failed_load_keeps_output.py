@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # A request that still has its mark was not looked up since. Another preemption would repeat this for ever.
+            # A request that still has its mark was not looked up since: preempting it again could go on for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -99,7 +99,7 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
 
-# Up to 0.26, vLLM can drop output in flight only for all requests (`reset_prefix_cache`), and only of one step of each.
+# Up to 0.26, vLLM can drop output in flight only for all requests at once, and one step of each (`reset_prefix_cache`).
 
 #: Attribute of a scheduler: {request: its first step whose output is valid again; None until it is scheduled}.
 _VALID_FROM = "_kvfix_valid_from"

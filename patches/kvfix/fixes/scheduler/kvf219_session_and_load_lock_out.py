@@ -44,7 +44,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 def _to_give_back(scheduler: Any) -> Any:
     """Return the last loaded request, if another request that holds blocks needs this request's blocks to run."""
     if any(request.is_finished() for request in scheduler.requests.values()):
-        return None  # its blocks become free when they are stored
+        return None  # the blocks of this request become free when they are stored
     ready, manager = [], scheduler.kv_cache_manager
     for request in scheduler.kv_holding_waiting:
         if request.status.name == _LOADING and request.request_id not in scheduler.finished_recving_kv_req_ids:

@@ -46,7 +46,7 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """Keep the session's earlier tokens after a fault too. Without them, the session would return wrong text."""
+    """After an error of the fix, keep the session's earlier tokens too: without them it would return wrong text."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)
