@@ -1,8 +1,8 @@
 """Bring one configuration to every process of an engine, and apply fixes there after the import of the fixed modules.
 
 vLLM starts EngineCore and its workers as other processes, most often by spawn, without the parent's patches. So
-`apply()` writes the configuration into the environment. vLLM's plugin entry point (`load`) reads it in each process,
-before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
+`apply()` writes the configuration into the environment. `load`, a plugin of vLLM, reads it in each process, before vLLM
+creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 
 A finder on the meta path applies a fix after the import of the fixed module. `activate` applies it to modules that are
 already imported. kvfix does not use wrapt: its import is slow, and its hooks can break an import and cannot be removed.

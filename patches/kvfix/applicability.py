@@ -1,8 +1,8 @@
 """Judge one function of the installed code: is it wrong, right, or unknown? Then decide if a fix is applied.
 
-The version number alone decides nothing: LMCache changed these functions in post releases, and people edit them. kvfix
+The version number alone decides nothing: LMCache's post releases change functions, and users edit files. kvfix
 looks for a release that has the same file (by a hash) or, if there is none, the same function (by its fingerprint). If
-no release has it, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
+no release has the function, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
 
 kvfix wraps all functions of a fix or none. A fix may have several groups of functions, one for each copy of the same
 code (`Owner.copy`). Each group is decided by itself. A group is refused if one of its functions is unknown, missing or

@@ -28,7 +28,7 @@ def settle(module: ModuleType, complete: bool) -> None:
 
     complete: False for a module whose import has not ended. No fix can be applied to this module yet.
     """
-    fixes = catalogue.fixes_of(module.__name__)  # imports modules, so it is called without the lock
+    fixes = catalogue.fixes_of(module.__name__)  # this imports modules, so it runs without the lock
     with session.lock:
         _forget_reloaded(module)
         if complete:

@@ -1,11 +1,10 @@
 """Count the actions and the errors of each fix, and the violations. Log the first action of each fix.
 
 A fix acts if it changes an answer or an argument, or skips a call. `kvfix.wrapping` notices these actions by itself. A
-fix that changes an object in place must report it with `note`.
+fix that changes an object in place must report the change with `note`.
 
-vLLM's own /metrics has the counts too, if prometheus_client is in use. EngineCore and its workers count, and another
-process serves /metrics. The multi-process mode of prometheus_client connects these processes. vLLM also uses this mode
-(PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
+vLLM's own /metrics has the counts too, if prometheus_client is in use. EngineCore and its workers pass the counts on in
+the client's multi-process mode, as vLLM's own metrics (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
 """
 
 import sys

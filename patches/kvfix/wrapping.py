@@ -213,7 +213,7 @@ class WrappedFunction:
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:
-        """Raises TypeError for a kind of function that it cannot wrap."""
+        """Raises TypeError for a kind of function that kvfix cannot wrap."""
         kind = _other_kind(original)
         if kind:
             raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps functions and methods only")

@@ -3,11 +3,10 @@
 The flight recorder keeps the events, and in modes `check` and `strict` the rules check them. Mode `fix` does not import
 this package. After an error in the package, the engine continues, and kvfix logs the error once.
 
-This module wraps the hooks of every connector class that vLLM's factory returns, and functions of the scheduler.
-A MultiConnector gets its children's classes from `get_connector_class`, not from `create_connector` (multi_connector.py
+This module wraps functions of the scheduler, and the hooks of every connector class that vLLM's factory returns. A
+MultiConnector gets its children's classes from `get_connector_class`, not from `create_connector` (multi_connector.py
 0.32.0:232). So kvfix wraps `get_connector_class`, and the hooks of each class that it returns. Hooks that a class
-inherits from `KVConnectorBase_V1` do nothing and are not wrapped, except `update_connector_output`, which gets the
-results of the loads.
+inherits from `KVConnectorBase_V1` do nothing. kvfix wraps one of them: `update_connector_output` gets load results.
 """
 
 import functools

@@ -3,8 +3,8 @@
 The recorder keeps the last events of this process in a bounded queue. It counts hook calls without an event, but does
 not keep them: steps without a change would push the history out of the queue.
 
-A recorder file has JSON lines. It is written atomically, in a directory that only its owner can read. The first line
-describes the file. The other lines follow in any order, each with its `kind`:
+A recorder file has JSON lines. kvfix writes the file atomically, in a folder that only its owner can read. The first
+line describes the file. The other lines follow in any order, each with its `kind`:
 
     {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
      "node": "n1", "boot": "...", "began": 1, ...}

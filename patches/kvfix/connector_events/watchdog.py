@@ -1,4 +1,4 @@
-"""Report an engine that stands still: its requests wait, and none has made progress for KVFIX_WATCHDOG seconds.
+"""Report an engine that stands still: no request has made progress for KVFIX_WATCHDOG seconds.
 
 Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals,
 takes no lock, calls no function of the engine, and reports each standstill once. A standstill is one of these states:
@@ -182,11 +182,8 @@ def _inside(calls: list[Call]) -> tuple[Any, ...]:
 
 
 def _is_with_workers(calls: list[Call]) -> bool:
-    """Return True if EngineCore's step waits for the workers or computes in this process, or if the stack is not known.
-
-    A compilation may have more calls than `places.MOST`. The known part of the stack then lacks EngineCore's step.
-    """
+    """Return True if EngineCore's step waits for workers or computes in this process, or if the stack is not known."""
     step = next((at for at, (name, file, _) in enumerate(calls) if name in _STEP and _CORE in file), None)
     if step is None:
-        return not 0 < len(calls) < places.MOST
+        return not 0 < len(calls) < places.MOST  # a compilation may have MOST calls inside the step
     return _SCHEDULING.isdisjoint(name for name, _, _ in calls[:step])

@@ -42,7 +42,7 @@ from typing import Any
 from . import lmcache_readers, places
 from . import scheduler as schedulers
 
-#: Incremented when a name is removed or changes its meaning.
+#: The version of this format. It increases when a name is removed or changes its meaning.
 SCHEMA = 1
 
 

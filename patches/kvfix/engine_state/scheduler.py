@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-#: vLLM's queues of waiting requests, in the order in which it admits from them. Earlier releases have only some.
+#: vLLM's queues of waiting requests, in the order in which vLLM admits from them. Earlier releases have fewer queues.
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
 _OF_CONFIG = ("max_num_batched_tokens", "max_num_seqs", "async_scheduling")

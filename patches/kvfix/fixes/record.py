@@ -34,10 +34,9 @@ _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 #: kvfix was written for this release of vLLM. If it is the first release in a record, no earlier release was tested.
 _WRITTEN_FOR = "0.32.0"
 
-#: The requests for which `kvfix attach` applies a fix to a running engine. Most fixes apply to all requests. A fix that
-#: needs its own notes or changes from the start of a request skips the requests that began before (`session.before`).
-#: `kvfix attach` does not apply a fix that acts only while the engine starts. It also applies no fix that makes the
-#: engine read the cache in another way than it was written.
+#: The requests to which `kvfix attach` applies a fix. ALL_REQUESTS: most fixes. NEW_REQUESTS: the fix needs notes or
+#: changes from the start of a request, and skips requests that began before (`session.before`). AT_START: no requests,
+#: because the fix acts only while the engine starts, or would read cached KV in another way than it was written.
 ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
 
 
@@ -117,7 +116,7 @@ EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 class Fix:
     """The record of a bug: `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
 
-    effect: what the bug does to the user, one of EFFECTS. A bug with several effects has the worst of them.
+    effect: the worst effect of the bug on the user, one of EFFECTS.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. The default is the slug of the fix. If no scenario
         shows the bug, `proof` names the test and the reason.
@@ -126,9 +125,8 @@ class Fix:
     opt_in: True if the user must name the fix (`plus`). A default fix acts within one engine or server, and changes no
         key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
-    on_fault: the answer if the code of the fix raises. "original": the function's own answer, as without the fix.
-    "closed": an answer that cannot give wrong KV. The load is reported as failed, the store is skipped, or nothing is
-    promised. The default is "closed" if a decorated function of the fix has an `on_fault`.
+    on_fault: the answer if the code of the fix raises. "original": as without the fix. "closed": no wrong KV, but a
+    failed load, a skipped store or no promise. The default is "closed" if a function of the fix has an `on_fault`.
     let_go: for a fix that keeps objects of the engine. kvfix calls it after it has removed the wrappers.
     harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process; "" if it can do harm.
     """

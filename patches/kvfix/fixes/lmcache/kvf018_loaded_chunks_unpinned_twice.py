@@ -83,7 +83,7 @@ def _loads_of(chunk: Any) -> list[_Load]:
 
 
 def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
-    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if there is none."""
+    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if there is no chunk."""
     if engine.async_loading or engine.remove_after_retrieve or lookup_id not in engine.lookup_pins:
         return None
     cached = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache

@@ -35,7 +35,7 @@ def fix(scheduler: Any, answer: bool) -> bool:
 
 
 def keeps_its_cache(scheduler: Any) -> bool:
-    """True if an LMCache connector has only the `reset_cache` of vLLM's base class."""
+    """Return True if an LMCache connector has only the `reset_cache` of vLLM's base class."""
     kinds = [kind for kind in map(type, _scheduler.connectors(scheduler)) if kind.__name__.startswith("LMCache")]
     owners = [next((base for base in kind.__mro__ if "reset_cache" in vars(base)), None) for kind in kinds]
     return any(owner is not None and owner.__name__ == "KVConnectorBase_V1" for owner in owners)

@@ -98,7 +98,7 @@ def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> None:
 
 
 def _saves(impl: Any, meta: Any) -> bool:
-    """True if the worker saves the request, and the save is not the transfer to a decoder."""
+    """Return True if the worker saves the request, and the save is not the transfer to a decoder."""
     if meta.save_spec is None or getattr(meta, "disagg_spec", None) is not None:
         return False
     return bool(meta.save_spec.can_save or impl.kv_role == "kv_producer")

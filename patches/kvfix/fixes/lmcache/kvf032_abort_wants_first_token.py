@@ -27,7 +27,7 @@ def fix(impl: Any, request: Any, block_ids: Any) -> Steps:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """End a request that wants its first token and has none. The bug raises IndexError."""
+    """End a request that asks for its first token and has no output. The bug raises IndexError."""
     request = stubs.request(16, kv_transfer_params={_ASKS: True}, _output_token_ids=[])
     return stubs.raises(IndexError, hook, stubs.scheduler_side(), request, [])
 

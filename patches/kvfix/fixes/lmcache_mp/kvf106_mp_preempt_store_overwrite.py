@@ -31,7 +31,7 @@ def _some_preempted(connector: Any, metadata: Any, scheduler_output: Any) -> Any
 
 
 def _mark(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
+    metadata._kvfix_preempted = True  # vLLM sends the attributes of the object to the workers
     return metadata
 
 

@@ -25,8 +25,7 @@ KEPT = 32
 class Recent(set[str]):
     """A set that forgets ids. If it has more than KEPT new ids, they become its old ids: the previous ones are dropped.
 
-    LMCache calls only `update`, in every step, and `in`, once for each ended request. So `in` drops the old ids. It
-    never drops the ids of the last update.
+    LMCache calls `update` in each step, `in` once per ended request. So `in` drops ids, but none of the last update.
     """
 
     old: frozenset[str] = frozenset()

@@ -28,8 +28,7 @@ and their read locks stay on the server until they time out.
 from kvfix.fixes import _mp, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
-#: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
-#: that it does not know, but no transfers.
+#: {transfer: the answer of a server that has found and moved nothing}. From an unknown worker it answers only lookups.
 _TRANSFERS = {
     "prepare_store": stubs.Stub(context={}),
     "commit_store": False,
@@ -79,7 +78,7 @@ def _is_answered(client: Any, request: Any) -> bool:
 
 
 def _is_needed(heartbeat: Any) -> bool:
-    """True if a worker must register again. The scheduler's heartbeat has no instance ID: it registers nothing."""
+    """Return True if a worker must register again. The scheduler has no instance ID and registers nothing."""
     client = getattr(heartbeat._req_client, "_message_queue_client", None)
     return heartbeat._instance_id is not None and _is_unregistered(client)
 

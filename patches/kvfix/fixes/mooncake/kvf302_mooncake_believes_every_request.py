@@ -27,7 +27,7 @@ _KEYS_0_15 = ("remote_host", "remote_port")
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
-    """True if the key exists, and its value has the expected type. vLLM does not check the type."""
+    """Return True if the key exists, and its value has the expected type. vLLM does not check the type."""
     if key == _ADDRESS and isinstance(params.get(key), int):
         return True
     return isinstance(params.get(key), str) or (key == "remote_port" and key in params)
@@ -38,7 +38,7 @@ def _is(scheduler: Any, role: str) -> bool:
 
 
 def _of_other_role(scheduler: Any, request: Any, *_: Any) -> bool:
-    """True if the request asks for a transfer that an engine of this role cannot do."""
+    """Return True if the request asks for a transfer that an engine of this role cannot do."""
     params = request.kv_transfer_params or {}
     if params.get("do_remote_prefill"):
         return _is(scheduler, "kv_producer")

@@ -26,7 +26,7 @@ def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     return prefill if all(isinstance(each, str) for each in prefill) else None
 
 
-# Without the second wrapper, an abort of the second request lets prefill free blocks that it still sends to the first.
+# Without the second wrapper, an abort of the second request makes prefill free blocks that the first one still reads.
 promise_once, end_once = _prefills.for_the_first(_prefill)
 
 

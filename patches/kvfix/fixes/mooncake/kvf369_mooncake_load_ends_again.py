@@ -18,7 +18,7 @@ from collections.abc import Collection
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, Steps, View, fix_around, stubs
 
-#: Attribute of a load: why it failed at one rank, while other ranks had not reported it yet.
+#: Attribute of a load that has failed at one rank, while other ranks have not reported it: the reason of the failure.
 _REASON = "_kvfix_reason"
 
 

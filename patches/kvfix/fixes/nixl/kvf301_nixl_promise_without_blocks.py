@@ -30,7 +30,7 @@ def _fix(owner: Owner) -> Fixing:
     def fix(module: Any) -> Any:
         scheduler = getattr(module, owner.name)
         keys = _asked_for(scheduler.update_state_after_alloc)
-        # The prefill of this release names its blocks by KV group. Up to 0.15 it names one list.
+        # The prefill of this release names a list of blocks for each KV group. Up to 0.15 it names one list.
         named = getattr(scheduler.request_finished, "__annotations__", {}).get("block_ids")
         groups = str(named) != "list[int]"
 
@@ -54,7 +54,7 @@ def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
 
 
 def _fails_loads(module: Any) -> bool:
-    """True if the worker can fail one load. With KVF311, a list that the worker cannot read does not end the worker."""
+    """Return True if the worker can fail one load. With KVF311, a malformed list of blocks does not end the worker."""
     worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
     return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
 

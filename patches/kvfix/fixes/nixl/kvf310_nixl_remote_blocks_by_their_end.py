@@ -38,7 +38,7 @@ def pair_from_start(worker: Any, req_id: str, meta: Any) -> Steps:
 
 
 def _same_blocks(worker: Any, engine: str) -> bool:
-    """True if a block has the same tokens in both engines, and one worker has all of these tokens."""
+    """Return True if a block has the same tokens in both engines, and one worker has all of these tokens."""
     remote = worker.transfer_topo.get_engine_info(engine)
     ours = worker.block_size, worker._physical_blocks_per_logical_kv_block, worker.dcp_size
     theirs = remote.remote_block_size, remote.remote_physical_blocks_per_logical, remote.remote_dcp_size

@@ -19,7 +19,7 @@ from kvfix.fixes.api import NIXL_PULL_SCHEDULER, Any, Fix, stubs
 
 @_prefills.promise_if
 def fix(connector: Any, request: Any) -> bool:
-    """True if update_state_after_alloc starts a load for this request."""
+    """Return True if update_state_after_alloc starts a load for this request."""
     params = request.kv_transfer_params
     if params.get("do_remote_prefill"):
         return True

@@ -33,7 +33,7 @@ def fix(worker: Any, metadata: Any) -> Steps:
 
 
 def _is_refused(worker: Any, ranks: int) -> bool:
-    """True if the check for reads refuses a peer with this number of ranks."""
+    """Return True if the check for reads refuses a peer with this number of ranks."""
     heads = worker.transfer_topo.total_num_kv_heads
     return bool(ranks > worker.world_size and ranks > heads and not worker.use_mla and not worker._has_mamba)
 

@@ -35,7 +35,7 @@ def _free_request(scheduler: Any, request: Any, delay_free_blocks: bool = False)
 
 @fix_around(when=lambda scheduler, output, *_, **__: output.finished_recving or output.finished_sending)
 def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Steps:
-    """Pass only the reports that are due. If a request has both reports, the report of the load frees it."""
+    """Pass only the reports that are due. If a request has both reports, the load's report frees its blocks."""
     loaded, stored = output.finished_recving or (), output.finished_sending or ()
     loads = {each for each in loaded if _is_due(scheduler, each, of_load=True)}
     stores = {each for each in stored if each not in loads and _is_due(scheduler, each, of_load=False)}
@@ -47,7 +47,7 @@ def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Steps:
 
 
 def _is_due(scheduler: Any, request_id: str, of_load: bool) -> bool:
-    """True if the scheduler must handle this report now."""
+    """Return True if the scheduler must handle this report now."""
     request = scheduler.requests.get(request_id)
     if request is None:
         return False

@@ -34,7 +34,7 @@ def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: 
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
-    """True if a request of the failed step no longer runs. Up to 0.15 the hook does not get these requests."""
+    """Return True if a request of the failed step no longer runs. Up to 0.15 the hook does not get these requests."""
     return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
 
 

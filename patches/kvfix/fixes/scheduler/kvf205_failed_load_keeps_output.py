@@ -59,7 +59,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """True if the scheduler or the worker is ahead of the computed tokens of a request that is rolled back.
+    """Return True if the scheduler or the worker is ahead of the computed tokens of a request that is rolled back.
 
     of_stages: also check for pipeline parallelism, with which chunks of the same prompt are in flight."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
@@ -79,7 +79,7 @@ def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
         request.status, request.num_computed_tokens = preempted, 0
         request.num_preemptions += 1
         scheduler.waiting.prepend_request(request)
-    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # so that the worker gets all of its tokens
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # so that the worker gets all of the tokens
 
 
 def _is_to_compute(request: Any) -> bool:
@@ -108,7 +108,7 @@ _CURRENT = "_kvfix_current_step"
 
 
 def _drop(scheduler: Any, request: Any) -> None:
-    """Drop all outputs in flight of this request, because vLLM computes it again."""
+    """Drop all outputs in flight of this request, because vLLM computes the tokens again."""
     if hasattr(request, "drop_stale_output"):  # newer vLLM: a preemption marks the steps in flight as stale
         request.drop_stale_output = request.num_stale_output_tokens > 0
     elif request.num_output_placeholders:

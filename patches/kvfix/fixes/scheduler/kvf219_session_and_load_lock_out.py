@@ -83,7 +83,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, order=1),
     effect="hang",
     evidence={"KVD202": ""},
-    # In the lab, a step can let other requests hold blocks. The fix then acts before these requests return the blocks.
+    # In schedules of the lab, other requests can hold blocks for a while. The fix acts before they return the blocks.
     changes_healthy=("mp",),
     no_patch={"vllm": "which request frees its blocks is a policy: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,

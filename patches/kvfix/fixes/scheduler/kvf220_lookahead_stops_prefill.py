@@ -43,7 +43,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
 
 
 def calls_it(hook: Any, module: Any) -> bool:
-    """True if `schedule` calls `_reserve_prefill_lookahead` by its name. Raise ValueError if it does not."""
+    """Return True if `schedule` calls `_reserve_prefill_lookahead` by its name. Raise ValueError if it does not."""
     if "_reserve_prefill_lookahead" not in inspect.unwrap(hook).__code__.co_names:
         raise ValueError("it calls no _reserve_prefill_lookahead")
     return True
