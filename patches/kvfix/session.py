@@ -1,6 +1,6 @@
 """The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
 
-The object `session` holds all of it: the other modules have no state. This module imports little, for a fast `apply()`.
+The object `session` holds the whole state; other modules have none. This module imports little, for a fast `apply()`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """A ledger of tokens: typed events in, findings out. The package is pure: no vLLM, no LMCache, no torch.
 
-Every known bug is a wrong balance of tokens: computed by vLLM, held by the external cache, promised, granted, loaded
+In every known bug, counts of tokens disagree: computed by vLLM, held by the external cache, promised, granted, loaded
 and stored. Live hooks, log lines, recorded dumps and the lab feed their events to the same model.
 """
 

@@ -51,7 +51,7 @@ class _Noting:
 class _Events(list[Any]):
     """The worker's list of copies, (number, event). `failed` has the numbers of the failed copies.
 
-    told: the scheduler has its part of the fix, so the worker may report a failed copy to it.
+    told: True if the scheduler has its part of the fix. Only then may the worker report a failed copy.
     """
 
     told = False

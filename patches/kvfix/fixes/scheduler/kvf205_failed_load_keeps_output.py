@@ -59,9 +59,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Return True if the scheduler or the worker is ahead of the computed tokens of a request that is rolled back.
+    """Return True if the scheduler or the worker may use more computed tokens than a rollback leaves a request.
 
-    of_stages: also check for pipeline parallelism, with which chunks of the same prompt are in flight."""
+    of_stages: also check for pipeline parallelism, with which several chunks of a prompt are in flight."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
