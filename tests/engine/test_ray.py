@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.engine import start
 from tests.engine.start import CROWD
 
 pytest.importorskip("ray", reason="ray is not installed here: its engine is not run")
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RANKS = 2
 #: Variables of all processes. No authentication: with a token in ~/.ray, the head node would refuse the other node.
@@ -34,39 +34,39 @@ RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness"
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Start two nodes, each with room for one rank. Yield the cluster's address and the pids of the nodes."""
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="kvfix-ray-") as sockets:
-        more = [f"--temp-dir={sockets}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
-        with (
-            node(folder, "head", "--head", f"--port={port}", *more) as head,
-            node(folder, "other", f"--address=127.0.0.1:{port}") as other,
-        ):
-            yield f"127.0.0.1:{port}", [head, other]
+    """Start two nodes, each with room for one rank. Yield the cluster's address and the pids of the nodes.
+
+    Try three times: on a busy machine, Ray may exceed its own timeouts (30 s in ray/_private/node.py 2.60.0:428).
+    """
+    for _ in range(3):
+        with ExitStack() as stack:
+            sockets, port = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfix-ray-")), free_port()
+            more = [f"--temp-dir={sockets}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+            nodes = [stack.enter_context(node(folder, "head", "--head", f"--port={port}", *more))]
+            if nodes[0]:
+                nodes.append(stack.enter_context(node(folder, "other", f"--address=127.0.0.1:{port}")))
+            if all(nodes):
+                yield f"127.0.0.1:{port}", nodes
+                return
+    raise AssertionError("\n".join(log.read_text() for log in folder.glob("*.log")))
 
 
 @contextmanager
 def node(folder: Path, name: str, *options: str) -> Iterator[int]:
-    """Start a node. Try three times: a busy machine may exceed Ray's 30 s (ray/_private/node.py 2.60.0:428)."""
+    """Start a node. Yield its pid, or 0 if it does not start."""
     settings = {**RAY, "KVFIX_TEST_REPORT": str(folder / "engine/report"), "PYTHONHASHSEED": "0"}
     environment, log = clean_environment(PLUGIN, **settings), folder / f"{name}.log"
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--num-gpus=1"]
     command += ["--disable-usage-stats", "--object-store-memory=100000000", *options]
-    for _ in range(3):
-        with open(log, "w") as file:
-            process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            if wait_for("Ray runtime started", log, process, start.LIMIT):
-                yield process.pid
-                return
-        finally:
-            for each in reversed(processes.tree(process.pid)):
-                with suppress(ProcessLookupError):
-                    os.kill(each.pid, signal.SIGKILL)
-            process.wait()
-        if "timed out during startup" not in log.read_text():
-            break
-    raise AssertionError(log.read_text())
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield process.pid if wait_for("Ray runtime started", log, process, 120) else 0
+    finally:
+        for each in reversed(processes.tree(process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(each.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
