@@ -1,4 +1,4 @@
-"""Any connector in the lab, in both roles: its own code moves real bytes of KV cache tensors.
+"""Play any connector in the lab, in both roles. The connector's own code moves real bytes of KV cache tensors.
 
 Only the model and its layers are replaced. vLLM's factory makes the connector, and vLLM's own code calls it around a
 forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
@@ -54,7 +54,7 @@ class AnyReader(Reader):
 class AnyWorker(Worker):
     """The worker role, called as vLLM's model runner calls it.
 
-    The order of the calls is that of vLLM (v1/worker/gpu_model_runner.py 0.32.0:3968-4216 and
+    The calls come in the order of vLLM's code (v1/worker/gpu_model_runner.py 0.32.0:3968-4216 and
     model_executor/layers/attention/kv_transfer_utils.py:27-47).
     """
 
@@ -174,7 +174,7 @@ class AnyConnector(Connector):
         self.reader = AnyReader(self.in_scheduler)
         self.workers = [self._make_worker(rank, slots, config) for rank, slots in enumerate(memories)]
         self.output: Any = None
-        #: Loads in flight, and ended requests whose blocks the connector keeps.
+        #: loads: loads in flight. sending: ended requests whose blocks the connector keeps.
         self.loads: dict[str, Load] = {}
         self.sending: set[str] = set()
         self._to_lose = False
@@ -220,7 +220,7 @@ class AnyConnector(Connector):
             time.sleep(0.001)  # transfers take real time
 
     def granted(self, name: str, load: Load) -> None:
-        """Fill the blocks of the load with garbage in all layers, so that the right KV can only be the connector's."""
+        """Fill the blocks of the load with garbage in all layers, so that only the connector can bring the right KV."""
         if self.other is None or name not in self.other.has:
             self.loads[name] = load
         self.reader.granted.append((name, load.start, load.end))
@@ -300,7 +300,7 @@ class AnyConnector(Connector):
                 self.events.violated(rules.NEVER_GIVEN_BACK, name, f"has ended, and keeps its blocks: {what}")
 
     def close(self, keep: bool = False) -> None:
-        """Shut the engine down. keep: keep the connector's folder, because the next engine uses it."""
+        """Shut the engine down. keep: keep the connector's folder for the next engine."""
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         try:
             for role in (self.in_scheduler, *(worker.called for worker in self.workers)):

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.engine.workers import Worker
 
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
-#: Modules in which LMCache opens sockets for lookups: up to 0.3, since 0.4, and with asynchronous loading.
+#: Modules in which LMCache opens sockets for lookups: up to 0.3, from 0.4 on, and with asynchronous loading.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-#: Plugin launchers up to 0.3, and in later releases. A launcher registers a clean-up with atexit, which keeps it alive.
+#: Plugin launchers up to 0.3, and in later releases. The clean-up that a launcher registers with atexit keeps it alive.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 
 class Connector:
-    """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). Its transfers are `events`."""
+    """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). It records `events`."""
 
     scheduler: "Scheduler"
     in_scheduler: Any
-    #: The worker of each rank. The lab plays a MultiConnector with one rank.
+    #: The worker of each rank. With a MultiConnector, the lab plays only one rank.
     workers: "Sequence[Worker]"
     #: The reader of kvfix.connector_events.readers for the scheduler role.
     reader: Any
@@ -108,7 +108,7 @@ class Connector:
         return ""
 
     def evict(self, cache: "Cache", chunks: int, forced: bool) -> int:
-        """Evict the oldest chunks, with `forced` also pinned ones. Return how many were evicted."""
+        """Evict the oldest chunks and return their number. forced: evict pinned chunks too."""
         return cache.evict(chunks, forced)
 
     def never_given_back(self) -> None:

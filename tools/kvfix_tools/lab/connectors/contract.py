@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Maximum depth of the search in `kept_requests`.
 _DEPTH = 4
 _MANY = (dict, set, frozenset, list, tuple, deque)
-#: Attributes that vLLM owns.
+#: Attributes with objects of vLLM, in which `kept_requests` does not search.
 _NOT_ITS_OWN = {"_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager", "_connector_metadata"}
 
 
@@ -49,7 +49,7 @@ class Contract:
         self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Ask twice: vLLM may call this hook several times for a request, and the hook has no side effect (:15)."""
+        """Ask twice: vLLM may call this hook several times for a request, so it must have no side effects (:15)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)
@@ -71,7 +71,7 @@ class Contract:
         return self._grant(request, blocks, external)
 
     def build_connector_meta(self, output: Any) -> Any:
-        """Check that the hook does not change the scheduler's output (:606)."""
+        """Check that the hook does not change the scheduler's output (base.py:606)."""
         before = {name: repr(value) for name, value in vars(output).items()}
         metadata = self._build(output)
         self._owner.output = output
@@ -82,7 +82,7 @@ class Contract:
             self._kind("", "build_connector_meta", "a KVConnectorMetadata", metadata)
         try:
             pickle.dumps(metadata)
-        except Exception as error:  # noqa: BLE001 - whatever pickle says
+        except Exception as error:  # noqa: BLE001 - pickle raises many types
             text = f"build_connector_meta: its metadata cannot be sent to another process ({error!r:.80})"
             self._owner.events.violated(rules.WRONG_KIND, "", text)
         self._owner.handed_out()

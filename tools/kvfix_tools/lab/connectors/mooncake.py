@@ -1,4 +1,4 @@
-"""One engine with vLLM's MooncakeConnector, in the scheduler and worker roles (pair.py has two engines).
+"""One engine with vLLM's MooncakeConnector, in the scheduler and worker roles (pair.py makes two engines).
 
 Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer
 engine, the sockets, HTTP and threads (mooncake_network.py), the attention backend, and the clock.
@@ -80,7 +80,7 @@ class MooncakeSide(PairSide):
         self._were_kept: set[str] = set()
         #: Transfers that the peer waits for.
         self._awaited: dict[str, Any] = {}
-        #: {transfer: number of steps in which the peer waited, although no request of this engine will send it}
+        #: {transfer: number of steps in which the peer waited, although no request of this engine will send its KV}
         self._vain: dict[str, int] = {}
         #: {transfer: time when its request was first seen to have ended}
         self._ended: dict[str, float] = {}

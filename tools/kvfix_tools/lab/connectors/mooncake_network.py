@@ -40,7 +40,7 @@ class Loop(asyncio.SelectorEventLoop):
         return clock.now()
 
     def _check_closed(self) -> None:
-        """Do nothing: coroutines that end with their engine may still call the loop."""
+        """Allow calls to a closed loop: a coroutine that ends with its engine may still call the loop."""
 
     def go_on(self) -> None:
         for _ in range(_MOST):
@@ -90,7 +90,7 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write in flight. requests: (request of the producer, of the consumer) of each load. ended: gets the answer."""
+    """A write in flight. requests: (producer's request, consumer's request) of each load. ended: gets the answer."""
 
     of: Host
     to: str
@@ -100,7 +100,7 @@ class Write(NamedTuple):
 
 
 class Network(PairNetwork):
-    """Messages and transfers (writes) in flight. timeout: seconds, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT."""
+    """Messages and transfers (writes) in flight. timeout: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, in seconds."""
 
     def __init__(self, delay: int, timeout: float) -> None:
         super().__init__(delay)
@@ -112,7 +112,7 @@ class Network(PairNetwork):
         self.bootstrap: dict[str, Any] = {}
         #: {request: how often the router has sent it}. The number is part of the transfer's id.
         self.transfers: dict[str, int] = {}
-        #: The requests of the next write.
+        #: The requests of the next write (`Write.requests`).
         self.requests: list[tuple[str, str]] = []
         self._messages: list[tuple[int, Host, Callable[[], None]]] = []
         self._writes: list[Write] = []
@@ -120,7 +120,7 @@ class Network(PairNetwork):
 
     @property
     def longest(self) -> float:
-        """Seconds that a consumer waits for an answer."""
+        """Return how many seconds a consumer waits for an answer."""
         return self.timeout + 60
 
     @property
@@ -177,7 +177,7 @@ class Network(PairNetwork):
 
 
 def asyncio_module(host: Host) -> Any:
-    """Return asyncio with loops that run in the lab's steps."""
+    """Return a copy of the module asyncio whose loops run in the lab's steps."""
 
     async def wait(tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
         """Return lists of tasks in their given order. The order of asyncio's sets differs between runs."""
@@ -275,7 +275,7 @@ def replace(host: Host) -> None:
     module.make_zmq_socket = lambda context, address, *_, **__: nullcontext(Dealer(context.host, address))
     client = partial(httpx.AsyncClient, transport=transport(network))
     module.httpx = SimpleNamespace(**{**vars(httpx), "AsyncClient": client})
-    # engine.answer: the result that the transfer engine returns for the write that has just ended
+    # engine.answer: what the transfer engine returns for the write that has just ended
     engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
     engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
     engine.batch_transfer_sync_write = lambda *_: engine.answer

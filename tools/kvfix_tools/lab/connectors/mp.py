@@ -1,4 +1,4 @@
-"""LMCache's multi-process connector and vLLM's copy. The lab replaces the server's client and the transfer context."""
+"""LMCache's multi-process connector, and vLLM's copy of it. The lab replaces the client and the transfer context."""
 
 import functools
 from collections.abc import Sequence
@@ -60,11 +60,11 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True: report failed loads by request. vLLM needs that with several KV groups, and some releases cannot do it.
+        #: True: report failed loads by request, as vLLM needs with several KV groups. Some releases lack these reports.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
-        """Register no KV memory. The lab's server has the memory already."""
+        """Register the worker without KV memory: the lab's server has the memory already."""
         self.adapter.register_kv_caches({})
         if hasattr(self.adapter, "_block_ids_per_group"):
             several = options.several_groups
@@ -113,7 +113,7 @@ class MP(Connector):
         released()
         self._replace(adapter)
         adapter.vllm_layout_hints = dict  # the real function needs the model
-        # vLLM's copy of the connector uses CUDA events. In the lab each call ends before it returns: events do nothing.
+        # vLLM's copy of the connector uses CUDA events. In the lab no copy outlives its call: events do nothing.
         if not torch.cuda.is_available():
             event = SimpleNamespace(record=nothing, ipc_handle=lambda: b"")
             fakes = {"Event": lambda **_: event, "current_stream": nothing, "stream": lambda *_: nullcontext()}
@@ -159,7 +159,7 @@ class MP(Connector):
             event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: the next `how_many` lookups time out. For them the connector reports no hit."""
+        """A step: the next `how_many` lookups time out. The connector then reports no hit."""
         self.server.unanswered = how_many
 
     def server_stops(self) -> None:
@@ -172,7 +172,7 @@ class MP(Connector):
         self.server.down = False
 
     def hour_of_silence(self) -> None:
-        """A step: an hour without requests passes. Servers of some releases drop a worker that has never pinged."""
+        """A step: an hour without requests passes. Servers of some releases forget a worker that sent no ping."""
         pinged = any(heartbeat.is_of_worker for heartbeat in self.server.heartbeats)
         self.server.registered = pinged or bool(releases.missing(releases.FORGETS))
 
@@ -195,7 +195,7 @@ class MP(Connector):
         return self.server.is_looking(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """Return kept state, with unanswered lookups. In a real engine, the connector may keep such lookups a while."""
+        """Return kept state, also unanswered lookups, which the connector of a real engine may keep for a while."""
         lookups = {
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")

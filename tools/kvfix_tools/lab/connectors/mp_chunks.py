@@ -1,4 +1,4 @@
-"""The chunks of the lab's multi-process server: objects with keys, in the cache, and their locks."""
+"""The chunks of the lab's multi-process server: their objects and keys in the cache, and the locks of requests."""
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -26,7 +26,7 @@ class Chunks:
     def keep(self, windows: Sequence[int] = ()) -> None:
         """Set how many tokens of each window the server stores. A worker registers these numbers."""
         self.objects = stored_objects(self._options, windows)
-        #: Tells, by object and chunk, what the server does not store. Arguments: groups, number of chunks.
+        #: Function of (groups, number of chunks). It tells for each object and chunk if the server leaves it out.
         self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
@@ -42,7 +42,7 @@ class Chunks:
     def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
         """Return the right content of an object, from the right contents of the request's tokens."""
         end = (number + 1) * self.size
-        own = self._slots[rank][0].own  # a chunk begins with a token of the first rank
+        own = self._slots[rank][0].own  # the first token of a chunk is in the first rank
         parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 

@@ -1,7 +1,7 @@
 """LMCache's multi-process connector with a real `lmcache server`, over its sockets. The server copies real memory.
 
-The slots are in shared memory, eight bytes each, which the server maps like GPU memory. The lab sends lookups, loads
-and stores some steps after the adapter has made them, and waits for each answer, so that a schedule always plays the
+The slots are in shared memory, eight bytes each, which the server maps like GPU memory. The adapter makes lookups,
+loads and stores. The lab sends them some steps later and waits for each answer, so that a schedule always plays the
 same way. Only evictions by the server itself depend on real time.
 """
 
@@ -25,12 +25,12 @@ from kvfix_tools.lab.engine.byte_memory import SharedBlock
 from kvfix_tools.lab.engine.memory import Cache, Slots
 from kvfix_tools.lab.options import Options
 
-#: Each engine has its own model name, so that no engine finds chunks of another one.
+#: Numbers for model names: each engine has its own name, so that no engine finds chunks of another engine.
 _ENGINES = itertools.count()
 
 
 class Client:
-    """LMCache's client. The lab waits for each answer. If the adapter waits for a future, the lab's time passes."""
+    """LMCache's client. The lab waits for each answer. If the adapter waits for a future, time passes in the lab."""
 
     def __init__(self, server: "RealServer", client: Any) -> None:
         self._server = server
@@ -98,7 +98,7 @@ class RealServer(Server):
         #: _looking: requests whose hit was not read yet. _locked: {request whose hit was read: chunks still locked}.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: unanswered_lookups: the adapter gets no answer. _leases: requests whose lookup the adapter may drop.
+        #: unanswered_lookups: requests without an answer. _leases: requests whose lookup the adapter may drop.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
         #: {the lab's key of a chunk: the server's key}
@@ -219,7 +219,7 @@ class RealServer(Server):
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # a second lookup after a dropped one can leave locks that neither scheduler nor worker knows of
+        # if a lookup is dropped and repeated, neither scheduler nor worker knows of the locks of the first lookup
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}

@@ -63,8 +63,8 @@ class Due(NamedTuple):
 class Server:
     """Has the functions that LMCache's adapters call, with the names that LMCache's client and transfer context use.
 
-    The server serves all ranks. LMCache's key of a transfer has the rank (`worker_id`), the key of a lookup has None.
-    Loads and stores become `events`.
+    One server serves all ranks. The `worker_id` in LMCache's key is the rank of a transfer, and None in a lookup.
+    The server records loads and stores in `events`.
     """
 
     events: RequestEvents
@@ -181,7 +181,7 @@ class Server:
     def query_prefetch_status(self, request_id: str) -> Any:
         found = self._hits.get(request_id, 0)
         if found is not None:
-            self._hits.pop(request_id, None)  # the answer can be read once
+            self._hits.pop(request_id, None)  # the client can read the answer once
         return self._answer(found)
 
     def free_lookup_locks(self, key: Any, tp_size: int) -> Any:

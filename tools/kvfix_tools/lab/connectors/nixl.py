@@ -1,6 +1,6 @@
 """One engine with vLLM's NixlConnector in pull or push mode, in the scheduler and worker roles.
 
-pair.py has two engines. The lab replaces the agent (nixl_network.py or nixl_real.py), the sockets and threads of the
+pair.py makes two engines. The lab replaces the agent (nixl_network.py or nixl_real.py), the sockets and threads of the
 handshake, the attention backend, and the clock of the leases. The slots are in the agent's memory.
 """
 
@@ -71,7 +71,7 @@ def _be_rank(rank: int = 0, ranks: int = 1) -> None:
 
 
 class Together:
-    """Collects the reports of the ranks until all have reported, as vLLM's KVOutputAggregator does."""
+    """Collects the reports of the ranks until all ranks have reported, as vLLM's KVOutputAggregator does."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -120,7 +120,7 @@ class NixlWorker(PairWorker):
         return sent, received
 
     def has_loaded(self, name: str, of: str) -> None:
-        """Record that request `name` has loaded the blocks that prefill keeps for its own request `of`."""
+        """Record that request `name` of decode has loaded the blocks that prefill keeps for its request `of`."""
         self.side.network.add(LeaseRead(of, name))
 
 

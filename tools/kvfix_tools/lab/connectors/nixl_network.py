@@ -1,4 +1,4 @@
-"""Stand-ins for agents, handshake sockets and threads of two engines with NixlConnector. They run in lab steps."""
+"""Replaces agents, handshake sockets and threads of two engines with NixlConnector by objects that run in lab steps."""
 
 import itertools
 import threading
@@ -23,7 +23,7 @@ GONE = "NIXL_ERR_REMOTE_DISCONNECT"
 
 
 class AgentError(Exception):
-    """The exception of NIXL."""
+    """Replaces the exceptions that NIXL raises."""
 
 
 def _each(places: Any) -> Any:
@@ -51,7 +51,7 @@ class Agent:
         self.closed = False
         #: Number of additional steps that transfers from and to this agent take.
         self.late = 0
-        #: Notices that have arrived but are not read yet: (sender, notice)
+        #: Notices that have arrived and that vLLM has not read: (sender, notice)
         self.notices: list[tuple[str, bytes]] = []
         #: Prepared lists of descriptors: (owner of the memory, [(address, bytes, device)]).
         self._lists: dict[int, tuple[str, Any]] = {}
@@ -75,7 +75,7 @@ class Agent:
         return numpy.asarray(places)
 
     def prep_xfer_dlist(self, agent: str, places: Any, mem_type: str = "") -> int:
-        """places: (address, bytes, device), or since vLLM 0.33 (address, bytes, device, stride, number)."""
+        """Return the handle of a list. places: (address, bytes, device); since vLLM 0.33 also a stride and a number."""
         name = self.name if agent == "NIXL_INIT_AGENT" else agent
         if name != self.name and name not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
@@ -140,7 +140,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Begin a transfer. Raises AgentError if the peer has ended. Parts may have arrived (seen with nixl 1.5.1)."""
+        """Begin a transfer. Raises AgentError if the peer has ended. Even then, parts may have arrived (nixl 1.5.1)."""
         if not self._reaches(transfer.peer):
             spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)
@@ -308,7 +308,7 @@ class Network(PairNetwork):
 def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
     try:
         future.set_result(work())
-    except Exception as error:  # noqa: BLE001  the worker gets it
+    except Exception as error:  # noqa: BLE001  the worker gets the error
         future.set_exception(error)
 
 
@@ -324,7 +324,7 @@ class Signal(threading.Event):
 
 
 class _Writer:
-    """Replaces the writer thread of push mode: runs a round of its loop after a wake-up and in each step that polls."""
+    """Replaces the writer thread of push mode. Its loop runs once in a step after a wake-up, or if blocks wait."""
 
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network

@@ -1,7 +1,7 @@
 """Real NIXL over UCX instead of its model (nixl_network.py): NIXL's agents move the bytes and deliver the notices.
 
-The lab decides when a transfer ends, so a schedule plays the same way each time and the same way as with the model. In
-the step in which the model ends a transfer, the lab gives the transfer to NIXL and waits. This is the worst case: in an
+The lab decides when a transfer ends, so a schedule always plays in the same way, with NIXL and with the model. In the
+step in which the model ends a transfer, the lab gives the transfer to NIXL and waits. This is the worst case: in an
 engine, NIXL may read the source earlier. NIXL decides which calls it refuses, and what happens if a peer has ended.
 """
 
@@ -15,7 +15,7 @@ import numpy
 
 from kvfix_tools.lab.connectors.nixl_network import GONE, Agent, AgentError, Network, Transfer
 
-# Otherwise NIXL logs each refused call, although it also raises. NIXL reads this variable when vLLM loads NIXL.
+# Otherwise NIXL logs each refused call and also raises. NIXL reads this variable when vLLM loads NIXL.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 #: Seconds that the lab waits for a transfer or a notice, which take milliseconds.
 _PATIENCE = 20.0
@@ -125,7 +125,7 @@ class RealAgent(Agent):
             self._network.wait(lambda: bool(self._real.check_xfer_state(real) != "PROC"), f"transfer {handle}")
         except AgentError:
             raise
-        except Exception:  # noqa: BLE001  the worker gets it when it asks
+        except Exception:  # noqa: BLE001  the worker gets the error when it asks for the state
             return
         self._network.counts["nixl_transfers"] += 1
         self._network.counts["nixl_bytes"] += sum(size for _, _, size in transfer.pairs)

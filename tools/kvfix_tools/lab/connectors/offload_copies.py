@@ -25,7 +25,7 @@ from kvfix_tools.roundtrip import cuda_stand_in
 class Copies:
     """The worker of one rank, which copies between the slots and the CPU memory. gpu: the bytes of each GPU block."""
 
-    #: The object of both roles to which this worker belongs.
+    #: The object with both roles of the connector (`BothRoles`).
     owner: Any
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
@@ -82,7 +82,7 @@ class Copies:
 
 
 class Event:
-    """Replaces a GPU event, done when the last copy before `record` is done. `stream.copies`: `Copies` of its rank."""
+    """Replaces a GPU event, done when the last copy before `record` is done. `stream.copies`: `Copies` of the rank."""
 
     _copy: byte_memory.Copy | None = None
 
@@ -168,7 +168,7 @@ def stand_in() -> None:
 
 
 class Tiers:
-    """The secondary tiers of the connector's `manager`: at most one. It reports a result `delay` steps after its job.
+    """The secondary tiers of the connector's `manager`: at most one. A tier reports each result `delay` steps late.
 
     `submit_*` waits for the tier's threads. Otherwise it depends on timing whether a lookup in this step finds a file.
     """

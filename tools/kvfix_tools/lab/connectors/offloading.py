@@ -98,7 +98,7 @@ class Rank(Copies):
             fails = name in self.failing_stores
             self.failing_stores.discard(name)
             self._failed.update([job] if fails else [])
-            self.chunks[to.block_ids.tolist()] = NOTHING  # a copy of a part of the chunk leaves the rest empty
+            self.chunks[to.block_ids.tolist()] = NOTHING  # if only a part of the chunk is copied, the rest stays empty
             with self.of_job(fails):
                 return submit_store(job, source, to)
 

@@ -1,4 +1,4 @@
-"""A MultiConnector: one child connects two engines, the other is LMCache's in-process or OffloadingConnector.
+"""A MultiConnector: one child connects two engines. The other child is LMCache's "v1" or vLLM's OffloadingConnector.
 
 vLLM asks the children in order and loads with the first one that promises tokens. All children store. Each engine has
 its own cache or CPU memory.
@@ -25,7 +25,7 @@ from kvfix_tools.lab.pair.pair_engine import PairSide
 
 
 class Counted:
-    """Counts loads of the connector between the engines, and reports failed loads. They are no events of LMCache."""
+    """Counts loads of the connector between the engines, and reports failed loads. These are no events of LMCache."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events, self.model = events, events.model
@@ -41,7 +41,7 @@ class Counted:
 
 
 def _in_turn(child: Any) -> Any:
-    """Return this worker of a pair, changed so that the MultiConnector also gets its reports."""
+    """Change this worker of a pair so that the MultiConnector gets the worker's reports too. Return the worker."""
     called = child.called
     child.called = SimpleNamespace(get_transfer_results=called.get_transfer_results)
 
@@ -59,7 +59,7 @@ class InMulti(Worker):
     """The MultiConnector in the worker role."""
 
     clears = by_request = True
-    #: The connector between the engines, and its index among the children.
+    #: child: the connector between the engines. place: its index among the children of the MultiConnector.
     child: Any
     place: int
 
@@ -91,7 +91,7 @@ class MultiSide(V1, PairSide):
 
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         V1.__init__(self, options, memories, [Cache()])
-        self._role = "kv_both"  # LMCache's role, independent of the other connector
+        self._role = "kv_both"  # the role of LMCache, which does not depend on the role of the other connector
         worker: Any = self.workers[0]
         worker.place = 1 - self._place
         self.beside = self.scheduler.connector._connectors[worker.place]

@@ -51,13 +51,13 @@ class ServerProcess:
         self._environment = {
             **os.environ,
             **real_engine.ENVIRONMENT,
-            # the same release as the connector
+            # the server must be of the same release as the connector
             "PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
         self._folder = tempfile.TemporaryDirectory(prefix="kvfix-lab-server-")
         port, self._http_port = real_engine.free_port(), real_engine.free_port()
         self.url = f"tcp://localhost:{port}"
-        #: The folder of its L2.
+        #: The folder of the server's L2.
         self.disk = f"{self._folder.name}/l2"
         on_disk = {"type": "fs", "base_path": self.disk}
         self._command = [
@@ -93,7 +93,7 @@ class ServerProcess:
             self._process = None
 
     def stop(self) -> None:
-        """Stop the server until `go_on`. Requests to it wait."""
+        """Stop the server until `go_on`. Until then, requests wait."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -140,7 +140,7 @@ class ServerProcess:
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """Return True if the server is idle without locks, or idle for LINGERING s. Its L2 stores count late."""
+            """Return True if the server is idle without locks, or idle for LINGERING s. L2 stores are counted late."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             storage = state["storage_manager"]

@@ -28,8 +28,8 @@ _SHARED = ["kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_
 class LookupSocket:
     """Replaces the socket between lookup client and worker: the worker answers at once.
 
-    fails: how many of the next lookups time out. Up to 0.3.15 the lookup client uses the socket, since 0.4.1 LMCache's
-    transport does.
+    fails: how many of the next lookups time out. Up to LMCache 0.3.15 the lookup client uses the socket. Since 0.4.1 a
+    transport object uses the socket.
     """
 
     events: RequestEvents
@@ -84,7 +84,7 @@ class CacheEngine:
         """Do nothing: the real engine reads the KV tensors here."""
 
     def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str, configs: str = "") -> int:
-        """Return the number of found tokens, and pin them (LMCacheEngine.lookup with pin=True)."""
+        """Pin the cached chunks and return the number of their tokens (LMCacheEngine.lookup with pin=True)."""
         tags = tags_of(json.loads(configs) if configs else None)
         found = sum(offsets[: self.cache.pinned_prefix([(key, *tags) for key in hashes], lookup_id)])
         self.events.found(lookup_id, found, self.rank)
@@ -172,7 +172,7 @@ class V1Worker(Worker):
 def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), **shared: Any) -> Any:
     """Return a worker's adapter without calling `__init__`, which needs a GPU. layers: names. shared: attributes."""
     module = sys.modules[kind.__module__]
-    if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings to the GPU without a check
+    if not torch.cuda.is_available():  # LMCache 0.3.9 moves slot mappings to the GPU without a check
         torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     if hasattr(module, "get_pp_group"):
         vars(module)["get_pp_group"] = lambda: SimpleNamespace(is_last_rank=True)

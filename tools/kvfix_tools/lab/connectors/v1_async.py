@@ -44,7 +44,7 @@ class PrefetchingEngine(CacheEngine):
     """A worker's cache with asynchronous loading: a lookup with a hit fetches its chunks for one load.
 
     An eviction does not change fetched chunks: LMCache has references to them. delay: steps from lookup to answer.
-    fetched: {lookup: chunks}. LMCache keeps these chunks in ended events of type LOADING.
+    fetched: {lookup: chunks}. LMCache keeps these chunks in events of type LOADING that have ended.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -84,7 +84,7 @@ class PrefetchingEngine(CacheEngine):
         self._asked = [(delay - 1, *rest) for delay, *rest in self._asked if delay > 0]  # type: ignore[misc]
         for _, name, keys, offsets in due:
             found = self.cache.pinned_prefix(keys, name)
-            self.cache.unpin(name)  # fetched chunks have references
+            self.cache.unpin(name)  # references to the fetched chunks replace the pin
             if found:
                 self.fetched[name] = {key: list(self.cache.get(key) or ()) for key in keys[:found]}
             self.unanswered.discard(name)

@@ -24,7 +24,7 @@ _MODULE = "lmcache.v1.cache_engine"
 
 
 class _Chunk:
-    """Replaces a memory object: the contents of a chunk in one layer. The pins are in v1.py."""
+    """Replaces a memory object of LMCache: the contents of a chunk in one layer. v1.py has the pins."""
 
     is_pinned = False
 
