@@ -45,7 +45,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": scenario(
-        # Three pipeline stages. The load brings 16 of 64 tokens. Two more chunks, from token 128 on, are in flight.
+        # The load brings 16 of 64 tokens. Two more steps, from token 128 on, are in flight in the three stages.
         [do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
         doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
         shows="LAB008",
@@ -100,7 +100,7 @@ SCENARIOS = {
         options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
     "failed-load-stored-last": scenario(
-        # With a drafter vLLM runs `wait_for_save` after the drafts, and reads the failed blocks before that
+        # With a drafter vLLM reads the failed blocks, makes the drafts, and then runs `wait_for_save`
         # (gpu_model_runner.py 0.32.0:4179, 4509). `failing` and `sharing` begin in one step with the same 128 tokens,
         # compute the rest of their prompts on top of the failed load, and are stored.
         [do.stored_elsewhere(prompt(128)), do.fail_load("failing"), do.admit("failing", prompt(300))],

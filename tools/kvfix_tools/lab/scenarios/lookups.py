@@ -36,7 +36,7 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "async-fetched-left": asynchronous(
-        # 0.3.10 dies before it leaves chunks (mismatch-in-tokens-to-load).
+        # With LMCache 0.3.10 the engine dies before a chunk is left (mismatch-in-tokens-to-load).
         [do.serve("first", prompt(300)), do.admit("r", prompt(300))],
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
@@ -82,9 +82,9 @@ SCENARIOS = {
     "async-lookup-timeout": asynchronous(
         [do.slow_lookups(99), do.keep_blocks(0), do.admit("r", prompt(300)), do.step()],  # match(0): the lookup is sent
         do.step(),  # match(0): the answer is not known yet
-        do.wait(4),  # seconds in which the worker does not answer; lookup_timeout_ms is 3,000
+        do.wait(4),  # four seconds without an answer of the worker; lookup_timeout_ms is 3,000
         do.step(),  # match(0): the lookup has timed out, so the answer is 0; no blocks are free
-        do.step(),  # match(0) again
+        do.step(),  # vLLM asks match(0) again
         do.free_blocks(),
         doc="A lookup times out while no blocks are free: the next `get_num_new_matched_tokens` raises KeyError.",
         shows="KVR011 schedule: KeyError: 'r'",
@@ -103,8 +103,8 @@ SCENARIOS = {
     "full-hit-asked-twice": scenario(
         # LMCache has all 200 tokens. It answers 199, then 200, and vLLM asserts new tokens (scheduler.py 0.32.0:1170).
         [do.store("before", prompt(200)), do.keep_blocks(0), do.admit("r", prompt(200), max_tokens=2)],
-        do.step(),  # match(0) by a lookup
-        do.step(),  # match(0) from the lookup cache
+        do.step(),  # match(0): answered by a lookup
+        do.step(),  # match(0): answered from the lookup cache
         do.free_blocks(),
         doc="The whole prompt is hit, and the second answer promises all of it: no token is left to compute.",
         shows="KVR001",
@@ -114,16 +114,16 @@ SCENARIOS = {
     "lookup-skips-computed": scenario(
         # LMCache has evicted the 256 tokens. vLLM has them, but too few free blocks for the request. Until blocks are
         # free, other requests take the blocks of the 256 tokens too, and the load comes short.
-        [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the prefix
-        [do.admit("r", prompt(600)), do.step()],  # match(288): the hit is 256 without a chunk; no blocks are free
-        [do.keep_blocks(0), do.step()],  # match(0) from the lookup cache: 256 are promised
+        [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the cached prefix
+        [do.admit("r", prompt(600)), do.step()],  # match(288): the hit is 256, LMCache has no chunk; no blocks are free
+        [do.keep_blocks(0), do.step()],  # match(0): the lookup cache promises 256
         do.free_blocks(),
         shows="LAB002",
         wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
         options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
     ),
     "max-load-unaligned": scenario(
-        # vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token 1,024: 1,024 - 80 are due.
+        # vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token 1,024: 1,024 - 80 tokens are due.
         [do.store("before", prompt(1500)), do.serve("short", prompt(80)), do.admit("r", prompt(1500), max_tokens=2)],
         shows="KVR011 Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
         options=LARGE(num_blocks=120, lmcache={"max_tokens_per_load": 1024}),
@@ -139,8 +139,8 @@ SCENARIOS = {
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
         do.step(),  # the long request gets its 22nd block: none is free now
         [do.budget(16384), do.step()],  # the other request needs a block: the long request is preempted
-        do.step(),  # match(336) by a lookup; too few blocks
-        do.step(),  # match(336) from the lookup cache; too few blocks; the other request ends
+        do.step(),  # match(336): answered by a lookup; too few blocks
+        do.step(),  # match(336): answered from the lookup cache; too few blocks; "other" ends
         doc="LMCache issue 2158: LMCache promises 256 tokens although vLLM has computed 336, and EngineCore dies.",
         shows="KVR011 Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full "
         f"lmcache hits subtracts last token to recalculate logits) for request {LONG}",
@@ -152,8 +152,8 @@ SCENARIOS = {
         # second one 1,024, and vLLM asserts on 1,824 computed tokens (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 50 of the 69 blocks of "r" stay in the prefix cache: 800 tokens
-        do.step(),  # match(800) by a lookup
-        do.step(),  # match(800) from the lookup cache
+        do.step(),  # match(800): answered by a lookup
+        do.step(),  # match(800): answered from the lookup cache
         do.free_blocks(),
         doc="The lookup cache promises a hit without subtracting computed tokens: their sum exceeds the request.",
         shows="KVR001",

@@ -82,13 +82,13 @@ SCENARIOS: dict[str, Any] = {
         # With kv_load_failure_policy=fail, vLLM's default, "other" ends with an error.
         do.admit("other", prompt(90), max_tokens=20),  # fills five blocks and one chunk
         [do.step(4), do.stored_elsewhere(prompt(128))],
-        do.admit("r", prompt(140)),  # vLLM has five blocks, the second chunk is loaded
+        do.admit("r", prompt(140)),  # vLLM has five blocks of the prompt, and the second chunk is loaded
         [do.step(2), do.lose_loads(), do.expect_unharmed("other")],
         shows="LAB005",
         options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        # The worker loses the server briefly. These releases report that, but not the failure of mp-retrieve-false.
+        # The worker loses the server briefly. These releases report this failure, but not that of mp-retrieve-false.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
         do.step(6),  # the load is in flight
         do.lose_loads(),
@@ -98,7 +98,7 @@ SCENARIOS: dict[str, Any] = {
         options={"delay": 4},
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
-        # vLLM has 64 tokens, the cache 128. The load fails, and vLLM continues at token 64. The tracker still counts
+        # vLLM has 64 tokens, the server 128. The load fails, and vLLM continues at token 64. The tracker still counts
         # the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 are computed.
         [do.serve("short", prompt(70)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(300), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
@@ -113,7 +113,7 @@ SCENARIOS: dict[str, Any] = {
         wrong=">=0.4.5,<0.5.1",
     ),
     "mp-freed-while-stored": mp_scenarios(
-        # The store of the first chunk ends early. The last chunk is still copied when the request ends.
+        # The store of the first chunk has ended, and the last chunk is still copied when the request ends.
         [do.admit("r", prompt(256)), do.run_until_finished("r")],
         do.step(),  # the worker learns of the end, and answers
         do.keep_blocks(0),  # other requests take the blocks of "r" and write to them
@@ -124,7 +124,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-lookup-double-count": mp_scenarios(
         [do.stored_elsewhere(prompt(128)), do.keep_blocks(4), do.admit("r", prompt(800), max_tokens=2)],
-        do.step(4),  # the lookup, then three polls without enough blocks
+        do.step(4),  # one step with the lookup, then three steps that ask again without enough blocks
         do.free_blocks(),
         shows="KVR007",
         doc="Each poll of a waiting request counts its hit again as stored: no token after the hole is hit.",
@@ -279,7 +279,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-window-loaded-short": windows(
         # For three MTP modules vLLM keeps two tokens before the window of 32. LMCache loads the last two blocks of "r".
-        # vLLM also keeps the block before these, from token 80 on, and caches it. "other", without a hit in LMCache,
+        # vLLM also keeps and caches the block before these two, from token 80 on. "other", without a hit in LMCache,
         # hits 112 tokens in vLLM and reads from token 81 on.
         [do.stored_elsewhere(prompt(128)), do.serve("r", prompt(160), max_tokens=2), do.lookups_fail(1)],
         do.admit("other", prompt(128) + prompt(40, seed=1), max_tokens=2),
@@ -297,7 +297,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has 64 tokens, the cache 128. After the failed load, the tracker counts from 0 and stores 64 tokens late.
+        # vLLM has 64 tokens, the server 128. After a failed load, the tracker counts from 0 and stores 64 tokens late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",

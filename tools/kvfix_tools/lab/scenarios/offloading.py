@@ -63,7 +63,7 @@ SCENARIOS = {
     ),
     "offload-window-chunk-stored-in-part": scenario(
         [do.serve("before", prompt(129)), do.evict(100)],
-        # vLLM has 128 tokens, with blocks 5 to 7 of the window: only block 5 of the chunk 4 to 5 is stored
+        # vLLM has 128 tokens, and blocks 5 to 7 of the window: only the second block of chunk 4 to 5 is stored
         do.serve("hit", prompt(130)),
         do.serve("shorter", prompt(97)),  # the window has blocks 3 to 5, and blocks 4 and 5 count as stored
         [do.reset_prefix_cache(), do.admit("r", prompt(120), max_tokens=2)],
@@ -93,7 +93,7 @@ SCENARIOS = {
     ),
     "simple-offload-store-asserts": _failed_load(
         "KVR011 update_from_output: AssertionError",
-        do.admit("other", prompt(50, seed=1), max_tokens=8),  # lets the engine make steps
+        do.admit("other", prompt(50, seed=1), max_tokens=8),  # "other" lets the engine make steps
         doc="A load of LMCache fails, and EngineCore dies when SimpleCPUOffloadConnector's store of the blocks ends.",
         simple_offloading=True,
         kv_load_failure_policy="fail",

@@ -12,7 +12,7 @@ OFFLOAD = partial(Options, connector="nixl-offload", prefix_caching=False)
 MOONCAKE = partial(Options, connector="mooncake", prefix_caching=False, num_blocks=60)
 pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUSH, MOONCAKE))
 
-#: Seconds after which a registration ends.
+#: A registration times out after 5 seconds.
 SOON = {"push_registration_timeout": 5.0}
 #: Other requests write to the blocks that prefill has freed. Then decode gets blocks for its loads.
 OTHERS_WRITE = (
@@ -32,7 +32,7 @@ SCENARIOS = {
         shows="LAB020 of the decode engine",
         options=PULL(extra={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3}),
     ),
-    # The parameters of the request ask for a rank that prefill does not have.
+    # The parameters of the request name a rank that prefill does not have.
     "nixl-handshake-thread-dies": pull(malformed("more_ranks"), shows="LAB021 answers no handshake"),
     "nixl-lease-read-twice": pull(
         [do.ask("r", prompt(64), 2), do.step(2), do.on("decode", "keep_blocks", 0), do.send_again("r"), do.step(4)],
@@ -72,7 +72,7 @@ SCENARIOS = {
         doc="Prefill names fewer blocks than the prompt has: the decode engine dies.",
     ),
     "nixl-prefill-preempted-at-its-end": pull(
-        do.router_takes(1000),  # otherwise decode dies (KVF301)
+        do.router_takes(1000),  # without this delay decode dies (KVF301)
         [do.ask("r", prompt(28)), do.step(3), do.on("prefill", "preempt", "r-00000001")],
         do.on("prefill", "keep_blocks", 0),  # the request does not resume before the answer
         [do.step(2), do.on("prefill", "free_blocks")],
@@ -210,7 +210,7 @@ SCENARIOS = {
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        # The engines make no steps during a longer timeout, and after a pause without steps a load may come short.
+        # During a longer timeout the engines would make no steps, and after such a pause a load may come short.
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(

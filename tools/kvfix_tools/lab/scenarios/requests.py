@@ -13,7 +13,7 @@ PART_OF_DECODER = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": DECODER}}}
 producer = partial(scenario, options=Options(kv_role="kv_producer"))
 
-#: vLLM has fewer tokens of a preempted request than LMCache.
+#: Steps after which vLLM has fewer tokens of the preempted request than LMCache.
 FEWER_IN_VLLM = (
     [do.admit("r", prompt(300), max_tokens=8), do.step(), do.preempt("r")],
     do.keep_blocks(10),  # 160 tokens stay in the prefix cache, fewer than the 256 that LMCache has
@@ -39,10 +39,10 @@ SCENARIOS = {
     ),
     "abort-wants-first-token": producer(
         do.admit("r", prompt(300), sampling={"extra_args": {"kv_transfer_params": {"ret_first_tok": True}}}),
-        do.step(),  # 128 of 300 tokens
+        do.step(),  # computes 128 of 300 tokens
         do.abort("r"),
         shows="KVR011 IndexError: list index out of range",
-        # in the other releases the abort itself raises (abort-engine-assert)
+        # in the excluded releases the abort itself raises (abort-engine-assert)
         wrong={"lmcache": ">=0.3.11,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     ),
     "cache-salt-not-in-key": _not_in_key("Two tenants share KV: LMCache's key lacks the cache_salt.", "cache_salt"),
@@ -84,7 +84,7 @@ SCENARIOS = {
         shows="KVR009 tmp_disagg_tracker still holds it",
     ),
     "preempt-full-hit": large_chunks(
-        # Another request has stored prompt and output. vLLM has 255 of 256 tokens: the last one is computed again.
+        # Another request has stored prompt and output: 256 tokens. vLLM takes 255, and computes the last one again.
         [do.stored_elsewhere(continued(prompt(250), 6)), do.admit("r", prompt(250), max_tokens=16), do.step(6)],
         do.preempt("r"),
         doc="LMCache has all tokens of a preempted request, and vLLM takes one less than LMCache asserts.",
@@ -99,7 +99,7 @@ SCENARIOS = {
         options=LARGE(num_blocks=80),
     ),
     "preempt-min-retrieve": scenario(
-        # min_retrieve_tokens is 512. LMCache has 1,024 tokens and vLLM 800, so LMCache promises nothing.
+        # LMCache has 1,024 tokens and vLLM 800. 224 are fewer than min_retrieve_tokens (512), so LMCache promises none.
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
         [do.step(), do.free_blocks()],
@@ -143,7 +143,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=128),
     ),
     "resume-then-sits-out": scenario(
-        # Tokens 384 to 512 overwrite tokens 256 to 384.
+        # The KV of tokens 384 to 512 overwrites the KV of tokens 256 to 384.
         [do.admit("other", prompt(1, seed=1), max_tokens=20), do.budget(129), do.admit("r", prompt(520))],
         [do.step(), do.preempt("r"), do.step(2), do.budget(1)],  # "other" uses the only token
         [do.step(), do.budget(129)],
@@ -153,7 +153,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=129),
     ),
     "resumed-as-new-loses-tokens": scenario(
-        # The cache has 96 tokens, 64 of them the prompt. After 33 generated tokens, LMCache promises 96 and loads 64.
+        # The cache has the prompt (64 tokens) and 32 more. After 33 generated tokens, LMCache promises 96 and loads 64.
         [do.stored_elsewhere(continued(prompt(64), 32)), do.admit("r", prompt(64), max_tokens=40), do.step(33)],
         [do.preempt("r"), do.reset_prefix_cache()],
         shows="KVR004 tokens 0 to 64 are to be loaded",
@@ -164,7 +164,7 @@ SCENARIOS = {
     # ------------------------------------------------------------------ sessions, and requests that block each other
     "failed-load-reserves-itself": scenario(
         [do.admit("r", prompt(140), max_tokens=8), do.step(6), do.preempt("r")],
-        do.keep_blocks(0),  # vLLM's prefix cache has no block of the request when it resumes
+        do.keep_blocks(0),  # when the request resumes, vLLM's prefix cache has none of its blocks
         [do.step(), do.free_blocks(), do.fail_load("r")],
         shows="LAB003",
         wrong={"vllm": ">=0.26.0", "lmcache": ">=0.5.6"},
@@ -196,7 +196,7 @@ SCENARIOS = {
         options=OFFLOAD(offloading="first", delay=5, num_blocks=9, decode_blocks=60, async_scheduling=True),
     ),
     "lookahead-stops-prefill": states(
-        # The chunk from token 32 on ends at token 46 of 50, before a block's end. The next chunk gets no token.
+        # The step from token 32 on ends at token 46 of 50, before a block's end. The next step computes no token.
         [do.admit("r", prompt(50)), do.budget(16), do.step(4), do.budget(64)],
         shows="LAB003 is RUNNING for ever",
         options=MP(chunk_size=16, max_num_batched_tokens=64, states=True, drafter="mtp", drafts=4, acceptance=50),
@@ -219,7 +219,7 @@ SCENARIOS = {
         options=MP(delay=20, num_blocks=21, max_num_batched_tokens=256),
     ),
     "session-state-has-drafts": states(
-        # The last step computes four tokens, and the turn ends after two.
+        # The last step computes four tokens, and the turn ends after two of them.
         [do.admit("r", prompt(20), max_tokens=7, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
         [do.run(), do.end_input("r")],
         doc="A session's turn ends within accepted drafts: vLLM drops the tokens after its end, but not their state.",
