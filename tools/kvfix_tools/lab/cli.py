@@ -120,7 +120,7 @@ def fuzz_connector(
     screen.progress("importing vLLM")
     with runner.quiet():
         from kvfix_tools.lab.fuzz import fuzz_run
-    gc.freeze()  # otherwise each garbage collection checks all imported objects, in half a second
+    gc.freeze()  # otherwise each garbage collection takes half a second: it checks all imported objects
     with _refusing("fuzz"):
         run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
         done = fuzz_run.fuzz(run, drawn, seconds, shrink, screen.progress, steps, jobs, notes)

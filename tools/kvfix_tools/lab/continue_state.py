@@ -28,7 +28,7 @@ GENERATED = 16
 MOST_STEPS, END = 400, 4000
 #: Steps in a row without progress after which the lab reports that no request can move.
 STILL = 3
-#: Maximum number of requests to abort, each in a run of its own.
+#: Maximum number of requests to abort. Each run aborts one request.
 TRIED = 20
 _SIZES = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
 

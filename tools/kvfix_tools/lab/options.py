@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 
 class Known(NamedTuple):
-    name: str  # of the class that vLLM loads
+    name: str  # name of the class that vLLM loads
     side: str  # the lab's class for both roles of the connector, as module:class
     needs: dict[str, tuple[str, str]]  # {distribution: (specifier of the releases that the lab plays, reason)}
-    module: str | None = None  # of the class, if vLLM has another class of this name
+    module: str | None = None  # module of the class, if vLLM has another class of this name
 
 
 _SINCE_0_32 = {"vllm": (">=0.32", "earlier ones were not tried")}
@@ -78,14 +78,14 @@ class Options:
     #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM. For
     #: any other connector: its name in vLLM, or my_package.connector:MyConnector (any_connector.py).
     connector: str = "v1"
-    #: For a connector that the lab does not know. config: its `kv_connector_extra_config`. lose: function to drop KV.
+    #: For other connectors. config: its `kv_connector_extra_config`. lose: module:function that makes it lose KV.
     config: dict[str, Any] = field(default_factory=dict)
     lose: str = ""
     #: Number of layers of each KV group. Only a connector that the lab does not know can have more than one.
     layers: int = 1
     #: Play v1 in a MultiConnector, next to another connector that vLLM asks first (connector.py).
     beside: bool = False
-    #: Play OffloadingConnector (offloading.py) in a MultiConnector, which asks it "first" or "last". "": do not.
+    #: Play OffloadingConnector (offloading.py) in a MultiConnector, as "first" or "last" child. "": without it.
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
@@ -201,29 +201,29 @@ class Options:
 
     @property
     def heads_of_rank(self) -> int:
-        """KV heads of a rank (config/model.py 0.32.0:get_num_kv_heads)."""
+        """Return the number of KV heads of a rank (config/model.py 0.32.0:get_num_kv_heads)."""
         return max(1, self.kv_heads // self.ranks)
 
     @property
     def block_of_rank(self) -> int:
-        """Tokens of a block of full attention in one rank."""
+        """Return how many tokens of a full-attention block one rank has."""
         return self.block_size // self.ranks if self.context else self.block_size
 
     @property
     def any_connector(self) -> bool:
-        """True for a connector that the lab does not know."""
+        """Return True for a connector that the lab does not know."""
         return self.connector not in CONNECTORS
 
     @property
     def steps_in_flight(self) -> int:
-        """Maximum steps in flight (`max_concurrent_batches`, config/vllm.py 0.32.0:577)."""
+        """Return the maximum number of steps in flight (`max_concurrent_batches`, config/vllm.py 0.32.0:577)."""
         if self.pipeline:
             return self.ranks + (self.async_scheduling and self.model_runner_v2)
         return 2 if self.async_scheduling else 1
 
     @property
     def asked_before(self) -> int:
-        """Number of connectors that vLLM asks before LMCache's."""
+        """Return how many connectors vLLM asks before LMCache's connector."""
         return self.beside + (self.offloading == "first") + (bool(self.multi) and not self.lmcache_first)
 
     @property

@@ -1,4 +1,4 @@
-"""The releases that the lab plays, the options drawn with each, and the constructor arguments that each accepts."""
+"""The releases that the lab plays, the options drawn with a release, and the arguments that its classes accept."""
 
 import ast
 import functools
@@ -25,7 +25,7 @@ FEATURES = ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions
 _DRAWN = {
     "enable_async_loading": {"lmcache": ">=0.3.10"},
     "min_retrieve_tokens": {"lmcache": ">=0.3.14"},
-    # earlier, layerwise stores of several requests kill EngineCore (KVD807)
+    # in earlier releases layerwise stores of several requests kill EngineCore (KVD807)
     "use_layerwise": {"lmcache": ">=0.3.15"},
     "max_tokens_per_load": {"lmcache": ">=0.4.7"},
     "mp.eager_prefetch": {"lmcache": ">=0.5.4"},
@@ -45,7 +45,7 @@ _DRAWN = {
 #: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: releases whose
 #: transfer context waits for its stores on CUDA (LMCacheDrivenTransferContext.flush_inflight_stores, empty in 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
-#: Releases with which the lab plays a connector outside `KNOWN`: they call hooks in the lab's order, with its tensors.
+#: The lab plays a connector outside `KNOWN` on these releases, which call hooks in the lab's order, with its tensors.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
 
 

@@ -1,6 +1,6 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-A record has no prompts, and no steps in which nothing happened. So the lab makes its own prompts, and it makes steps
+A record has neither prompts nor the steps in which nothing happened. So the lab makes its own prompts, and makes steps
 until the next event of the record can happen.
 """
 
@@ -20,7 +20,7 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.steps import prompt
 
-#: {class name of a connector: connector of the lab}. A record has only the class name, which two connectors can share.
+#: {class name of a connector: its name in the lab}. A record has only the class, and two connectors can share a class.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
 #: ENDLESS: generated tokens of a request whose end is not in the record. MOST_STEPS: maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
@@ -35,7 +35,7 @@ class Replayed(NamedTuple):
 
 
 def kinds(findings: list[Finding]) -> list[list[str]]:
-    """Return [rule, request] of the findings, each once, in their order."""
+    """Return [rule, request] of each finding, without duplicates, in the order of the findings."""
     return [list(kind) for kind in dict.fromkeys((finding.code, finding.request) for finding in findings)]
 
 
@@ -125,7 +125,7 @@ class _Player:
             self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
-        """Preempt the request when it has the computed and total tokens of its next Asked event."""
+        """Preempt the request when its numbers of computed and of all tokens are those of its next Asked event."""
         request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
         if request is None or request not in self.engine.scheduler.running:

@@ -128,7 +128,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def reported() -> Iterator[list[Finding]]:
-    """Yield a list that gets kvfix's reports in this context. It stays empty in modes that check no rules."""
+    """Yield a list that gets kvfix's reports in this context. The list stays empty in modes that check no rules."""
     found: list[Finding] = []
     violations: Any = sys.modules.get("kvfix.connector_events.violations")
     if violations is None:

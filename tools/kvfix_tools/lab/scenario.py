@@ -55,7 +55,7 @@ class Scenario:
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
     name: str = ""  # the key of the scenario in SCENARIOS
-    #: One sentence: what the schedule shows. "": the fix has no other scenario, so the title of the fix says it.
+    #: One sentence about what the schedule shows. "": use the title of the fix, which has no other scenario.
     doc: str = ""
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Scenario:
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """Codes of the fixes for this bug. Empty if the bug is not fixed."""
+        """Return the codes of the fixes for this bug, or () if the bug is not fixed."""
         return tuple(fix.code for fix in catalogue.fixes() if fix.fixable and self.slug in fix.scenarios)
 
     @property

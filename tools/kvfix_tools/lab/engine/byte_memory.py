@@ -1,7 +1,7 @@
 """The memory of a rank as bytes, and copies in flight, for connectors that copy between addresses.
 
-A copy takes some steps of the lab. A part of the source that changes before the last step arrives as garbage: vLLM must
-wait for the copy before other requests write to the source.
+A copy takes some steps of the lab. If a part of the source changes before the copy ends, the target gets garbage there.
+So vLLM must not let other requests write to the source until the copy has ended.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ class SharedBlock(Block):
 
 
 class HeadsBlock(SharedBlock):
-    """A block with several KV heads, or with one head that is not the first.
+    """A block with several KV heads, or with one head that is not the first head of the model.
 
     Each slot has its content once for each head, combined with the head's number. A slot whose heads have different
     contents reads as garbage.
@@ -86,7 +86,7 @@ def _garbage(size: int) -> bytes:
 
 
 class Copy:
-    """A copy in flight. pieces: (source, target, bytes), by address. due: step of its end. done: called at its end."""
+    """A copy in flight. pieces: (source address, target address, bytes). due: last step. done: called at its end."""
 
     def __init__(
         self, pieces: Iterable[tuple[int, int, int]], due: int, done: Callable[[], None] = lambda: None

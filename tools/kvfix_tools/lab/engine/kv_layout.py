@@ -29,7 +29,7 @@ class KVGroup(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Return how many tokens at the end of a hit this KV group needs; 0: all.
+        """Return how many tokens at the end of a hit this KV group needs; 0: all tokens.
 
         LMCache treats a state as a window of one block (integration/vllm/kv_cache_groups.py 0.5.6:131).
         """
@@ -50,9 +50,9 @@ class StoredObject(NamedTuple):
     """The part of a chunk that the server stores under one key."""
 
     number: int
-    #: (KV group, how many tokens at the end of the chunk the object has). No step reads the earlier tokens.
+    #: (KV group, how many last tokens of the chunk the object has). No step reads the earlier tokens of this group.
     parts: tuple[tuple[KVGroup, int], ...]
-    chunks: int = 0  # at the end of a hit that must have the object; 0: all chunks
+    chunks: int = 0  # number of last chunks of a hit that must have the object; 0: all chunks
 
     def key(self, chunk: tuple[object, ...]) -> tuple[object, ...]:
         return (*chunk, self.number) if self.number else chunk

@@ -1,6 +1,6 @@
 """The lab's engine: the real scheduler and connector, and memory for which the right content of each slot is known.
 
-Each step of a schedule is a method. A step is an action of a client or another engine, a fault, or an expectation.
+A step of a schedule calls a method: an action of a client or another engine, a fault, or an expectation.
 """
 
 import sys
@@ -27,11 +27,11 @@ from kvfix_tools.lab.engine.request_events import Liveness, RequestEvents
 from kvfix_tools.lab.engine.workers import Executor
 from kvfix_tools.lab.options import KNOWN, OF_VLLM, Options
 
-#: A run ends after this number of steps without an event. Lookups and loads of the lab take fewer steps.
+#: `run` ends after this number of steps without work or transfers. A lookup or load of the lab takes fewer steps.
 IDLE = 64
 #: Seconds of the lab's time that a step takes.
 STEP = 0.1
-#: {status of an aborted request: counter}
+#: {status of a request at its abort: end of the counter's name}
 _STATE = {
     RequestStatus.WAITING: "waiting",
     RequestStatus.RUNNING: "running",
@@ -57,7 +57,7 @@ def side_class(options: Options) -> Any:
 
 
 class LabEngine:
-    """log: events. requests: all that have arrived. counts: see counts.py. The engine ends if the scheduler raises."""
+    """An engine. It ends if the scheduler raises. log: events. requests: all that have arrived. counts: counts.py."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
         """caches: the caches of another engine, by rank, to share; None: make new caches."""
@@ -86,7 +86,7 @@ class LabEngine:
         clock.now = lambda: events.seconds  # the clock of the fixes
         #: Steps in a row in which nothing was scheduled and no transfer was in flight.
         self.idle = 0
-        #: Steps whose answers the scheduler does not have yet, and the blocks whose load failed in these steps.
+        #: _answers: steps whose outputs the scheduler does not have yet. _failed: their blocks whose load failed.
         self._answers: deque[tuple[Any, Any]] = deque()
         self._failed: deque[set[int]] = deque()
         #: Blocks that `take_blocks` has taken.
@@ -104,7 +104,7 @@ class LabEngine:
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings, including errors in kvfix itself, which an engine only logs."""
+        """Return all findings, including errors in kvfix itself, which an engine only logs."""
         events = self.request_events
         went_wrong = [kind for kind, times in session.faults.items() if times > self._faults_before.get(kind, 0)]
         return events.findings + [events.finding(rules.FAULT_OF_KVFIX, "", kind) for kind in went_wrong]
@@ -185,7 +185,7 @@ class LabEngine:
         offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # KVF219 does not cover this connector; if the session's client disconnects, requests move
+        if locking_out:  # KVF219 does not cover this connector; without the session, other requests can move
             self.counts["locked_out_by_session"] += 1
             self.abort(locking_out)
         else:
@@ -306,7 +306,7 @@ class LabEngine:
             self.model.change_weights()
 
     def _reset(self, *running_and_connector: bool) -> bool:
-        """Return vLLM's answer, or False if vLLM raises: a waiting request has blocks (scheduler.py 0.32.0:2870)."""
+        """Return the answer. If a waiting request has blocks, vLLM raises: return False (scheduler.py 0.32.0:2870)."""
         done = False
         with suppress(RuntimeError):
             done = self.scheduler.reset_prefix_cache(*running_and_connector)

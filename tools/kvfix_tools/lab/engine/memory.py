@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-#: The content of a slot. NOTHING: no step has written to the slot. GARBAGE: the step that wrote it had read wrong KV.
+#: Contents of a slot. NOTHING: no step has written to it. GARBAGE: the step that wrote to it had read wrong KV.
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
@@ -78,7 +78,7 @@ class Slots:
         return slots
 
     def own(self, contents: list[int], start: int = 0) -> list[int]:
-        """Return what this rank has of these contents, which belong to the tokens from `start` on."""
+        """Return the part of these contents that this rank has. The first content belongs to token `start`."""
         return contents
 
     def spoil(self, block: int) -> None:
@@ -167,7 +167,7 @@ class SlotsOfShard(Slots):
 
 
 def of_rank(rank: int, contents: list[int]) -> list[int]:
-    """Return what a cache has after this rank has stored these tokens. contents: the first rank's contents."""
+    """Return the contents that this rank stores in a cache, from the contents that the first rank would store."""
     return [content ^ rank << _MARK for content in contents] if rank else contents
 
 

@@ -1,4 +1,4 @@
-"""The lab's model: it reads and writes slots of the blocks that a model runner would use, and compares contents."""
+"""The lab's model. Each step reads and writes the slots that vLLM's model runner would use, and compares contents."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ class Group:
 
     vLLM's model runner keeps a block list for each request, and appends to it (v1/worker/gpu_model_runner.py
     0.32.0:1284 for a new request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). With one
-    worker the connector has the same list objects. With several workers it has copies.
+    worker, the connector shares these list objects. With several workers, the connector has copies.
 
     A request in the batch also has a row in the block table, to which each step appends (1450). When a request joins
-    the batch, its row is filled from the list (gpu_input_batch.py 0.32.0:393).
+    the batch, its row is filled from its block list (gpu_input_batch.py 0.32.0:393).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
@@ -68,7 +68,7 @@ class Group:
         return None if held == right else start + first_difference(held, right)
 
     def write(self, name: str, done: int, contents: list[int], drafts: int, accepted: int) -> None:
-        """Write the tokens that the step computes after `done`. drafts: how many of them, at the end, are drafts."""
+        """Write the contents of the tokens from `done` on. drafts: how many of the last tokens are drafts."""
         right = self.group.right(contents)
         for slots in self._memories:
             slots.write(self.rows[name], done, right)
@@ -77,16 +77,16 @@ class Group:
 class StateGroup(Group):
     """A KV group of states (Mamba, in mode "align").
 
-    A step reads the state from the block of the last step and writes it to the block of its own last token
+    A step reads the state that the previous step has written. It writes the new state to the block of its last token
     (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts, this block has the state without drafts,
     and each following block has the state after one more draft. The next step reads the block that fits the number of
-    accepted drafts. If a block ends within the accepted drafts, the runner copies the state at this end to the block
+    accepted drafts. If a block ends within the accepted drafts, the runner copies to it the state after its last token
     (`postprocess_mamba_fused_kernel`, :362).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         super().__init__(group, memories)
-        #: {request: index in its block list of the block with its state}
+        #: {request: index of the block with its state, in its block list}
         self._last: dict[str, int] = {}
 
     def begin(self, output: Any) -> None:
@@ -114,7 +114,7 @@ class StateGroup(Group):
         self._last[name] = last + accepted
 
     def _leave(self, name: str, number: int, content: int) -> None:
-        """Write this state to a block of the list. Null block 0 gets garbage, because it belongs to no request."""
+        """Write a state to block `number` of the block list. Null block 0 belongs to no request: it gets garbage."""
         size, row = self.group.block_size, self.rows[name]
         is_null = number < len(row) and not row[number]
         right = [GARBAGE] * size if is_null else self.group.right([content] * size)
@@ -206,14 +206,14 @@ class Model:
         self.drafter = Drafter(options)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
-        #: Number of weight changes, and {request: number of its tokens at the last change}.
+        #: _weights: number of weight changes. _given: {request: its tokens at its admission or the last change}.
         self._weights = 0
         self._given: dict[str, int] = {}
         #: Number of prompt tokens of each session. vLLM adds each input of a session to the prompt.
         self._sessions: dict[str, int] = {}
         #: Blocks that other requests write to in the next step.
         self.written_by_others: list[int] = []
-        #: Requests that this step has computed on top of wrong KV.
+        #: Requests for which this step has read wrong KV.
         self._misled: set[str] = set()
         #: {request: (end of this step's tokens without drafts, end with the accepted drafts)}
         self._ends: dict[str, tuple[int, int]] = {}
@@ -241,7 +241,7 @@ class Model:
                 self._given[name] = request.num_tokens
 
     def take_input(self) -> None:
-        """Update the tokens of sessions with new input: vLLM drops the last sampled token."""
+        """Forget the last sampled token of each session with new input: vLLM drops this token."""
         for name, tokens in self._sessions.items():
             request = self.requests[name]
             if request.num_prompt_tokens != tokens:
@@ -249,7 +249,7 @@ class Model:
                 self.prefixes[name].keep(request.all_token_ids)
 
     def right(self, name: str, end: int = 0) -> list[int]:
-        """Return the right contents of the request's tokens, at least up to `end`. vLLM may not have all tokens yet."""
+        """Return the right contents of the request's tokens, at least up to `end`. vLLM may have fewer tokens."""
         tokens, prefix = self.requests[name].all_token_ids, self.prefixes[name]
         if end > len(tokens):
             tokens = list(tokens)

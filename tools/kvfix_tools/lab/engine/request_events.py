@@ -18,7 +18,7 @@ from kvfix_tools.lab.options import Options
 if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.connector import Connector
 
-#: A request is stuck after it has waited this many steps for a load that is not in flight. Answers take fewer steps.
+#: A request is stuck after this many steps of waiting for a load that is not in flight. Reports take fewer steps.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
@@ -32,9 +32,9 @@ class Liveness:
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: (blocks in vLLM's last count, True if it counted the whole request: kv_cache_manager.py 0.32.0:499, 540)
+        #: (blocks that vLLM last counted as needed, True if for the whole request: kv_cache_manager.py 0.32.0:499, 540)
         self._counted = (0, False)
-        #: The request that the scheduler found no blocks for, and how many blocks it needs.
+        #: The request for which the scheduler found too few blocks, and how many blocks the request needs.
         self._refused: tuple[Any, int] = (None, 0)
 
         def get_num_blocks_to_allocate(*args: Any, **more: Any) -> Any:
@@ -119,7 +119,7 @@ class RequestEvents:
         self._open: dict[str, Any] = {}
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
-        #: The verdict that no request can move, and for how many steps in a row it has been the same.
+        #: The last verdict if no request can move, and how many steps in a row had the same verdict.
         self._still: tuple[Answer | None, int] = (None, 0)
         #: Requests whose promise is not known yet.
         self.undecided: set[str] = set()
@@ -234,8 +234,8 @@ class RequestEvents:
     def stands_still(self, answer: Answer | None) -> None:
         """Report that no request can move. answer: the verdict after a step that scheduled nothing; else None.
 
-        The verdict must hold in three steps in a row. The answer of a lookup may arrive just after the scheduler looked
-        for the answer. Or LMCache drops the answer as the late answer of another lookup (KVF036).
+        The verdict must hold in three steps in a row. It is wrong if a lookup is answered just after the scheduler has
+        asked. It is also wrong if LMCache drops the answer as the late answer of another lookup (KVF036).
         """
         before, steps = self._still
         if answer is None or answer.verdict != "violated":
@@ -284,7 +284,7 @@ class RequestEvents:
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if a load failed.
 
-        If stores skip cached chunks, record no store of an ended request, because no event has its last step's tokens.
+        If stores skip cached chunks, record no store of an ended request: no event has the tokens of its last step.
         """
         request = self.model.requests[name]
         if not rank:

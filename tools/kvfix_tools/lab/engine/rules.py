@@ -1,4 +1,4 @@
-"""Rules that only the lab can check, with its slots, requests and server: rules.md. For KVR see kvfix.ledger.rules."""
+"""The rules in rules.md (LAB...), which only the lab can check. kvfix.ledger.rules has the other rules (KVR...)."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -49,7 +49,7 @@ def sampled(tokens: list[list[int]]) -> list[Any]:
 
 
 def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
-    """Call Scheduler._preempt_request, which 0.11 has inline in schedule()."""
+    """Call Scheduler._preempt_request. vLLM 0.11 lacks this method: do what its schedule() does."""
     if hasattr(scheduler, "_preempt_request"):
         scheduler._preempt_request(request, timestamp)
         return
@@ -71,7 +71,7 @@ def _model(kv_heads: int) -> configs.ModelConfig:
 
 
 def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
-    """Return the configuration of speculative decoding. It begins as that of ngram, which needs no draft model."""
+    """Return the configuration of speculative decoding. Make it for ngram, without a draft model, then change it."""
     if not options.drafter:
         return None
     config = configs.SpeculativeConfig(
@@ -123,7 +123,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # early releases need this value, and set it only when they read their own configuration
+        # early releases of LMCache need this value, and set it only when they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
     module, _, name = options.connector.rpartition(":")
     if options.connector in KNOWN:
@@ -133,7 +133,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
         "kv_connector_module_path": module or None,
         "kv_role": options.kv_role,
         "kv_connector_extra_config": options.extra if options.connector in PAIRS else extra,
-        # before 0.13 vLLM has no such option, and recomputes
+        # vLLM before 0.13 lacks this option, and recomputes the tokens of a failed load
         **accepted(configs.KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
     if options.connector == "offloading":
@@ -152,7 +152,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if len(children) > 1:
         multi = _connector("MultiConnector", {"connectors": children})
         transfer = {**transfer, **multi, "kv_connector_module_path": None, "kv_role": transfer["kv_role"]}
-    # One model name for all engines: LMCache keeps the metrics of each name, and objects in them, for ever.
+    # All engines share a model name: LMCache keeps the metrics of each name, and the objects in them, for ever.
     model = copy.copy(_model(options.kv_heads))
     model.max_model_len = options.max_model_len
     config = configs.VllmConfig(
@@ -167,7 +167,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
             async_scheduling=options.async_scheduling,
             policy=options.policy,
             disable_hybrid_kv_cache_manager=True,
-            # early releases have no such option, and work as if it were false
+            # early releases of vLLM lack this option, and work as if it were false
             **accepted(configs.SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
         ),
         device_config=configs.DeviceConfig("cpu"),
@@ -224,9 +224,9 @@ def request(
     embeddings: tuple[int, float] | None = None,
     **more: Any,
 ) -> Request:
-    """Return a request as EngineCore makes it. sampling: arguments of SamplingParams. more: of vLLM's Request.
+    """Return a request as EngineCore makes it. sampling: arguments of SamplingParams. more: those of Request.
 
-    lora: name of the LoRA adapter. embeddings: (their number, the value of all elements), used instead of a prompt.
+    lora: name of the LoRA adapter. embeddings: (number of tokens, value of all elements), used instead of a prompt.
     """
     _init_none_hash(sha256)
     parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))

@@ -1,4 +1,4 @@
-"""The ranks of an engine. Each has the connector in the worker role, its own memory and its own part of the cache.
+"""The ranks of an engine. Each rank has a connector in the worker role, its own memory and its own part of the cache.
 
 A single worker shares the objects of the scheduler. Several workers get copies, as if they were in other processes, and
 vLLM's own aggregator joins their reports.
@@ -52,7 +52,7 @@ class Worker:
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
         """Make the calls after the forward pass, and return the report of this rank."""
         save_last = save_last and forward
-        # in a step without a forward pass, only OffloadingConnector saves: the last chunks of ended requests
+        # without a forward pass, only OffloadingConnector saves: it saves the last chunks of ended requests
         if not save_last and (forward or self.offloads):
             self.called.wait_for_save()
         sending, receiving = self.get_finished(ended)
@@ -74,7 +74,7 @@ class Worker:
         return results.finished_sending, results.finished_recving
 
     def also_reported(self) -> dict[str, Any]:
-        """Return other fields of KVConnectorOutput."""
+        """Return the fields of KVConnectorOutput that only some connectors fill."""
         meta = {"kv_connector_worker_meta": self.called.build_connector_worker_meta()} if self.offloads else {}
         return {**meta, **({"failed_recving": self._failed_requests} if self.by_request else {})}
 

@@ -161,7 +161,7 @@ def _cpu_sizes(options: Options) -> tuple[int, ...]:
 
 
 def _memory_of_vllm(options: Options, rng: Random, plain: bool) -> dict[str, Any]:
-    """Draw settings of a connector in OF_VLLM, and its CPU memory: from one chunk to more than the GPU's."""
+    """Draw settings of a connector in OF_VLLM, and the size of its CPU memory, smaller or larger than the GPU's."""
     sizes = _cpu_sizes(options)
     if options.connector == "simple-offload":
         lazy = not plain and rng.random() < 0.3

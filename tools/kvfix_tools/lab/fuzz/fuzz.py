@@ -50,7 +50,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
 
 
 def played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
-    """Return the results of one or two engines. plays: returns the number of steps; None: the engines count them."""
+    """Play a schedule and return the results. plays: returns the number of steps; None: all steps of `engines`."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
         steps = plays(engines, schedule, end)
@@ -101,7 +101,7 @@ def _play_pair(pair: Pair, schedule: Schedule, end: int) -> None:
         pair.run(4 * end)
         pair.faults_end()
         pair.ask("last", prompt(2 * schedule.options.block_size + 1, 7), 2)
-    pair.run(4 * end)  # one request after the other waits for the timeout of a peer
+    pair.run(4 * end)  # several requests may wait, one after another, for the timeout of a peer
     pair.expect_all_ended()
 
 
@@ -125,7 +125,7 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
         if open_now:
             _move_request(engine, kind, open_now[rest[0] % len(open_now)], *rest[1:])
     elif kind == "stored_elsewhere":
-        if not engine.counts["connector_resets"]:  # otherwise the other instance has the old weights
+        if not engine.counts["connector_resets"]:  # after a reset, the other instance still has the old weights
             engine.do(kind, prompt(rest[1], rest[0]))
     elif kind == "server_restarts":
         engine.do("server_dies")
@@ -144,7 +144,7 @@ def open_sessions(engine: LabEngine) -> list[str]:
 
 
 def _move_session(engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, most: int = 1) -> None:
-    """Begin a session, add input to it, or end it. At most three are open, each with a fourth of max_model_len."""
+    """Begin a session, add input to it, or end it. At most three are open, each with a quarter of max_model_len."""
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
     if kind == "session":
@@ -220,7 +220,7 @@ def _smaller(step: DrawnStep) -> list[DrawnStep]:
 
 # ---------------------------------------------------------------------- real NIXL compared with the lab's model
 
-#: {what: its state}, for requests and the slots of an engine. If a slot of the model has garbage, because the source of
+#: {request, or slots of an engine: its state}. If a slot of the model has garbage, because the source of
 #: a transfer changed or the peer has ended, NIXL may have any content in this slot.
 State = dict[str, Any]
 
@@ -237,7 +237,7 @@ class Watched(Pair):
     def tick(self) -> None:
         moves = self.network.busy or self.steps != self._taken
         super().tick()
-        is_new = moves or self.network.busy  # otherwise both engines wait for a timeout
+        is_new = moves or self.network.busy  # otherwise both engines wait for a timeout, and their state stays equal
         self._taken = self.steps
         self.states.append(_state(self) if is_new else self.states[-1])
 

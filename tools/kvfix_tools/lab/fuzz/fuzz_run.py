@@ -22,7 +22,7 @@ from kvfix_tools.lab.fuzz.schedule import Schedule, draw
 from kvfix_tools.lab.pair import pair_engine
 from kvfix_tools.lab.runner import applied
 
-#: Seeds that a process plays before it returns its tally, in a second or two.
+#: A process plays this many seeds, in a second or two, before it returns a tally.
 BATCH = 32
 
 
@@ -42,7 +42,7 @@ class Violation(NamedTuple):
 
 
 class Tally(msgspec.Struct):
-    """The results of a run: sums over all played seeds. steps: of the scheduler. seconds: duration of the run."""
+    """The results of a run: sums over all played seeds. steps: steps of the scheduler. seconds: duration."""
 
     steps: int = 0
     seeds: int = 0
@@ -63,7 +63,7 @@ class Tally(msgspec.Struct):
 
     @property
     def tested_nothing(self) -> str:
-        """The reason why the run proves nothing, or ""."""
+        """Return why the run proves nothing, or ""."""
         needed = {
             "loaded_tokens": "loaded no token",
             "stored_tokens": "stored no token",

@@ -24,7 +24,7 @@ _FAULTS = {
 }  # fmt: skip
 #: Weights in push mode. If both engines get requests at once, the engines can wait for each other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
-#: All steps, also "ends_at_once" for Mooncake, and "on", a step of one engine.
+#: All steps. "ends_at_once" is a step for Mooncake, and "on" is a step of one engine.
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 #: Steps of one engine.
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
@@ -115,7 +115,7 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
         tokens = drawn_options.drawn_length(rng, room, block)
-        # with KVF353 prefill leaves out the last token: impossible for a prompt of one token
+        # with KVF353 prefill leaves out the last token, which must not be the only one
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)

@@ -45,7 +45,7 @@ def _blocks(changed: Callable[[list[Any]], Any]) -> Callable[[Params], Params]:
     return lambda params: {**params, ids: changed(list(params[ids][0]) if params[ids] else [])}
 
 
-#: Faults in the parameters of a request for decode, which come from the router or a client.
+#: Faults that a router or a client can make in the parameters of a request for decode.
 OF_NIXL: dict[str, Callable[[Params], Params]] = {
     "no_blocks": _with(remote_block_ids=[]),
     "no_host": _without("remote_host"),

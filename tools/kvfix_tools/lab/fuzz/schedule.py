@@ -89,7 +89,7 @@ def draw(
     if options.beside:
         weights |= _MULTI_CONNECTOR
     if options.states and (options.drafter or (options.pipeline and options.async_scheduling)):
-        features -= {"sessions"}  # KVF905 cannot be fixed
+        features -= {"sessions"}  # sessions would show KVF905, which cannot be fixed
     for name, kinds in _SOMETIMES.items():
         weights |= kinds if name in features else {}
     if connector != "v1":
@@ -114,7 +114,7 @@ def draw(
 
 
 def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
-    """Draw the rank of a step, or no rank. A silent server can affect all ranks, and all ranks share its cache."""
+    """Draw the rank of a step; (): the step has none. A silent server can affect all ranks, and all share its cache."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()
@@ -124,7 +124,7 @@ def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
 def _step(rng: Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
     if kind in ("admit", "admit_again", "configured"):
         tokens = drawn_options.drawn_length(rng, room, options.chunk_size)
-        # vLLM makes every id unique (input_processor.py 0.32.0:371). Some connectors rely on that: the worker of the
+        # vLLM makes every id unique (input_processor.py 0.32.0:371). Some connectors need unique ids: the worker of the
         # multi-process connector never reports an id twice (vllm_multi_process_adapter.py 0.5.6:2034), and stores of
         # OffloadingConnector can outlive their request.
         again = kind == "admit_again" and options.connector == "v1" and not options.offloading

@@ -202,7 +202,7 @@ class Pair(Engines):
             engine.budget(tokens)
 
     def run(self, steps: int = 1000) -> None:
-        """Make at most `steps` steps. Stop if no work is left, or no event comes in the longest lease or timeout."""
+        """Make at most `steps` steps. Stop if no work is left, or nothing changes in the longest lease or timeout."""
         idle, waited = 0, None
         for _ in range(steps):
             if not self._busy():
@@ -227,7 +227,7 @@ class Pair(Engines):
         return work or bool(self.waiting or self.network.busy)
 
     def longest(self) -> float:
-        """Seconds of the longest lease or timeout."""
+        """Return the seconds of the longest lease or timeout."""
         extra = self.options.extra
         longest = max(extra.get("kv_lease_duration", 30), extra.get("decoder_kv_blocks_ttl", 480))
         return float(max(longest, getattr(self.network, "longest", 0)))

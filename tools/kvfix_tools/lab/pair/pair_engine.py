@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """The results of two engines, with the interface of one LabEngine. gone: engines before a restart."""
+    """The results of two engines, with the interface of one LabEngine. gone: engines that were restarted."""
 
     engines: Sequence[LabEngine]
     gone: Sequence[LabEngine] = ()
@@ -66,7 +66,7 @@ class PairNetwork:
         self.counts: Counter[str] = Counter()
         #: Addresses whose listener thread has died.
         self.dead_listeners: list[str] = []
-        #: {kind of operation: how many of the next ones fail}. setup: the setup of a transfer.
+        #: {kind of operation: how many of the next operations fail}. setup: the setup of a transfer.
         self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
         #: Steps of a handshake or a message.
         self.handshake_steps = 1
@@ -217,8 +217,8 @@ class PairEngine(LabEngine):
 
 # ---------------------------------------------------------------------- fixes in only one of two engines
 
-#: Both engines share the classes, and so the wrappers of kvfix. A wrapper checks which engine runs, also in callbacks.
-#: The name of the running engine, and of the engine with the fixes; "": none. asyncio copies them to its tasks.
+#: Both engines share the classes, and so the wrappers of kvfix. A wrapper checks which engine runs, even in callbacks.
+#: _RUNNING: name of the running engine. _FIXED: name of the engine with fixes. "": none. asyncio copies both to tasks.
 _RUNNING = ContextVar("_RUNNING", default="")
 _FIXED = ContextVar("_FIXED", default="")
 
