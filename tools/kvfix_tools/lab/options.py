@@ -110,7 +110,7 @@ class Options:
     max_num_seqs: int = 8
     max_model_len: int = 2048
     prefix_caching: bool = True
-    #: Admit a request only if all its tokens fit, as vLLM does by default. Earlier releases check only the first chunk.
+    #: Admit a request only if all its tokens fit, as vLLM does by default. Earlier releases check only the first step.
     reserve_full_isl: bool = True
     #: Order of requests: fcfs, or priority.
     policy: str = "fcfs"
@@ -133,7 +133,7 @@ class Options:
     drafter: str = ""
     #: Number of drafts per step.
     drafts: int = 0
-    #: Percentage of drafts that are the token which the model samples.
+    #: Percentage of drafts that are equal to the token that the model samples.
     acceptance: int = 0
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"

@@ -1,6 +1,6 @@
 """Play any connector in the lab, in both roles. The connector's own code moves real bytes of KV cache tensors.
 
-Only the model and its layers are replaced. vLLM's factory makes the connector, and vLLM's own code calls it around a
+The lab replaces only model and layers. vLLM's factory makes the connector, and vLLM's own code calls it around a
 forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
 """
 

@@ -70,7 +70,7 @@ class PairNetwork:
         self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
         #: Steps of a handshake or a message.
         self.handshake_steps = 1
-        #: Steps from waking a writer thread to its work.
+        #: Number of steps after which a woken writer thread works.
         self.writers_take = 0
 
     def fails(self, what: str) -> bool:
