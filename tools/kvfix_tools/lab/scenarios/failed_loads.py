@@ -1,11 +1,15 @@
 """Loads that fail, with LMCache's in-process connector."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.scenario import CONTENT, LAYERS, Options, Scenario, scenario
 from kvfix_tools.lab.steps import Step, prompt
+
+small_chunks = partial(scenario, options=Options(chunk_size=32, max_num_batched_tokens=256))
+since_0_4_1 = partial(scenario, needs={"lmcache": ">=0.4.1"})  # in earlier releases the engine dies (KVF008)
 
 
 def _poisoned(rank: int) -> list[Step]:
@@ -34,14 +38,13 @@ SCENARIOS = {
         needs={"lmcache": ">=0.4.1"},
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
-    "failed-load-keeps-output": scenario(
+    "failed-load-keeps-output": since_0_4_1(
         # The load brings none of the 160 promised tokens, and vLLM rolls the request back to token 0.
         [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=8)],
         doc="A load fails while the next step is in flight: vLLM keeps the token of that step.",
         shows="LAB008 is not what the model says",
         not_in_hooks=CONTENT,
         wrong={"vllm": ">=0.15"},
-        needs={"lmcache": ">=0.4.1"},  # in earlier releases the engine dies at this request (KVF008)
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": scenario(
@@ -52,14 +55,13 @@ SCENARIOS = {
         needs={"lmcache": ">=0.4.5", "vllm": ">=0.32"},
         options=Options(chunk_size=16, num_blocks=40, max_num_batched_tokens=64, ranks=3, pipeline=True),
     ),
-    "failed-load-left-to-another": scenario(
+    "failed-load-left-to-another": small_chunks(
         # Both requests arrive in the same step and share the blocks of the load.
         [do.stored_elsewhere(prompt(96)), do.admit("first", prompt(100)), do.admit("r", prompt(104), max_tokens=2)],
         [do.fail_load("first", after_chunks=1), do.step(), do.abort("first")],
         shows="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
-        options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
     "failed-load-of-one-rank": scenario(
         # The load of the second rank brings none of 128 promised tokens. The first rank stores tokens 128 to 256 in the
@@ -90,16 +92,15 @@ SCENARIOS = {
         needs={"lmcache": ">=0.4.1"},
         options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
     ),
-    "failed-load-stays-cached": scenario(
+    "failed-load-stays-cached": small_chunks(
         [do.stored_elsewhere(prompt(96)), do.admit("before", prompt(100), max_tokens=4), do.fail_load("before")],
         [do.step(), do.abort("before"), do.admit("r", prompt(100), max_tokens=2)],
         doc="The load of a request fails, and the request is aborted: its blocks stay in the prefix cache.",
         shows="LAB001",
         wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
-        options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
-    "failed-load-stored-last": scenario(
+    "failed-load-stored-last": since_0_4_1(
         # With a drafter vLLM reads the failed blocks, makes the drafts, and then runs `wait_for_save`
         # (gpu_model_runner.py 0.32.0:4179, 4509). `failing` and `sharing` begin in one step with the same 128 tokens,
         # compute the rest of their prompts on top of the failed load, and are stored.
@@ -107,16 +108,14 @@ SCENARIOS = {
         [do.store("sharing", prompt(260)), do.admit("r", prompt(300))],
         doc="A load fails with speculative decoding: vLLM collects the failed blocks before `wait_for_save` runs.",
         shows="LAB001 the step reads token 128 of",
-        needs={"lmcache": ">=0.4.1"},  # in earlier releases the engine dies at this request (KVF008)
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
-    "failed-load-stored-under-way": scenario(
+    "failed-load-stored-under-way": since_0_4_1(
         # The load brings none of 128 promised tokens, and the second step of 64 tokens stores its tokens.
         [do.stored_elsewhere(prompt(128)), do.fail_load("first"), do.store("first", prompt(320))],
         do.admit("r", prompt(324), max_tokens=4),
         doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",
         shows="LAB001",
-        needs={"lmcache": ">=0.4.1"},  # in earlier releases the engine dies at this request (KVF008)
         options=Options(max_num_batched_tokens=64, async_scheduling=True),
     ),
     "layerwise-load-finds-a-part": _layerwise(
@@ -130,13 +129,12 @@ SCENARIOS = {
         shows="KVR011 mem_obj_consumer",
         not_in_hooks=LAYERS,
     ),
-    "resumed-load-failure-unseen": scenario(
+    "resumed-load-failure-unseen": small_chunks(
         [do.admit("r", prompt(100), max_tokens=4), do.step(), do.preempt("r")],
         [do.reset_prefix_cache(), do.fail_load("r")],
         shows="LAB001 its slot holds other KV",
         wrong={"vllm": ">=0.11.2,<0.20"},
         needs={"lmcache": ">=0.3.10"},  # in earlier releases a resumed request loads nothing
-        options=Options(chunk_size=32, max_num_batched_tokens=256),
     ),
     "retrieve-fail-slot-mismatch": scenario(
         [do.stored_elsewhere(prompt(1536)), do.admit("r", prompt(1540), max_tokens=2)],

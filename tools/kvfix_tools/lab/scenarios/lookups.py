@@ -111,7 +111,7 @@ SCENARIOS = {
         wrong={"lmcache": "==0.3.10"},
         options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),
     ),
-    "lookup-skips-computed": scenario(
+    "lookup-skips-computed": large_chunks(
         # LMCache has evicted the 256 tokens. vLLM has them, but too few free blocks for the request. Until blocks are
         # free, other requests take the blocks of the 256 tokens too, and the load comes short.
         [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the cached prefix
@@ -120,7 +120,6 @@ SCENARIOS = {
         do.free_blocks(),
         shows="LAB002",
         wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
-        options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
     ),
     "max-load-unaligned": scenario(
         # vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token 1,024: 1,024 - 80 tokens are due.

@@ -12,7 +12,7 @@ ASKS = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
 STORES_DECODE = {"mp.save_decode_cache": True}
 MP = partial(Options, connector="mp")
 mp = partial(scenario, options=MP(num_blocks=60, max_num_batched_tokens=256))
-windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"})
+windows = partial(scenario, needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"}, options=MP(num_blocks=60, windows=(64,)))
 states = partial(scenario, needs={"lmcache": ">=0.5.4", "vllm": ">=0.32"})
 silent = partial(scenario, needs={"vllm": ">=0.22.0", "lmcache": ">=0.5.6"})
 NEW_WEIGHTS = (do.serve("first", prompt(128), max_tokens=4), do.new_weights(), do.admit("r", prompt(200), max_tokens=4))
@@ -255,7 +255,6 @@ SCENARIOS: dict[str, Any] = {
         [do.run(), do.expect_unharmed("r")],
         shows="KVR011 RuntimeError",
         wrong={"lmcache": ">=0.4.7,<0.5.6", "vllm": ">=0.32"},
-        options=MP(num_blocks=60, windows=(64,)),
     ),
     "mp-state-freed-while-stored": states(
         do.admit("r", prompt(256), max_tokens=2),
@@ -312,7 +311,6 @@ SCENARIOS: dict[str, Any] = {
         doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
         shows="LAB001 the step reads token",
         hooks_rule="KVR014",
-        options=MP(num_blocks=60, windows=(64,)),
     ),
 }
 SCENARIOS["mp-silent-server-given-up"] = replace(

@@ -11,6 +11,7 @@ SIMPLE = partial(Options, connector="simple-offload", max_num_batched_tokens=512
 OFFLOADING = partial(Options, connector="offloading")
 #: Scenarios of LMCache's connectors in a MultiConnector with an offloading connector.
 beside = partial(scenario, needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"})
+beside_0_32 = partial(beside, wrong={"vllm": ">=0.32,<0.33"})
 
 
 def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scenario:
@@ -25,22 +26,20 @@ def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scen
 
 SCENARIOS = {
     "failed-load-is-offloaded": _failed_load("LAB001 the OffloadingConnector stores other KV"),
-    "load-after-reset-asserts": beside(
+    "load-after-reset-asserts": beside_0_32(
         # The request is preempted between two steps, as by a reset.
         [do.admit("r", prompt(300), max_tokens=30), do.step(10)],  # its prompt is stored
         [do.preempt("r"), do.keep_blocks(10)],  # vLLM's prefix cache loses the end of the prompt
         do.free_blocks(),
         shows="KVR011 schedule: AssertionError",
-        wrong={"vllm": ">=0.32,<0.33"},
         options=Options(connector="mp", offloading="first", delay=0, max_num_batched_tokens=512),
     ),
-    "mp-load-into-blocks-in-copy": beside(
+    "mp-load-into-blocks-in-copy": beside_0_32(
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1)), do.keep_blocks(20)],
         do.admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
         do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
         doc="LMCache loads into blocks of an ended request that OffloadingConnector still copies.",
         shows="LAB001 the OffloadingConnector stores other KV",
-        wrong={"vllm": ">=0.32,<0.33"},
         options=Options(connector="mp", offloading="last", delay=3, max_num_batched_tokens=128, prefix_caching=False),
     ),
     "offload-copy-fails": scenario(
@@ -70,11 +69,10 @@ SCENARIOS = {
         shows="LAB001 in KV group 1",
         options=OFFLOADING(windows=(40,), num_blocks=128, max_num_batched_tokens=512, extra={"blocks_per_chunk": 2}),
     ),
-    "session-offloads-other-blocks": beside(
+    "session-offloads-other-blocks": beside_0_32(
         [do.admit("r", prompt(40), resumable=True), do.run(5), do.add_input("r", prompt(100, seed=1))],
         [do.run(5), do.end_input("r")],
         shows="LAB001 the OffloadingConnector stores other KV",
-        wrong={"vllm": ">=0.32,<0.33"},
         options=Options(offloading="last"),
     ),
     "simple-offload-copy-fails": scenario(

@@ -11,6 +11,7 @@ PUSH = partial(Options, connector="nixl-push")
 OFFLOAD = partial(Options, connector="nixl-offload", prefix_caching=False)
 MOONCAKE = partial(Options, connector="mooncake", prefix_caching=False, num_blocks=60)
 pull, push, mooncake = (partial(scenario, options=made()) for made in (PULL, PUSH, MOONCAKE))
+mooncake_0_32 = partial(mooncake, wrong={"vllm": ">=0.32,<0.33"})
 
 #: A registration times out after 5 seconds.
 SOON = {"push_registration_timeout": 5.0}
@@ -230,27 +231,24 @@ SCENARIOS = {
         [do.on("prefill", "budget", 16), do.ask_at_once("r", prompt(64), 5), do.step(3), do.abort("r")],
         shows="LAB026 has ended and is not sent",
     ),
-    "mooncake-decode-reads-twice": mooncake(
+    "mooncake-decode-reads-twice": mooncake_0_32(
         [do.ask("r", prompt(64), 2), do.step(6), do.send_again("r")],
         shows="LAB003 for ever",
         doc="A router sends a request to decode again while its KV is written: the second request waits for ever.",
-        wrong={"vllm": ">=0.32,<0.33"},
         options=MOONCAKE(delay=5),
     ),
-    "mooncake-load-ends-again": mooncake(
+    "mooncake-load-ends-again": mooncake_0_32(
         # Prefill dies after it has written one of the two loads of a message.
         [do.budget(16), do.ask_at_once("r", prompt(16)), do.ask_at_once("s", prompt(200, seed=1))],
         [do.step(8), do.restart("prefill", 60), do.time_passes(541.0)],
         shows="KVR011",
-        wrong={"vllm": ">=0.32,<0.33"},
         not_in_hooks=REQUEST,
     ),
-    "mooncake-load-left-out": mooncake(
+    "mooncake-load-left-out": mooncake_0_32(
         [do.on("prefill", "budget", 8), do.on("decode", "take_blocks", 60), do.ask_at_once("r", prompt(64), 2)],
         [do.step(), do.on("decode", "abort", "r-00000002"), do.on("decode", "free_blocks")],
         [do.step(), do.send_again("r")],
         shows="LAB003 for ever",
-        wrong={"vllm": ">=0.32,<0.33"},
     ),
     "mooncake-prefill-generates-more": mooncake(do.ask("r", prompt(60), 5, 20), shows="LAB001 holds other KV"),
     # The request does not name its prefill instance.

@@ -12,6 +12,7 @@ from kvfix_tools.lab.steps import continued, prompt
 PART_OF_DECODER = {"extra_args": {"kv_transfer_params": {"disagg_spec": {"req_id": "r", "receiver_host": "decoder"}}}}
 ASKS = {"extra_args": {"kv_transfer_params": {"disagg_spec": DECODER}}}
 producer = partial(scenario, options=Options(kv_role="kv_producer"))
+only_0_32 = partial(scenario, wrong={"vllm": ">=0.32,<0.33"}, needs={"vllm": ">=0.32"})
 
 #: Steps after which vLLM has fewer tokens of the preempted request than LMCache.
 FEWER_IN_VLLM = (
@@ -140,7 +141,6 @@ SCENARIOS = {
         shows="LAB001 the step reads token 384 of",
         # in earlier releases the stored chunks also lack tokens, and are never hit (KVF002)
         wrong={"lmcache": ">=0.3.11"},
-        options=Options(max_num_batched_tokens=128),
     ),
     "resume-then-sits-out": scenario(
         # The KV of tokens 384 to 512 overwrites the KV of tokens 256 to 384.
@@ -201,12 +201,10 @@ SCENARIOS = {
         shows="LAB003 is RUNNING for ever",
         options=MP(chunk_size=16, max_num_batched_tokens=64, states=True, drafter="mtp", drafts=4, acceptance=50),
     ),
-    "preempted-session-lost": scenario(
+    "preempted-session-lost": only_0_32(
         [do.admit("r", prompt(30), resumable=True), do.step(), do.preempt("r")],
         [do.add_input("r", prompt(16, seed=1)), do.run(), do.end_input("r")],
         shows="LAB003 for ever",
-        wrong={"vllm": ">=0.32,<0.33"},
-        needs={"vllm": ">=0.32"},
         options=Options(async_scheduling=True),
     ),
     "session-and-load-lock-out": scenario(
@@ -234,13 +232,11 @@ SCENARIOS = {
         shows="LAB001 the step reads token 4 of 5 computed ones, its slot holds other KV in KV group 1",
         options=MP(ranks=3, pipeline=True, async_scheduling=True, states=True),
     ),
-    "trimmed-drafts-stay-computed": scenario(
+    "trimmed-drafts-stay-computed": only_0_32(
         # A step samples four tokens, but the session may generate only one.
         [do.admit("r", prompt(20), max_tokens=2, resumable=True), do.step(2)],
         [do.add_input("r", prompt(60, seed=1), max_tokens=4), do.run(), do.end_input("r")],
         shows="LAB001 the step reads token 22 of 24 computed ones",
-        wrong={"vllm": ">=0.32,<0.33"},
-        needs={"vllm": ">=0.32"},
         options=Options(max_num_batched_tokens=128, drafter="eagle", drafts=3, acceptance=100),
     ),
 }
