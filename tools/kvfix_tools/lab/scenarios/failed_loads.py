@@ -13,7 +13,7 @@ since_0_4_1 = partial(scenario, needs={"lmcache": ">=0.4.1"})  # in earlier rele
 
 
 def _poisoned(rank: int) -> list[Step]:
-    """Let a load of 128 tokens fail in this rank. Then let request `r` hit the KV that the failed step has stored."""
+    """Let a load of 128 tokens fail in this rank. Then `r` hits tokens 128 to 256, which the failed step has stored."""
     failing = [do.fail_load("failing", rank=rank), do.store("failing", prompt(300))]
     return [do.store("first", prompt(128)), *failing, do.admit("r", prompt(300))]
 
@@ -64,8 +64,6 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
     ),
     "failed-load-of-one-rank": scenario(
-        # The load of the second rank brings none of 128 promised tokens. The first rank stores tokens 128 to 256 in the
-        # same step, and the next request with this prompt hits them.
         _poisoned(rank=1),
         doc="A load fails in one of two ranks, and the other rank stores the KV that the step computes on top of it.",
         shows="LAB001 the step reads token 128 of",
@@ -74,7 +72,6 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, ranks=2),
     ),
     "failed-load-poisons-cache": scenario(
-        # The load brings none of 128 promised tokens. The next request hits the stored tokens 128 to 256.
         _poisoned(rank=0),
         doc="A load fails, and LMCache stores the KV that the step computes on top of it.",
         shows="LAB001 the step reads token 128 of",

@@ -214,7 +214,6 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=60, max_num_batched_tokens=256, delay=0),
     ),
     "mp-preempted-while-silent": silent(
-        # Other requests write to the blocks, and the server stores their KV under the keys of the request.
         [do.admit("r", prompt(200), max_tokens=20), do.step(5)],  # the worker hands the store to the server
         [do.server_stops(), do.step()],  # the worker believes that the server is dead
         [do.preempt("r"), do.keep_blocks(0)],  # other requests take the blocks of "r" and write to them

@@ -33,7 +33,6 @@ SCENARIOS = {
         shows="LAB020 of the decode engine",
         options=PULL(extra={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3}),
     ),
-    # The parameters of the request name a rank that prefill does not have.
     "nixl-handshake-thread-dies": pull(malformed("more_ranks"), shows="LAB021 answers no handshake"),
     "nixl-lease-read-twice": pull(
         [do.ask("r", prompt(64), 2), do.step(2), do.on("decode", "keep_blocks", 0), do.send_again("r"), do.step(4)],
@@ -202,7 +201,6 @@ SCENARIOS = {
     "nixl-push-prefill-generates-more": push(do.ask("r", prompt(64), 2, 5), shows="LAB001 holds other KV"),
     "nixl-push-promise-without-peer": push(malformed("no_host"), shows="KVR011 KeyError: 'remote_host'"),
     "nixl-push-registration-kept": push(
-        # The router sends the request to both engines at once, and aborts it.
         [do.ask_at_once("r", prompt(300)), do.step(4), do.abort("r")],
         shows="LAB022 the prefill engine keeps it",
         options=PUSH(max_num_batched_tokens=64, extra=SOON),
@@ -251,7 +249,6 @@ SCENARIOS = {
         shows="LAB003 for ever",
     ),
     "mooncake-prefill-generates-more": mooncake(do.ask("r", prompt(60), 5, 20), shows="LAB001 holds other KV"),
-    # The request does not name its prefill instance.
     "mooncake-promise-without-peer": mooncake(malformed("no_address"), shows="KVR010 never started"),
     "mooncake-second-reader-aborted": mooncake(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r"), do.on("decode", "abort", "r-00000003")],
