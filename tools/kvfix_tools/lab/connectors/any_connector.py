@@ -52,10 +52,9 @@ class AnyReader(Reader):
 
 
 class AnyWorker(Worker):
-    """The worker role, called as vLLM's model runner calls it.
+    """The worker role, called in the order of vLLM's model runner (v1/worker/gpu_model_runner.py 0.32.0:3968-4216).
 
-    The calls come in the order of vLLM's code (v1/worker/gpu_model_runner.py 0.32.0:3968-4216 and
-    model_executor/layers/attention/kv_transfer_utils.py:27-47).
+    Layers: model_executor/layers/attention/kv_transfer_utils.py:27-47.
     """
 
     def __init__(self, rank: int, slots: Slots, connector: Any, config: Any, memory: TensorMemory) -> None:
@@ -67,7 +66,6 @@ class AnyWorker(Worker):
         connector.register_kv_caches(memory.kv_caches)
         self._step = ExitStack()
         self._report = KVConnectorOutput()
-        #: Blocks that the last step has reported as failed.
         self._failed: set[int] = set()
         self.owner: AnyConnector
 

@@ -90,7 +90,6 @@ class NixlWorker(PairWorker):
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         adapter = called.connector_worker
         super().__init__(side, adapter.tp_rank, slots, called, adapter)
-        #: Joins the reports of all ranks.
         self.together: Together
         #: Requests whose lease has expired in this step.
         self._expired: set[str] = set()

@@ -70,7 +70,6 @@ class CacheEngine:
         self.cache = cache
         self.tokens = tokens
         self.lookup_pins: dict[str, Any] = cache.pins
-        #: The connector's metadata of the current step.
         self.metadata: Any = None
         #: {request: chunks after which its load fails}
         self.failing: dict[str, int] = {}

@@ -54,7 +54,6 @@ class PrefetchingEngine(CacheEngine):
         self.lost = 0
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
-        #: Lookups without an answer.
         self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")

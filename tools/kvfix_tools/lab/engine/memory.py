@@ -58,7 +58,6 @@ class Slots:
     def __init__(self, num_blocks: int, block_size: int, room: int = 0, rank: int = 0) -> None:
         self.block_size = block_size
         self._rank = rank
-        #: Slots of the largest block.
         self.room = max(block_size, room)
         self._blocks = [[NOTHING] * self.room for _ in range(num_blocks)]
         #: The memory as bytes, if a connector needs it (byte_memory.py).

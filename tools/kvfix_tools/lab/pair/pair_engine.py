@@ -82,7 +82,6 @@ class PairNetwork:
 class PairSide(Connector):
     """The scheduler and worker roles of one engine's connector. name: host name. engine_id: new at each start."""
 
-    #: The class of `workers`.
     worker_class: Any
     #: The scheduler's part of the connector between the engines.
     scheduler_side: Any
