@@ -99,10 +99,6 @@ class Pair(Engines):
         return super().log + self._log
 
     @property
-    def requests(self) -> dict[str, Any]:
-        return {**self.prefill.requests, **self.decode.requests}
-
-    @property
     def counts(self) -> Counter[str]:
         return Counter(super().counts + self._counts + self.network.counts)
 
