@@ -229,11 +229,7 @@ class Options:
     @property
     def changed(self) -> list[str]:
         """Return the names of changed settings of LMCache and changed options, except sizes."""
-        no_sizes = [
-            each
-            for each in fields(self)
-            if (each.type in (bool, str, tuple[int, ...], tuple[str, ...]) or each.name.endswith("ranks"))
-            and each.name != "connector"
-        ]
+        kinds = bool, str, tuple[int, ...], tuple[str, ...]
+        no_sizes = [each for each in fields(self) if each.type in kinds or each.name.endswith("ranks")]
         changed = [each.name for each in no_sizes if getattr(self, each.name) != each.default]
-        return [*changed, *self.lmcache, *self.extra]
+        return [*(name for name in changed if name != "connector"), *self.lmcache, *self.extra]
