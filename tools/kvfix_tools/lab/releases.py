@@ -112,10 +112,8 @@ def cannot_play_options(options: Options) -> str:
 
 
 def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name in _parameters(made)}
+    return {name: value for name, value in arguments.items() if name in _signature(made).parameters}
 
 
-@functools.cache
-def _parameters(made: Callable[..., Any]) -> frozenset[str]:
-    """Return the parameters of a class. Cached: reading a signature takes as long as constructing a vLLM `Request`."""
-    return frozenset(inspect.signature(made).parameters)
+#: Cached, because reading a signature takes as long as constructing a vLLM `Request`.
+_signature = functools.cache(inspect.signature)
