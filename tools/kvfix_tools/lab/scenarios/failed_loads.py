@@ -98,9 +98,8 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
     ),
     "failed-load-stored-last": since_0_4_1(
-        # With a drafter vLLM reads the failed blocks, makes the drafts, and then runs `wait_for_save`
-        # (gpu_model_runner.py 0.32.0:4179, 4509). `failing` and `sharing` begin in one step with the same 128 tokens,
-        # compute the rest of their prompts on top of the failed load, and are stored.
+        # `failing` and `sharing` begin in one step with the same 128 tokens, compute the rest of their prompts on top
+        # of the failed load, and are stored.
         [do.stored_elsewhere(prompt(128)), do.fail_load("failing"), do.admit("failing", prompt(300))],
         [do.store("sharing", prompt(260)), do.admit("r", prompt(300))],
         doc="A load fails with speculative decoding: vLLM collects the failed blocks before `wait_for_save` runs.",

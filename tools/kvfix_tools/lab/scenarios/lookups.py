@@ -62,7 +62,6 @@ SCENARIOS = {
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
     ),
     "async-late-answer-left": asynchronous(
-        # The client stops waiting after `lookup_timeout_ms`, but before 0.4.1 it does not cancel the lookup.
         [do.stored_elsewhere(prompt(256)), do.slow_lookups(3), do.admit("r", prompt(300))],
         [TIMED_OUT, do.slow_lookups(0)],
         do.serve("next 1", prompt(300, seed=1)),  # the late answer arrives; another lookup would remove the answer

@@ -48,14 +48,12 @@ SCENARIOS = {
         options=OFFLOADING(max_num_batched_tokens=512),
     ),
     "offload-promotions-go-round": scenario(
-        # Each lookup needs room for the next chunk and evicts a chunk that the previous lookup has requested.
         do.budget(4),  # each chunk is in the tier before the next one is computed
         [do.store("before", prompt(193)), do.admit("r", prompt(193), max_tokens=2)],
         shows="LAB003 is WAITING for ever",
         options=OFFLOADING(tier="fs", cpu_blocks=4, max_num_batched_tokens=32, extra={"blocks_per_chunk": 2}),
     ),
     "offload-reset-keeps-files": scenario(
-        # OffloadingConnector empties its CPU memory, but not the files of its tier, and reports success.
         [do.serve("before", prompt(128)), do.new_weights(), do.admit("r", prompt(128), max_tokens=3)],
         shows="LAB001 its slot holds other KV",
         options=OFFLOADING(tier="fs", max_num_batched_tokens=512),

@@ -71,7 +71,6 @@ SCENARIOS = {
         options=Options(chunk_size=256, max_num_batched_tokens=1024),
     ),
     "reset-keeps-external-cache": scenario(
-        # With the fix the answer is False: the caller knows that the cache has old KV.
         NEW_WEIGHTS,
         doc="A weight update does not reset LMCache, vLLM answers True, and old KV is hit.",
         shows="LAB001 the step reads token 0 of",
