@@ -12,6 +12,7 @@ TIMED_OUT = do.step(), do.wait(4), do.step()
 FETCH = {"enable_async_loading": True}
 OPTIONS = Options(lmcache=FETCH, max_num_batched_tokens=512)
 asynchronous = partial(scenario, needs={"lmcache": ">=0.3.10"}, options=OPTIONS)
+only_0_3_10 = partial(scenario, wrong={"lmcache": "==0.3.10"})
 
 SCENARIOS = {
     "abort-while-waiting": large_chunks(
@@ -99,7 +100,7 @@ SCENARIOS = {
         [do.lookups_fail(4), do.keep_blocks(0), do.admit("r", prompt(300)), do.step(4), do.free_blocks()],
         shows="KVR012",
     ),
-    "full-hit-asked-twice": scenario(
+    "full-hit-asked-twice": only_0_3_10(
         # LMCache has all 200 tokens. It answers 199, then 200, and vLLM asserts new tokens (scheduler.py 0.32.0:1170).
         [do.store("before", prompt(200)), do.keep_blocks(0), do.admit("r", prompt(200), max_tokens=2)],
         do.step(),  # match(0): answered by a lookup
@@ -107,7 +108,6 @@ SCENARIOS = {
         do.free_blocks(),
         doc="The whole prompt is hit, and the second answer promises all of it: no token is left to compute.",
         shows="KVR001",
-        wrong={"lmcache": "==0.3.10"},
         options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),
     ),
     "lookup-skips-computed": large_chunks(
@@ -127,7 +127,7 @@ SCENARIOS = {
         options=LARGE(num_blocks=120, lmcache={"max_tokens_per_load": 1024}),
         needs={"lmcache": ">=0.4.7"},
     ),
-    "mismatch-in-tokens-to-load": scenario(
+    "mismatch-in-tokens-to-load": only_0_3_10(
         # Prompt of 10,009 tokens, block size 16, chunk size 256. One step computes 336 tokens, and LMCache stores one
         # chunk. The next step computes one more token, so all 21 blocks of the 336 tokens are full and stay in the
         # prefix cache when the request is preempted. While too few blocks are free, vLLM asks in every step: a lookup
@@ -142,10 +142,9 @@ SCENARIOS = {
         doc="LMCache issue 2158: LMCache promises 256 tokens although vLLM has computed 336, and EngineCore dies.",
         shows="KVR011 Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full "
         f"lmcache hits subtracts last token to recalculate logits) for request {LONG}",
-        wrong={"lmcache": "==0.3.10"},
         options=LARGE(num_blocks=660, max_num_batched_tokens=16384, max_model_len=12288, reserve_full_isl=False),
     ),
-    "raw-hit-beyond-request": scenario(
+    "raw-hit-beyond-request": only_0_3_10(
         # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224, the
         # second one 1,024, and vLLM asserts on 1,824 computed tokens (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
@@ -155,7 +154,6 @@ SCENARIOS = {
         do.free_blocks(),
         doc="The lookup cache promises a hit without subtracting computed tokens: their sum exceeds the request.",
         shows="KVR001",
-        wrong={"lmcache": "==0.3.10"},
         options=LARGE(),
     ),
     "reused-id-gets-dead-hit": large_chunks(
