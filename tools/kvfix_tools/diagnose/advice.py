@@ -28,7 +28,7 @@ class Advice(NamedTuple):
 
 
 def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
-    """Return the fixes of the finding for the releases of its log, or all if the releases are unknown."""
+    """Return the finding's fixes that the log's releases need. Return all its fixes if the releases are unknown."""
     handling = catalogue.handling(found.rule.code, found.rule.message)
     return [each for each in handling if _dist(log, found, each) is not None]
 
@@ -56,7 +56,7 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 
 def heading(found: LogFinding) -> str:
-    """Return the heading of the cause. A general record lists only the usual causes of its kind of failure."""
+    """Return the heading of the cause. A general record fits many failures, so it lists usual causes."""
     return "Usual causes" if found.rule.general else "Why"
 
 
@@ -136,7 +136,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
 
 
 def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
-    """Return text with the releases that need the fix if the log does not name its release; else ""."""
+    """Return a text that names the releases with the bug, or "" if the log itself names its release."""
     dist = _dist(log, found, each) or each.targets[0].dist
     broken = sorted(fix_overview.wrong_releases(each, dist), key=Version)
     if not broken or _within(log, found, dist, ">=0") is not None:

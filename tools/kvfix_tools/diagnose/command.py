@@ -31,7 +31,7 @@ class Options:
     """The options.
 
     brief: a file, or "-" for standard output. select, ignore: codes or prefixes of codes. everything: show all in full.
-    fail_on: `certain`, or the least severity for exit code 1. exit_zero: exit 0 even with findings.
+    fail_on: `certain`, or the mildest severity that gives exit code 1. exit_zero: exit 0 even with findings.
     """
 
     format: str = "text"
@@ -171,7 +171,7 @@ def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool
 
 
 def _is_written(path: str, text: str) -> bool:
-    """Write the file completely, or do not change it. Write directly to a pipe or to /dev/stdout."""
+    """Write the whole text, or leave the file unchanged. Write directly to a pipe or to /dev/stdout."""
     whole = Path(path) if os.path.exists(path) and not os.path.isfile(path) else Path(f"{path}.part")
     try:
         whole.write_text(text, encoding="utf-8")

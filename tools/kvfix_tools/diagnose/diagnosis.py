@@ -25,16 +25,16 @@ from kvfix_tools.ledger import RULES
 State = TypeVar("State")
 #: Maximum number of lines to keep for --request.
 _REQUEST_LINES = 5000
-#: Maximum number of separate findings. More crashes of one rule are counted in a single finding.
+#: Maximum number of separate findings. Above it, one finding counts all further crashes of a rule.
 FINDINGS = 1000
-#: Every traceback violates this rule of the ledger. kvfix ignores it, because other findings report tracebacks.
+#: Every traceback violates this rule of the ledger. kvfix ignores the rule: other findings report tracebacks.
 _EXCEPTION = "exception-left-hook"
 #: (rule of the ledger, kind of DEBUG line that the rule needs, values in this line)
 _HIDDEN = (("KVR004", "due", "granted and loaded tokens"), ("KVR007", "storing", "stored and skipped tokens"))
 
 
 class Diagnosis:
-    """A diagnosis of the lines that `take` gets in the order of the log. `findings` can be read at any time.
+    """A diagnosis of one log. `take` gets the lines in the order of the log. `findings` can be read at any time.
 
     on_found: function to call with each new finding of a stream. request: id of a request whose lines are kept.
     """
@@ -134,7 +134,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The findings, causes first, without findings that a record replaces and ledger rules for crashed requests."""
+        """The findings, causes first. Replaced findings are left out, and so are ledger rules of crashed requests."""
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown = [
             found
@@ -160,7 +160,7 @@ class Diagnosis:
         )
 
     def hidden(self) -> list[tuple[str, str, str]]:
-        """Return (rule, values it needs, setting that logs them) for each rule without lines at this log level."""
+        """Return (rule, values it needs, setting that logs the values) for each rule whose lines were not logged."""
         if self.debug or not self.counts["asked"]:
             return []
         release = self.releases.one("lmcache") or (self.releases.candidates or ["0.5.6"])[-1]
@@ -251,7 +251,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return a position for a finding made at the end of the log: after the findings above its first line."""
+        """Return the position of a finding made at the end of the log: after the findings above its first line."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -96,12 +96,12 @@ class Failures:
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     def is_ending(self, line: LogLine) -> bool:
-        """Return True if the process that wrote this line is shutting down. Its errors are then consequences."""
+        """Return True if the process that wrote this line is shutting down, so that its errors are consequences."""
         return line.file in self.closing
 
     @property
     def first(self) -> LogLine | None:
-        """The first exception, or else the first error. If the engine lives, ignore errors before its last work."""
+        """The first exception, or else the first error. If the engine survived, ignore errors before its last work."""
         after = self.lines if self.dead else self.lines[self._survived :]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
@@ -199,4 +199,4 @@ def owner(frames: list[Frame]) -> str:
                 return name
         if path.startswith("/"):
             return "your own code"
-    return "code whose path is not in the log"  # a frame has only `.../file.py`
+    return "code whose path is not in the log"  # the path in each frame is only `.../file.py`

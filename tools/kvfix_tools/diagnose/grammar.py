@@ -64,7 +64,7 @@ def _message(source: str, name: str, pattern: str) -> Message:
 
 
 def _longest_text(pattern: str) -> str:
-    """Return the longest text that every match of the pattern contains. It has no values, groups and repeats."""
+    """Return the longest text that every match of the pattern contains. This text has no values, groups or repeats."""
     pattern = _VALUE.sub("\0", pattern)
     while "(" in pattern:
         pattern = _GROUP.sub("\0", pattern)

@@ -1,4 +1,4 @@
-"""Events of the ledger from log lines, and their requests. A line that lacks a value makes no event."""
+"""Turn log lines into events of the ledger, and keep the requests. A line that lacks a value makes no event."""
 
 import re
 from collections import deque
@@ -33,7 +33,7 @@ class Requests(dict[str, Request]):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        #: Number of requests that the log names, with dropped requests.
+        #: Number of requests that the log names, including dropped requests.
         self.named = 0
 
     def __missing__(self, request: str) -> Request:
@@ -59,7 +59,7 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
         return [] if computed is None else [ev.Asked(fields["request"], total, computed, None, None)]
     need = fields["need"]
     if computed is None:
-        # Before 0.3.14 the line lacks vLLM's computed tokens, but `need` gives them: it is hit - computed, and one less
+        # Before 0.3.14 the line lacks vLLM's computed tokens, but `need` gives them: `need` is hit - computed, minus 1
         # if the hit is the whole request (vllm_v1_adapter.py 0.3.13:1283).
         computed = hit - need - (hit == total)
     promised = 0 if "least" in fields else max(0, need)

@@ -40,7 +40,7 @@ class Scanner:
         self._placed = ("", "", 0, b"")
         #: The year in LMCache's first line. vLLM's lines have times without a year, so they get this year.
         self._year = b""
-        #: The lines without a logger's prefix that count; None before the first block.
+        #: The rule for lines without a logger's prefix; None before the first block.
         self._headless: Headless | None = None
         #: True if a line of the input has the prefix of vLLM's or LMCache's logger.
         self.is_own = False
@@ -85,7 +85,7 @@ class Scanner:
         self._number += block.count(b"\n")
 
     def _decide(self, lines: list[bytes]) -> None:
-        """Decide which lines without a logger's prefix count. A later block of the input may change the decision."""
+        """Decide which lines without a logger's prefix to parse. A later block of the input may change the decision."""
         now = Headless.ALL if self.is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now

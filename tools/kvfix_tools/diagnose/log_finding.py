@@ -63,7 +63,7 @@ class LogFinding:
                 self.evidence.append(line.evidence)
 
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
-        """Return True if below each line another finding, with a specific record, explains a traceback."""
+        """Return True if a specific finding explains the traceback that each line of this finding announces."""
         rules = ((other, other.rule) for other in others if other is not self)
         specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.certain)]
         ends = [each for other in specific for each in other.evidence]
@@ -96,7 +96,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom of the whole log likely follows from the first cause. Others follow from the cause just before.
+        # A symptom of the whole log likely follows from the first cause. Any other symptom follows from the last cause.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}

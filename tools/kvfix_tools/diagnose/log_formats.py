@@ -1,4 +1,4 @@
-"""Turn text of log collectors into plain lines. Docker and some loggers write JSON; others add quotes or `repr`.
+"""Turn text of log collectors into plain lines. Docker and some loggers write JSON. Others add quotes or `repr`.
 
 Most lines keep their prefix of `kubectl logs`, journald or Docker Compose, because the parsers search inside a line.
 `without_prefix` removes the prefix, for lines that continue a traceback.

@@ -155,7 +155,7 @@ def _print_whole(console: Console, text: str) -> None:
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return the text of the SUMMARY line: each kind of finding, its number of requests, and if it is uncertain."""
+    """Return the text of the SUMMARY line: kinds of findings, numbers of requests, and which kinds are uncertain."""
     found = [each for each in findings if not each.is_note]
     words = []
     for kind in by_kind(found):

@@ -58,7 +58,7 @@ def raised(kind: str, text: str, frames: Sequence[Frame] = (), source: str = "",
 
 
 class Part:
-    """A line, parsed as a part of a traceback. The lines before it decide if it belongs to a traceback."""
+    """A line, parsed as a part of a traceback. Earlier lines decide if this line belongs to a traceback."""
 
     def __init__(self, body: bytes) -> None:
         text = self.text = body.rstrip()
@@ -112,7 +112,7 @@ class Tracebacks:
         self._groups: dict[str, tuple[Fields, bool]] = {}
 
     def take(self, process: str, part: Part) -> tuple[bool, Fields | None]:
-        """Take a line. Return (True if it is part of a traceback, the exception whose traceback it ends or None)."""
+        """Take a line. Return (True if it is part of a traceback, exception whose traceback the line ends or None)."""
         known = self.open.get(process)
         if known is None and not part.sure:
             return False, None

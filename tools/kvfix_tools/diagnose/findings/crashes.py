@@ -11,7 +11,7 @@ _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connec
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an AssertionError without a message. source: a part of its source. function: of a last frame."""
+    """Return True for an AssertionError without a message. source: part of its code. function: of a last frame."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False

@@ -27,7 +27,7 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     asked = log.counts["asked"]
     head = log.state(_Head)
     if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
-        # Count from 0: vLLM asks about another request, or the engine works. A busy engine also asks in every step.
+        # Restart the count: vLLM asks about another request, or the engine works. A busy engine asks in every step too.
         head.fields, head.asked, head.done = f, asked, done
         return None
     if asked - head.asked < POLLS:
@@ -152,7 +152,7 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer("requests were preempted, and this LMCache does not wait for stores in flight")
 
 
-#: All CacheBlend separators of a prompt together have fewer tokens. Lookups count the separators, but stores do not.
+#: More tokens than all CacheBlend separators of a prompt have. Lookups count the separators, but stores do not.
 #: CacheBlend loads layer by layer. Its log line about a load has the text `out of total`.
 _SEPARATORS = 64
 

@@ -12,7 +12,7 @@ _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
 _BELOW = 120
-#: Operations whose answer no client needs. They may fail if the worker has ended. Then the failure is no problem.
+#: Operations whose answer no client needs. If the worker has ended, a failure of these operations is no problem.
 _UNASKED = frozenset({"end_session"})
 
 

@@ -55,7 +55,7 @@ def _engine(line: LogLine) -> tuple[str, str]:
 
 
 def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Return an answer if an engine has computed no token for IDLE intervals, and this record describes its state.
+    """Return an answer if an engine has computed no token for IDLE intervals, and this record fits the engine.
 
     At the end of a log, fewer intervals are enough for a note. An engine without progress logs its statistics at INFO
     only once, and later at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).

@@ -92,7 +92,7 @@ def _unexplained(log: Diagnosis) -> LogLine | None:
         found.severity is Severity.HANG for found in causes
     ):
         return None
-    # An error without an exception is also explained by a cause that is more than a risk.
+    # A cause that is more than a risk also explains an error without an exception.
     said = first.name == "logged" or is_cut(first)
     return None if said and any(found.severity is not Severity.RISK for found in causes) else first
 
@@ -105,7 +105,7 @@ def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
 
 
 def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
-    """Return (record, answer) for a log without an error that quotes a worker's error or reports an engine's death."""
+    """Return (record, answer) if the log has no error, but a line quotes a worker's exception or reports a death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
         return None, None
