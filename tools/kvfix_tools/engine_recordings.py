@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """ahead: nanoseconds by which a machine's monotonic clock is ahead of the scheduler's. low, high: its bounds."""
+    """ahead: nanoseconds by which a machine's monotonic clock is ahead of the scheduler's. low, high: bounds of it."""
 
     ahead: int
     low: int | None
@@ -73,8 +73,8 @@ class Clock(NamedTuple):
 class Compared(NamedTuple):
     """The comparison of a scheduler's record and a rank's record."""
 
-    pairs: list[tuple[int, int]]  # (index in the scheduler's events, index in the rank's) of events in both records
-    differs: list[tuple[int, RankDiffers]]  # (index of the scheduler's previous paired event, load of one record only)
+    pairs: list[tuple[int, int]]  # (index in the scheduler's events, index in the rank's events) of each event in both
+    differs: list[tuple[int, RankDiffers]]  # (index of the scheduler's last event in `pairs`, load of one record only)
     #: Number of the scheduler's loads that kvfix does not compare. They are before the first or after the last pair, or
     #: were aborted before the rank started them. With `enable_fault_tolerance`, vLLM goes on after a rank failed, and
     #: aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).

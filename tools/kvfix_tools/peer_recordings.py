@@ -25,7 +25,7 @@ NOTICE = 1_000_000_000
 
 
 class Link(NamedTuple):
-    """Request `reader` of engine `reads` reads the blocks of request `kept` that engine `keeps` holds for it."""
+    """Request `reader` of engine `reads` reads blocks of request `kept`, which engine `keeps` holds for `reader`."""
 
     reads: Engine
     reader: str
@@ -184,7 +184,7 @@ def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Itera
 
 
 def _lost(readers: Sequence[Reader], until: int) -> Reader | None:
-    """Return a reader without a release message. None unless all readers were done at least NOTICE before `until`."""
+    """Return a reader without a release message. Return None unless all were done NOTICE before `until`."""
     times = [each.done for each in readers if each.done is not None and not each.failed]
     if not times or len(times) < len(readers) or max(times) + NOTICE >= until:
         return None

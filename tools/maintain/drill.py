@@ -33,7 +33,7 @@ OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}  # {connector: its LMCache release}. Def
 CONNECTORS = (
     "v1", "mp", "mp-in-tree", "offloading", "simple-offload", "nixl-pull", "nixl-push", "nixl-offload", "mooncake",
 )  # fmt: skip
-#: The lab's rule for an error in the code of a fix. A violation always counts as worse.
+#: The lab's rule for an error in the code of a fix. A violation of this rule always counts as worse.
 FAULT = "LAB007"
 #: Rules grouped by the effect of a violation, the worst effect first (fixes/record.py). A rule that is not in EFFECTS
 #: counts as wrong output in a run with the fixes, and as lost hits in a run without the fixes.

@@ -22,7 +22,7 @@ from kvfix_tools.lab.steps import Step
 
 #: Steps of the fuzzer that only LMCache supports, or that need a way to make loads fail.
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
-#: Features that the fuzzer does not use for any connector. It uses several groups if the connector supports them.
+#: Features that the fuzzer does not use for any connector. With SupportsHMA it uses several KV groups.
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
 #: Features that the fuzzer does not use for a MultiConnector with a stand-in, which has one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
@@ -71,7 +71,7 @@ class Subject:
 
 
 class Player(Engines):
-    """A lab engine with the steps of scenarios. `gone`: the engines before each `restart`."""
+    """A lab engine with the steps of scenarios. `gone`: the engines that `restart` has ended."""
 
     def __init__(self, options: Options) -> None:
         self.gone: list[LabEngine] = []
@@ -87,7 +87,7 @@ class Player(Engines):
             getattr(self, step, functools.partial(self.engine.do, step))(*arguments, **keywords)
 
     def admit(self, name: str, prompt: list[int], max_tokens: int = 1, in_other: bool = False, **more: Any) -> None:
-        """Admit a request. in_other: the other connector of a MultiConnector has its KV."""
+        """Admit a request. in_other: the other connector of a MultiConnector has the request's KV."""
         if in_other:
             self.engine.has_in_other_connector(name)
         if self.engine.is_free(name):

@@ -44,7 +44,7 @@ class Scenario(NamedTuple):
     schedule: Sequence[Step]  # methods of `Player`, of the lab's engine or of its connector
     proof: tuple[str, ...] = ("loaded_tokens",)  # counts (request_events.py). If a count is 0, the rule was not tested
     needs: tuple[str, ...] = ()  # keys of NEEDS
-    options: dict[str, Any] = {}  # of the lab's engine, if they differ from their defaults
+    options: dict[str, Any] = {}  # options of the lab's engine that differ from their defaults
 
 
 _LONG = "cmpl-" + "é/..% \u4e2d" * 40

@@ -25,7 +25,7 @@ NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
 
 
 class Rule(NamedTuple):
-    """A rule of the contract. `_OF_CONTENT` says which rule wrong KV violates."""
+    """A rule of the contract. If a scenario finds wrong KV, `_OF_CONTENT` says which rule is violated."""
 
     slug: str
     title: str
@@ -61,7 +61,7 @@ class Violation(NamedTuple):
     where: str  # scenario or fuzzer seed
     message: str
     schedule: list[str]  # the shortest schedule that shows the violation
-    options: dict[str, Any]  # of the lab's engine, if they differ from their defaults
+    options: dict[str, Any]  # options of the lab's engine that differ from their defaults
     history: list[str]
 
 
@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
 
 
 class Run:
-    """The test of one connector, and its result. The caller has applied kvfix's fixes. cannot: why it did not run."""
+    """The test of one connector, and its result. The caller has applied kvfix's fixes. cannot: why it cannot run."""
 
     def __init__(self, subject: "Subject", shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def tested_nothing(self) -> str:
-        """Why the run has tested no loads; "" if it has."""
+        """Why the run has tested no loads; "" if it has tested a load."""
         return "" if self.counts.get("loaded_tokens") else NO_LOAD
 
     @property
@@ -246,6 +246,6 @@ def _short(value: Any) -> str:
 
 
 def _history(done: "Played", found: "Finding") -> list[str]:
-    """Return the last events of the finding's request, or of all requests if it has none."""
+    """Return the last events of the finding's request, or of all requests if the finding has none."""
     events = [each for each in done.log if not found.request or each[1].request in (found.request, "")]
     return [f"step {step}: {event.text()}" for step, event in events[-12:]]

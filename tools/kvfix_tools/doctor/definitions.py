@@ -126,7 +126,7 @@ def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
 
 
 class Option(NamedTuple):
-    """An option. default: None if it has no default or kvfix cannot read it. choices: () if any value is allowed."""
+    """An option. default: None if the option has none, or kvfix cannot read it. choices: () if any value is allowed."""
 
     default: Any
     choices: tuple[str, ...]

@@ -51,8 +51,8 @@ else:
             _thread.start_new_thread(again, ())
     os.rename(answer, token + ".answer")
 """
-#: After a timeout the call is still in the queue, so this text replaces the script. It clears the path in the page, and
-#: removes the script, even if a later caller has written a new one. The later caller notices both.
+#: After a timeout the call is still in the queue, so this text replaces the script. The text clears the path in the
+#: page and removes the script, even a new script of a later caller. The later caller notices both changes.
 _GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{script!r}})"
 
 
@@ -75,7 +75,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
 
 
 def _run(process: Process, folder: SharedFolder, script: str, code: str, seconds: float, is_queued: bool) -> str:
-    """Write the script, let the process run it, and return the answer. Raise FileNotFoundError if a call removed it."""
+    """Let the process run the code. Return the answer. Raise FileNotFoundError if an old call removed the script."""
     token = f"{script}.{os.getpid()}-{time.monotonic_ns()}"
     files = [script, f"{script}.py", token, f"{token}.part", f"{token}.answer"]
     try:

@@ -91,7 +91,7 @@ def _cores() -> threading.Semaphore:
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop the thread and do the work in it. Return None if it is not in the system call `wait` ("": any place)."""
+    """Stop the thread and do the work in it. Return None unless it is in the system call `wait` ("": in any place)."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()

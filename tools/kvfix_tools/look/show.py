@@ -128,7 +128,7 @@ def _rates(engine: Engine, looks: Sequence[Look]) -> str:
 
 
 def waited(row: dict[str, Any]) -> float:
-    """Return the seconds since the wait began, or since the request arrived if this is unknown."""
+    """Return the seconds since the wait began. If this time is unknown, return the seconds since the arrival."""
     return float(row["since"] if row["since"] is not None else row["arrived"])
 
 

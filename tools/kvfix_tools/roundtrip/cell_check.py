@@ -77,7 +77,7 @@ class CellCheck:
         self.result.operations = transfer.operations
         host = transfer.host
         try:
-            if brief:  # no poison is needed: the host buffers hold an earlier generation
+            if brief:  # poison is not needed, because the host buffers hold an earlier generation
                 self.cache.fill(everywhere(FIRST))
             else:
                 self.prepare(transfer)

@@ -50,7 +50,7 @@ def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:
 
 
 def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return the words (int64) of these identities. The argument is overwritten, because it may have gigabytes."""
+    """Return the words (int64) of these identities. The argument is overwritten, because a copy may need gigabytes."""
     numbers.bitwise_xor_(_signed(_seed(seed)))
     for factor, shift in ((_A, _S1), (_B, _S2)):
         numbers.mul_(_signed(factor))

@@ -65,7 +65,7 @@ class Cell:
     def geometry(self) -> Geometry:
         layout, block = LAYOUTS[self.layout], int(self.block)
         heads = 1 if layout.latent else int(self.heads)
-        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # half of them to load into
+        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # loads go to half of the blocks
         plane = block * heads * self.head_size * DTYPES[self.dtype].itemsize
         blocks = max(blocks, -(-LEAST // plane))
         return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)

@@ -177,7 +177,7 @@ def run(
     while_it_runs: Callable[[Any], None] | None = None,
     popen: Callable[..., Any] = subprocess.Popen,
 ) -> Ended:
-    """Run a Python program with this job, completed by `model` and `out`. folder: for all files. limit: seconds."""
+    """Run a Python program with this job, plus the keys `model` and `out`. folder: for all files. limit: seconds."""
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]

@@ -26,7 +26,7 @@ class Section(NamedTuple):
     start: int
     axes: tuple[str, ...]
     sizes: dict[str, int]
-    fixed: dict[str, int]  # the layer of all its rows, if layer is not an axis
+    fixed: dict[str, int]  # {"layer": the layer of all rows} if layer is not an axis
     token: int | None  # the first token of a host buffer; None in a KV cache
 
     @property
@@ -59,7 +59,7 @@ class WrongWords(NamedTuple):
 
 @dataclass
 class Region:
-    """A region. words: the whole memory with guard bands, as int64. device: compares the words."""
+    """A region. words: the whole memory with guard bands, as int64. device: where the words are compared."""
 
     words: torch.Tensor
     sections: list[Section]

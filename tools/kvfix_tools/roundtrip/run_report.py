@@ -21,7 +21,7 @@ BAD = ("failed", "crashed")
 
 
 class KnownBug(NamedTuple):
-    """A known bug. fix: code of its fix. With this fix applied, failed cells have another cause. remedy: what to do."""
+    """A known bug. fix: code of its fix. If this fix is applied, another bug causes failures. remedy: what to do."""
 
     bug: str
     effect: str

@@ -79,7 +79,7 @@ class Server:
         return []
 
     def reset(self) -> bool | None:
-        """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server does not offer this."""
+        """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server cannot do this."""
         with suppress(Refused):
             answer = self._request("POST", "/reset_prefix_cache")
             # vLLM before 0.11 answers with an empty body.

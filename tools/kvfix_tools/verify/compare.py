@@ -4,7 +4,7 @@ If a GPU computes a prompt twice, the last bits differ, because the order of sum
 measures this noise. A *control* is the difference between two answers to one prompt: the first computed, the second
 from the GPU's own prefix cache. The connector takes no part in a control.
 
-The only assumption: if answers with KV from the connector are right, their differences have the distribution of the
+The run assumes: if answers with KV from the connector are right, their differences have the distribution of the
 controls. Then every order of the differences by size is equally likely, and the error rates below are exact bounds. A
 difference counts only above `MARGIN` times the largest control, so the assumption may be wrong by this factor.
 """

@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If unknown, accept prompts that the GPU's cache serves."""
+        """Return True if no token came from the connector. If this is unknown, use the prompt's length."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

@@ -21,7 +21,7 @@ _ORDINARY = {"asked", "retrieved", "stats"}
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 #: Markdown for code: a text between backticks, or between double backticks if the text has a backtick.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
-#: Spans with these beginnings are no messages, but ends of a message, commands or options.
+#: A span with one of these beginnings is the end of a message, a command or an option, but not a message.
 _NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST ")
 
 

@@ -1,4 +1,4 @@
-"""The hosts and ports that the command listens on, and those that it connects to."""
+"""The hosts and ports on which the command listens, and the hosts and ports to which it connects."""
 
 import re
 from collections.abc import Iterator

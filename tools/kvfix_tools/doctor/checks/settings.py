@@ -10,7 +10,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
-#: {setting: (minimum, maximum, unit)} of 0.5.6, from the setting's description or use. LMCache checks few of them.
+#: {setting: (minimum, maximum, unit)} of 0.5.6, from the setting's description or use. LMCache checks few ranges.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "chunk_size": (1, math.inf, "tokens"),
     "max_local_cpu_size": (0, math.inf, "GiB for each worker"),

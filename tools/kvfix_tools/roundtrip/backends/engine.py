@@ -43,7 +43,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def check(kind: str, device: torch.device, result: Result) -> Result:
-    """Run the engine with this connector. Compare its answers with an engine without a connector, which runs once."""
+    """Run an engine with this connector. Compare its answers with those of one engine without a connector."""
     plain = without_connector(device.type)
     with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)

@@ -1,4 +1,4 @@
-// Search of the documentation, in place of the theme's own. A reader pastes a line of a log, so the order of words counts.
+// This search replaces the theme's search. A reader pastes a line of a log, so the order of words counts.
 //
 // A page is ranked by the title, the piece of code (a message) or the text that covers the query best. The theme starts
 // a Worker and shows what the worker answers. This class has the same interface, and also works from file://.
@@ -7,7 +7,7 @@
   // Messages rank before titles, and titles before text. Pages about one bug rank before other pages.
   const [CODE, TITLE, TEXT, OTHER_PAGE] = [1, 0.9, 0.5, 0.7]
   const ONE_BUG = /^(findings|fixes)\//
-  // Results below this part of the best score are left out.
+  // WORST: results whose score is below this part of the best score are left out.
   const [WORST, MAX_RESULTS] = [0.5, 30]
   const base = document.currentScript.src.replace(/[^/]*$/, "")
 
@@ -15,7 +15,7 @@
     .replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&")
   const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;")
   const stem = word => (word.length > 4 ? word.replace(/(?:ing|ed|es|s)$/, "") : word)
-  // What vLLM's and LMCache's loggers print before and after a message.
+  // The text that vLLM's and LMCache's loggers print before and after a message.
   const LOGGER = /^.*?(?:\[\w+\.py:\d+\]|LMCache [A-Z]+:)\s+|\s*\(\w+\.py:\d+:[\w.]+\)\s*$/g
   const words = text => (text.toLowerCase().match(/[a-z0-9_]+/g) || []).map(stem)
 
@@ -33,14 +33,14 @@
       for (const word of new Set([...section.title, ...section.text])) counts.set(word, (counts.get(word) || 0) + 1)
       return section
     })
-    // Rare words weigh most. Numbers of a log differ from those in the documentation.
+    // Rare words weigh most. Numbers weigh little, because a log has other numbers than the documentation.
     const rarity = word => (/^\d+$/.test(word) ? 0.2 : 1) * Math.log(1 + docs.length / counts.get(word))
     const weights = new Map([...counts.keys()].map(word => [word, rarity(word)]))
     const articles = new Map(docs.filter(doc => !doc.location.includes("#")).map(doc => [doc.location, doc]))
     return { sections, weights, articles }
   }
 
-  // Weight of the words that both have in the same order (longest common subsequence).
+  // Return the weight of the words that the query and the line have in the same order (longest common subsequence).
   function common(query, line, weight) {
     let row = new Float64Array(line.length + 1)
     for (const word of query) {
@@ -56,7 +56,7 @@
     const weight = word => weights.get(word) || 0
     const sum = list => list.reduce((total, word) => total + weight(word), 0)
     const query = words(text.replace(LOGGER, ""))
-    // The last word may not be complete yet.
+    // The reader may still be typing the last word, so complete it.
     const last = query[query.length - 1]
     if (last && !weights.has(last)) query.push([...weights.keys()].find(word => word.startsWith(last)) || "")
     const whole = sum(query)
@@ -72,7 +72,7 @@
     for (const section of sections) {
       const inText = sum(query.filter(word => section.text.has(word))) / whole
       const inTitle = section.title.some(word => asked.has(word)) ? covers(section.title) : 0
-      // No line of the section covers more of the query than its whole text does.
+      // A line cannot cover more of the query than the whole section does. So skip the lines of a weak section.
       if (Math.max(inText, inTitle) <= WORST * top) continue
       const lines = section.lines.map(line => ({ score: CODE * covers(line.words), teaser: line.text }))
       const hit = [{ score: Math.max(TITLE * inTitle, TEXT * inText), teaser: plain(section.doc.text) }, ...lines].reduce(
