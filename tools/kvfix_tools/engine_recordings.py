@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """ahead: nanoseconds by which a machine's monotonic clock is ahead of the scheduler's. low, high: bounds of it."""
+    """ahead: nanoseconds by which a machine's monotonic clock is ahead of the scheduler's. low, high: its bounds."""
 
     ahead: int
     low: int | None
@@ -75,9 +75,9 @@ class Compared(NamedTuple):
 
     pairs: list[tuple[int, int]]  # (index in the scheduler's events, index in the rank's events) of each event in both
     differs: list[tuple[int, RankDiffers]]  # (index of the scheduler's last event in `pairs`, load of one record only)
-    #: Number of the scheduler's loads that kvfix does not compare. They are before the first or after the last pair, or
-    #: were aborted before the rank started them. With `enable_fault_tolerance`, vLLM goes on after a rank failed, and
-    #: aborts all requests (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
+    #: Number of the scheduler's loads that kvfix does not compare: loads before the first or after the last pair, and
+    #: loads that were aborted before the rank started them. With `enable_fault_tolerance`, vLLM aborts all requests and
+    #: goes on after a rank failed (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
     unknown: int
 
 

@@ -76,7 +76,7 @@ def read_config(text: str) -> dict[str, object]:
 
 
 def prepare() -> None:
-    """Let Python import a connector from the current folder. Then check vLLM: raise ValueError if it is unsuitable."""
+    """Let Python import a connector from the current folder. Raise ValueError if the installed vLLM is unsuitable."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     runner.prepare(None, ("vllm",))

@@ -1,6 +1,6 @@
 """Write a summary of a log in at most 8 kB, for a person or a language model, and a bug report with this summary.
 
-A user can post both texts in public. They have no prompt, no secret, no host and no path of the machine.
+A user can post both texts in public: both have no prompt, no secret, no host and no path of the machine.
 """
 
 import re

@@ -21,7 +21,7 @@ STACKS, RECORDER = 20, 5.0  # time limits in seconds: for the stacks and for the
 
 def gather(tree: list[Process]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return (a row of the summary for each process, {file of the bundle: its text})."""
-    # Recorders are read before stacks, because a process that py-spy has stopped does not answer.
+    # Read the recorders before the stacks, because a process does not answer while py-spy stops it.
     with ThreadPoolExecutor(max(1, len(tree))) as pool:
         recorded = list(pool.map(recorder, tree))
     rows, files = [], {}

@@ -86,7 +86,7 @@ def own_text(process: Process, path: Path) -> str:
 
 
 def _described(pid: int) -> Process | None:
-    """Describe a process; None if it does not exist. Fields that another user's process hides stay empty."""
+    """Describe a process; None if it does not exist. Fields that kvfix may not read stay empty."""
     if pid not in psutil.pids():
         return None
     try:

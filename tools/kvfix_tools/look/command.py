@@ -136,7 +136,7 @@ def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
 
 
 def look_at_core(file: str, json: bool) -> int:
-    """Show the stacks in a core file. They come from PyStack, which does not read variables.
+    """Show the stacks in a core file. PyStack reads the stacks, but no variables.
 
     Return 0 if no thread is in a connector hook, 1 if one is, 2 for an unreadable file, 77 without PyStack.
     """

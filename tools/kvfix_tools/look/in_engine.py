@@ -1,4 +1,4 @@
-"""The code that `kvfix attach` sends into an engine. It applies or removes the fixes between two steps of the engine.
+"""The code that `kvfix attach` sends into an engine, to apply or remove the fixes between two steps of the engine.
 
 The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
 two bytecodes (inject.py). `prepare` imports kvfix and reads the installed source. It runs earlier, in its own
@@ -90,7 +90,7 @@ def detach() -> dict[str, Any]:
 
 
 def state() -> dict[str, Any]:
-    """Return the mode and one row for each fix, for `kvfix status PID`. This is safe at any point of a step."""
+    """Return the mode and one row for each fix, for `kvfix status PID`. A call is safe at any point of a step."""
     here, rows = getattr(_scheduler(), "requests", ()), []
     left = [name for name in here if name in session.before]
     nothing = Applicability("not-affected", "this process has not imported the function, or the fix is switched off")

@@ -114,7 +114,7 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
 
 def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
     try:
-        with suppress(PermissionError):  # only root may do this. It prevents a long wait for a busy core
+        with suppress(PermissionError):  # this prevents a long wait for a busy core, but needs root
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         os.setsid()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

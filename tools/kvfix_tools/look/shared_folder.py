@@ -1,7 +1,7 @@
 """A folder, such as /tmp, in which kvfix and the process that it reads exchange files.
 
 kvfix may be root, and the user of the process may replace a file by a link at any time. So kvfix opens each folder of
-the path once, without following a link. It creates, reads and removes each file through the descriptor of the folder.
+the path once, without following a link. kvfix creates, reads and removes files through the descriptor of the folder.
 """
 
 import os

@@ -16,7 +16,7 @@ REPEATS = 3  # repetitions of a timed copy
 
 
 class Refused(Exception):
-    """The backend cannot copy the KV of this cell. It gives the reason before it moves KV. This is not a finding."""
+    """The backend cannot copy the KV of this cell, and says why before it moves KV. A refusal is not a finding."""
 
 
 class Transfer:

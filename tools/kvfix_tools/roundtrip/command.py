@@ -1,4 +1,4 @@
-"""The command `kvfix roundtrip`: its options and cells. It uses argparse, because it must run with torch alone."""
+"""The command `kvfix roundtrip`: its options and cells. The command uses argparse, so that it needs only torch."""
 
 import argparse
 import contextlib

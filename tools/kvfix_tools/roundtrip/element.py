@@ -3,7 +3,7 @@
 Eight bytes are one word. The 63 bits of a word's identity (generation, layer, K or V, slot, head, place in the row) go
 through a bijection of 64 bits. So two words differ in about half of their bits, and every pattern of a float occurs
 (NaN, -0.0, denormals). If a word is in a wrong place, decoding the word gives its identity. No search is needed.
-Elements of 8 and 16 bits are too short for an identity. They share the identity of their word.
+Elements of 8 and 16 bits are too short for an identity, so they share the identity of their word.
 """
 
 from typing import Any, NamedTuple

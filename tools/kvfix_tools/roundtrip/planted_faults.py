@@ -1,4 +1,4 @@
-"""Planted faults (`--inject`). They damage the host buffers, or the KV cache if the backend shows no host buffer."""
+"""Planted faults (`--inject`), which damage the host buffers, or the KV cache if the backend has no visible buffer."""
 
 from typing import Any
 

@@ -98,7 +98,7 @@ class Race(CellCheck):
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
     ) -> None:
-        """Write the expected content into the region's rows that `where` selects. This is the other work of a race."""
+        """Write the expected content into the region's rows that `where` selects, as the other work of a race."""
         for section, into in zip(region.sections, region.tensors(), strict=True):
             at = section.coordinates(0, section.rows, self.device)
             chosen = where(at).nonzero()[:, 0]

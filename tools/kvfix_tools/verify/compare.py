@@ -13,13 +13,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Maximum share of healthy runs that get the verdict "different". Each of the two tests may cause half of it.
+#: Maximum share of healthy runs that get the verdict "different". Each of the two tests may cause half of this share.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
 TOO_NOISY = 2.0  # nats. If noise moves a log probability by more, the run proves nothing
 FAR = 20.0  # A difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it
 SPARE = 2  # number of fresh prompts in the second test, in addition to those that must differ
-SMALLEST = -9999.0  # vLLM's smallest log probability. It also stands for NaN here.
+SMALLEST = -9999.0  # vLLM's smallest log probability, which here also stands for NaN
 
 
 class Answer(NamedTuple):

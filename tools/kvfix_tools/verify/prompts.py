@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """Tokens of the longest prompt of whole chunks. It has at least two chunks."""
+        """Tokens of the longest prompt of whole chunks, at least two chunks."""
         return max(2, (self.longest - self.block - 1) // self.chunk) * self.chunk
 
     @property

@@ -205,7 +205,7 @@ class Rounds:
             return [reply.result() for reply in replies]
 
     def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> Reply:
-        """Return the answer. It has the number of tokens from the connector, unless other clients hide this number."""
+        """Return the answer with the number of tokens from the connector, unless other clients hide this number."""
         before = self.reference.metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)

@@ -1,7 +1,7 @@
 """Make the page "Is my pair safe?" (theme/pair.js) from the fingerprints and docs/matrix.json (`make matrix`).
 
 The lab does not play every bug in every pair, above all not in old releases. If the lab did not play a bug, the
-fingerprints show if the released code has the bug. Otherwise the page would show this bug as absent.
+fingerprints show if the released code has the bug. Without the fingerprints, the page would show this bug as absent.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The checks. One check is one small function, which its decorator registers:
+"""The checks. Each check is a small function, which the decorator `check` registers:
 
     @check("chunk-size", essential=True)
     def chunk_size(setup): ...

@@ -32,7 +32,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     kind = str(setup.model.get("model_type") or "this model")
     off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
-    # From 0.5.4 on (`all_null_chunk_masks`), a server stores several chunks in a step. It skips chunks without blocks.
+    # From 0.5.4 on (`all_null_chunk_masks`), a server stores several chunks in a step, and skips chunks without blocks.
     server = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"

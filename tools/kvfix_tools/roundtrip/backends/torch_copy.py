@@ -1,4 +1,4 @@
-"""The reference backend `torch`. It indexes tensors by their shape, without the arithmetic of layout.py."""
+"""The reference backend `torch`, which indexes tensors by their shape, without the arithmetic of layout.py."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
