@@ -21,8 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: {True for the in-process connector, False for the multi-process connector: (LMCache's modules, vLLM's module)}. The
-#: modules read the keys of kv_connector_extra_config.
+#: {True for the in-process, False for the multi-process connector: modules of (LMCache, vLLM) that read its keys}
 READERS = {
     True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     False: (

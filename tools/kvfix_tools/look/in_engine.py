@@ -1,8 +1,7 @@
 """The code that `kvfix attach` sends into an engine, to apply or remove the fixes between two steps of the engine.
 
 The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
-two bytecodes (inject.py). `prepare` imports kvfix and reads the installed source. It runs earlier, in its own
-thread, because it would delay the engine.
+two bytecodes (inject.py). `prepare` would delay the engine, so it runs earlier, in its own thread.
 """
 
 import os

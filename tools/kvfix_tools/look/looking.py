@@ -26,8 +26,7 @@ PATIENCE = 4.0  # seconds for a main thread to reach a bytecode, longer than LMC
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
 INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
-#: The answer of a process that does not have the modules of kvfix.engine_state yet. kvfix sends the modules once, and
-#: they stay in the process under a private name.
+#: The answer of a process that lacks the modules of kvfix.engine_state. kvfix sends the modules once, and they stay.
 MISSING = "null"
 #: The package itself ("") is last, because it imports the other modules.
 _MODULES = ("places", "reader", "lmcache_readers", "scheduler", "")

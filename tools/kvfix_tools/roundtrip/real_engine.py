@@ -113,8 +113,7 @@ def in_process(chunk: int, **settings: Any) -> Json:
         "local_cpu": True,
         "max_local_cpu_size": 0.2,
         "save_unfull_chunk": False,
-        # The default algorithm hashes None. Before Python 3.12 this hash is an address, so scheduler and worker never
-        # agree.
+        # The default algorithm hashes None. Before Python 3.12, this hash differs between scheduler and worker.
         "pre_caching_hash_algorithm": "sha256_cbor",
         **settings,
     }

@@ -1,7 +1,6 @@
 """Make pages about vLLM's connectors: the rules and verdicts of `kvfix conform`, and the findings of the fuzzer.
 
-The verdicts are from docs/connectors.json (`python -m maintain connectors`). The findings are from docs/released.json
-(`python -m maintain released_findings`).
+`python -m maintain connectors` writes the verdicts (docs/connectors.json), `released_findings` writes the findings.
 """
 
 from itertools import groupby

@@ -1,7 +1,6 @@
 """Make the index of messages, which shows the findings and fixes for each text in a log.
 
-Messages are texts of the releases' logging statements that a finding reads (statements.json), and texts that a fix
-quotes as its symptom.
+Messages are logged texts that a finding reads (statements.json), and texts that a fix quotes as its symptom.
 """
 
 import re

@@ -1,7 +1,6 @@
 """The stages that run `kvfix roundtrip`. All runs of a stage are in one process, which imports torch only once.
 
-LMCache as released and LMCache with the fixes have separate stages. If a cell makes the GPU fail, all later cells in
-the same process fail too.
+After a cell that makes the GPU fail, the process cannot go on. So LMCache as released has stages of its own.
 """
 
 import os
