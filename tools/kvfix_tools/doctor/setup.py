@@ -62,6 +62,7 @@ class Setup:
         self.environment = {**({} if self.in_container else environment), **self.command.environment}
         self.packages = packages or Packages([] if self.in_container else None)
         self.vllm, self.lmcache = self.packages.get("vllm"), self.packages.get("lmcache")
+        self.vllm_title = self.vllm.title if self.vllm else "vLLM"
         self.lmcache_title = self.lmcache.title if self.lmcache else "LMCache"
         self.machine = machine or Machine()
         self.server_http = server_http

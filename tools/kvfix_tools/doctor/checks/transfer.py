@@ -40,7 +40,7 @@ def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
             near = nearest(key, fields)
             where = '"kv_connector_extra_config": {...}' if key.startswith("lmcache.") else ""
             do = f'"{near}"' if near else f"move {key} into {where}" if where else f"use one of {', '.join(fields)}"
-            yield problem(f"{_title(setup)} has no key {key!r} in --kv-transfer-config", do)
+            yield problem(f"{setup.vllm_title} has no key {key!r} in --kv-transfer-config", do)
         elif choices and value is not None and value not in choices:
             near = nearest(str(value), choices)
             yield problem(f"{key} {value!r} is not one of {', '.join(choices)}", f'"{key}": "{near or choices[-1]}"')
@@ -68,7 +68,7 @@ def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
     known = _connectors(setup.packages)
     if known and entry.name not in known:
         near = next((name for name in sorted(known) if name.startswith(entry.name)), nearest(entry.name, known))
-        what = f"{_title(setup)} has no connector {entry.name!r}"
+        what = f"{setup.vllm_title} has no connector {entry.name!r}"
         yield problem(what, f'"kv_connector": "{near}"' if near else f"use one of {', '.join(sorted(known))}")
 
 
@@ -76,10 +76,6 @@ def _is_file(setup: Setup, module: str) -> bool:
     """Return True if the current folder, or a folder of PYTHONPATH, has the module as one file."""
     places = ["", *setup.environment.get("PYTHONPATH", "").split(os.pathsep)]
     return any(Path(place, *module.split(".")).with_suffix(".py").is_file() for place in places)
-
-
-def _title(setup: Setup) -> str:
-    return setup.vllm.title if setup.vllm else "vLLM"
 
 
 def _fields(packages: Packages) -> dict[str, list[str]]:
