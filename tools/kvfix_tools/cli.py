@@ -31,8 +31,6 @@ COMMANDS = {
 
 
 class _InOrder(TyperGroup):
-    """List the commands in the order in which a user needs them."""
-
     def list_commands(self, ctx: object) -> list[str]:
         return [name for name in COMMANDS if name in self.commands]
 

@@ -100,7 +100,6 @@ def _joined(*paragraphs: str) -> str:
 
 
 def _listed(heading: str, lines: Iterable[str]) -> str:
-    """Return the lines below their heading, or "" if there are no lines."""
     listed = [f"  {line}" for line in lines]
     return "\n".join([heading, *listed]) if listed else ""
 

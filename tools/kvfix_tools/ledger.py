@@ -82,7 +82,6 @@ class Written(NamedTuple):
 
 
 def _last(history: History, *kinds: type) -> Any:
-    """Return the last event of these kinds; None if the history has none."""
     return next((event for event in reversed(history.events) if isinstance(event, kinds)), None)
 
 

@@ -88,7 +88,6 @@ def of_fix(pairs: Pairs, code: str) -> str:
 
 
 def _releases(pairs: Pairs) -> tuple[list[str], list[str]]:
-    """Return (releases of vLLM, releases of LMCache), the oldest first."""
     vllm, lmcache = (sorted({pair[at] for pair in pairs}, key=Version) for at in (0, 1))
     return vllm, lmcache
 
