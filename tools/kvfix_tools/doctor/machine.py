@@ -1,7 +1,4 @@
-"""Limits of the machine or the container: memory, shared memory, locked memory, ports. All sizes are in bytes.
-
-root: folder that has /proc, /sys and /dev. Tests use another folder than /.
-"""
+"""Limits of the machine or the container: memory, shared memory, locked memory, ports. All sizes are in bytes."""
 
 import errno
 import os
@@ -15,6 +12,8 @@ GIB = 2**30
 
 
 class Machine:
+    """root: folder that has /proc, /sys and /dev. Tests use another folder than /."""
+
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
 

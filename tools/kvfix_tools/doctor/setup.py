@@ -51,9 +51,8 @@ class Setup:
         limit: float = extensions.LIMIT,
         server_http: str = "",
     ) -> None:
-        """Keep the inputs. kvfix reads most facts on first use.
+        """environment: of this process. The command's variables win. A container has only the command's variables.
 
-        environment: of this process. The command's variables win. A container has only the command's variables.
         limit: seconds for loading the compiled extensions. server_http: address of the LMCache server's HTTP port.
         """
         self.command = command or Command()
