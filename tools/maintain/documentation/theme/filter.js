@@ -1,4 +1,4 @@
-// Filters of the first table of a page: a field for words, and a choice for each column that has few values.
+// Add filters to the first table of a page: a field for words, and a choice for each column that has few values.
 "use strict"
 {
   const MOST_VALUES = 30

@@ -19,7 +19,7 @@
     select("Connector", ["any", ...names])}</form><div aria-live="polite"></div>`
   const form = page.querySelector("form"), answer = page.querySelector("div")
 
-  // kvfix does not repair the bug by default here.
+  // Return [kind of the text, text about kvfix and the bug in this pair].
   const status = (fix, v, l) => cell(fix, v, l) === "N" || fix.applied === "never" ? ["bad", "not fixed by kvfix"]
     : fix.applied === "opt-in" ? ["warn", `fixed with <code>--plus ${fix.code}</code>`] : ["good", "fixed by kvfix"]
 
@@ -43,7 +43,7 @@
     return [bad.length ? "bad" : warn.length ? "warn" : "good", parts.join(" ")]
   }
 
-  // Names releases by the bugs that they end. Never compares numbers of bugs: old releases were examined less.
+  // List newer releases with the bugs that they end. Do not compare numbers of bugs: old releases were examined less.
   function upgrades(found, v, l) {
     const rows = []
     for (const [dist, name, releases, mine] of [["vllm", "vLLM", vllm, v], ["lmcache", "LMCache", lmcache, l]])
