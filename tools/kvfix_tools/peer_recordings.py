@@ -184,7 +184,7 @@ def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Itera
 
 
 def _lost(readers: Sequence[Reader], until: int) -> Reader | None:
-    """Return a reader without a release message. Return None unless all were done NOTICE before `until`."""
+    """Return a reader without a release message; None unless all readers were done NOTICE before `until`."""
     times = [each.done for each in readers if each.done is not None and not each.failed]
     if not times or len(times) < len(readers) or max(times) + NOTICE >= until:
         return None

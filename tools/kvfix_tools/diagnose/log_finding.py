@@ -96,7 +96,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom of the whole log likely follows from the first cause. Any other symptom follows from the last cause.
+        # A symptom of the whole log likely follows from the first cause, any other symptom from the cause before it.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}
