@@ -63,12 +63,12 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One case. Run replaces `$NAME` in the settings of the case by a value of the run."""
+    """One case. The class Run replaces `$NAME` in the settings of the case by a value of this run."""
 
     name: str
     truth: str = ""  # the cause in one sentence, written before the first run; "" for a healthy twin
     remedy: str = ""
-    twin: str = ""
+    twin: str = ""  # name of the healthy case with similar settings
     code: str = ""  # the first finding of kvfix-diagnose
     setup: bool = True  # kvfix doctor can see the fault before the launch
     transfer: str = "v1"  # a key of TRANSFERS, or a text that is not JSON
@@ -81,7 +81,7 @@ class Case:
     redis: str | None = None  # fault of a store that listens at $REDIS
     server: tuple[str, ...] | None = None  # options of an `lmcache server` that listens at $SERVER
     busy: bool = False  # another program already listens at $BUSY
-    cache_is_a_file: bool = False  # there is a file with the name of the folder `cache`
+    cache_is_a_file: bool = False  # a file has the path of the folder `cache`
     play: str = "twice"  # method of Run to call while the engine runs
     main: str = "one_engine"  # method of Run to call for the whole case
     second: dict[str, Any] = field(default_factory=dict)  # fields that differ in the second engine
@@ -113,7 +113,7 @@ def ask(server: Server, *requests: Request, **more: Any) -> dict[str, Any]:
 
 
 def process_named(server: Server, name: str) -> int:
-    """Return the last pid in the log for this name of a process."""
+    """Return the pid that the log shows last for the process with this name."""
     return int(re.findall(rf"\({name} pid=(\d+)\)", server.log.read_text())[-1])
 
 
@@ -140,16 +140,16 @@ class Run:
 
     @contextmanager
     def running(self, name: str = "engine", **settings: Any) -> Iterator[Server | None]:
-        """Yield the running engine, or None if it does not start. settings: fields that replace the case's."""
+        """Yield the running engine, or None if it does not start. settings: fields to replace in the case."""
         case = replace(self.case, **settings)
-        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # replace the GPU connector of LMCache in process
+        words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # the plugin replaces LMCache's GPU connector
         words |= {name: self.filled(text) for name, text in case.environment.items()}
         if case.file is not None:
             file = self.folder / "lmcache.yaml"
             file.write_text(self.filled(case.file))
             words["LMCACHE_CONFIG_FILE"] = str(file)
         config = case.config()
-        text = config if isinstance(config, str) else json.dumps(config).replace('"$SERVER"', "$SERVER")  # a number
+        text = config if isinstance(config, str) else json.dumps(config).replace('"$SERVER"', "$SERVER")  # an integer
         engine = Server(self.folder / name, self.filled(text), "off", [*map(self.filled, case.options)], **words)
         self.logs[name] = engine.log
         self.doctor(["vllm", "serve", str(self.folder / "model"), *engine.words()], engine.environment)
@@ -160,7 +160,7 @@ class Run:
                 yield None
             else:
                 yield engine
-            if engine.process.poll() is None:  # SIGTERM to the API server shuts the engine down in order
+            if engine.process.poll() is None:  # on SIGTERM the API server ends the whole engine
                 os.kill(engine.process.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     engine.process.wait(END)
@@ -177,7 +177,7 @@ class Run:
     def filled(self, text: str) -> str:
         return string.Template(text).substitute(self.values)
 
-    # Methods for `main`: they play a whole case.
+    # Methods for the field `main` of a case. Each method plays a whole case.
 
     def one_engine(self) -> None:
         with self.running() as engine:
@@ -215,7 +215,7 @@ class Run:
                     getattr(self, self.case.change)(params, prefill)
                 ask(decode, (tokens, count), kv_transfer_params=params)
 
-    # Methods for `play`: they are called while an engine runs.
+    # Methods for the field `play` of a case. They are called while an engine runs.
 
     def twice(self, engine: Server) -> None:
         """Send four prompts of four or more chunks each. Then reset vLLM's prefix cache and send them again."""
@@ -256,7 +256,7 @@ class Run:
         pid = next(pid for pid, each in servers.local() if each.options["port"] == self.values["SERVER"])
         paused(pid, 60, lambda: self.twice(engine))
 
-    # Methods for `change`: they are called between prefill and decode.
+    # Methods for the field `change` of a case. They are called between prefill and decode.
 
     def wrong_port(self, params: dict[str, Any], prefill: Server) -> None:
         params.update(remote_port=real_engine.free_port(), remote_engine_id="9d3c1f0a-0b6e-4a52-8f0e-1f6f0c4d7a11")

@@ -7,8 +7,8 @@ The program writes its results to the file `out` of the job. The job also has th
 - optional: `config`: changes of the model; `counters`: names of vLLM's counters to return
 - `calm`, `hard`, `flags`: replace `rounds`, see `until_told()`
 
-A request is (prompt, number of tokens to generate). A number in place of a prompt stands for the prompt of the request
-with this number in the previous round, followed by its answer.
+A request is (prompt, number of tokens to generate). A prompt can be the number of a request of the previous round. It
+then means the prompt of that request, followed by its answer.
 """
 
 import json
@@ -73,7 +73,7 @@ def continued(prompt: list[int] | int, asked: list[tuple[list[int], int]], round
 def recorders(folder: Path, limit: float, among: Container[int] | None = None) -> list[Path]:
     """Make processes write their recorder files, as `kvfix dump` does, and return the files.
 
-    limit: maximum seconds. among: ids of these processes; None: all processes with a file `*.ready` in the folder.
+    limit: maximum seconds. among: ids of the processes; None: all processes with a file `*.ready` in the folder.
     """
     pids = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
     ready, before = [pid for pid in pids if among is None or pid in among], set(folder.rglob("*-signal.jsonl"))
@@ -98,7 +98,7 @@ def spoil(engine: Any) -> None:
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
     """Start request `running`, add request `waiting`, abort `waiting`, and let `running` end.
 
-    The engine makes `steps` steps after each of the two starts. An engine in another process makes steps by itself.
+    The engine makes `steps` steps after each new request. An engine in another process makes steps by itself.
     Then `steps` is 0, and the plugin stops the engine until the abort comes (`abort_comes_first`).
     """
 

@@ -30,7 +30,7 @@ LONG = pytest.mark.skipif(
 #: Six requests with 300 prompt tokens and 60 generated tokens. 32 blocks of 32 tokens are too few, so vLLM preempts.
 CROWD = [(prompt(300, seed), 60) for seed in range(1, 7)]
 #: A small version of the first bug report. vLLM preempts the second request during its prefill, with 288 tokens
-#: computed and 256 stored, and asks for its hit until the first request ends. With LMCache 0.3.10, EngineCore dies.
+#: computed and 256 stored. vLLM repeats the lookup until the first request ends. With LMCache 0.3.10, EngineCore dies.
 REPORT = [(prompt(411, 11), 20), (prompt(657, 12), 102)]
 ENGINE = {
     "max_model_len": 1024, "num_gpu_blocks_override": 33, "max_num_batched_tokens": 352,
@@ -138,7 +138,7 @@ def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
 ) -> Iterator[dict[str, Any]]:
-    """Start a real `lmcache server` with `kvfix run`, because it loads no plugin. Yield LMCacheMPConnector's config.
+    """Start a real `lmcache server` with `kvfix run`: the server loads no plugin. Yield its kv_transfer_config.
     lmcache: folder of 0.4.6; None: the newest release. log: file for the log.
     options: more options of the server. settings: variables of the server's environment."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")

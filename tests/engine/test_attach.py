@@ -17,7 +17,7 @@ from tests.engine import start
 from tests.engine.start import CROWD, REPORT
 from tests.engine.vllm_server import ask_all
 
-#: Number of pairs of an attach and a detach. A hundred pairs take ten minutes.
+#: How often a test detaches and attaches. A hundred times take ten minutes.
 PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: Code to run in a process after a detach. It returns functions that are still wrapped, and the memory in kilobytes.
+#: Code to run after a detach. Its answer: functions still wrapped, number of functions once wrapped, and kilobytes.
 ORIGINALS = """
 import inspect
 import json
@@ -54,7 +54,7 @@ def wait_for_rounds(folder: Path, kind: str, more: int) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Return vLLM's own answers to the calm requests and to the hard ones."""
+    """Return plain vLLM's answers to the calm and to the hard requests."""
     folder = tmp_path_factory.mktemp("plain")
     ran = start.run(folder, apply=False, transfer=None, environment=start.ONE_PROCESS, rounds=[CALM, HARD])
     return list(ran.answer["rounds"])
@@ -63,7 +63,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize(
     ("version", "server", "codes", "pairs"),
     [
-        # The requests of LMCache 2158 (REPORT) kill this engine without the fix (test_engine.py).
+        # The requests of LMCache's issue 2158 (REPORT) kill this engine without the fix (test_engine.py).
         ("0.3.10", False, {"KVF001", "KVF002"}, PAIRS),
         pytest.param("0.5.6", False, {"KVF007"}, 1, marks=start.LONG),
         ("0.5.6", True, {"KVF106"}, PAIRS // 3),

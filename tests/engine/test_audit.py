@@ -1,6 +1,6 @@
-"""On a real engine, the audit of hits is silent if the cache is right. Otherwise it names the wrong chunk and layer.
+"""On a real engine, the audit of hits reports nothing if the cache is right, and otherwise the wrong chunk and layer.
 
-The test plants the faults of plugin/kvfix_engine_verify.py in LMCache's memory. The plugin also replaces the device.
+The test plants the faults of plugin/kvfix_engine_verify.py in LMCache's memory. The plugin also replaces the GPU.
 The class Linear replaces the model's linear layers. In half of the rounds Linear sums and rounds as two ranks would.
 
 start.py also runs this file as a program. The engine is in the program's process, so the program can change chunks
@@ -24,7 +24,7 @@ from tests.engine.start import Ran
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS = 4
-#: Prompts of one chunk and some tokens, of whole chunks, and longer than a step: 108 chunks in all.
+#: Some prompts are whole chunks, some end inside a chunk, some are longer than a step: 108 chunks in all.
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate([100, 128, 200, 256, 411, 657] * 4 + [300], 1)]
 #: WRONG: the prompt whose chunks get planted faults: three whole chunks and a part of a chunk. OTHER: another prompt.
 WRONG, OTHER = prompt(200, 77), prompt(200, 78)
@@ -137,7 +137,7 @@ def healthy(engine: Engine) -> dict[str, Any]:
 
 
 def faults(engine: Engine) -> dict[str, Any]:
-    """Plant each fault. Return the comparisons, and if the answer is right. For `zeros`, also without the audit."""
+    """Plant each fault. Return the comparisons, and whether the answer is right; for `zeros` also without the audit."""
     import kvfix_engine_verify
 
     right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))
@@ -183,7 +183,7 @@ def half_of_the_hits(engine: Engine) -> dict[str, Any]:
 
 
 def error_in_kvfix(engine: Engine) -> dict[str, Any]:
-    """Let the comparison raise, and ask twice. Return its calls, the answers, kvfix's errors, and all leftovers."""
+    """Make the comparison raise, and ask twice. Return the number of calls, answers, kvfix's errors, and leftovers."""
     from kvfix.connector_events import audit
 
     largest, calls = audit.largest, []

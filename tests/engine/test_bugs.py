@@ -23,7 +23,7 @@ ONE = prompt(300, 1)
 #: Request `running` leaves too few blocks for request `waiting` from the start, and has 31 blocks at its end. `running`
 #: generates many tokens, so that EngineCore still runs it when the program aborts `waiting`.
 ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
-#: The start of a hook's description in a dump.
+#: The start of the text with which a dump shows that the scheduler is in this hook.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 #: LMCache stores the prompt. Then vLLM computes the first 96 tokens again, and later looks up the whole prompt.
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
@@ -91,12 +91,12 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """A request waits for blocks. Each lookup counts its hit as stored again, so later tokens are not stored.
+    """A request waits for blocks. Each lookup counts the hit as stored once more, so later tokens are not stored.
 
     The first 512 tokens of a prompt of 900 are cached. The prompt waits while another request runs with 22 of the 32
     blocks. Then the prompt is sent again. LMCache should find all 14 chunks of 64 tokens.
     """
-    long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # both engines store in one server
+    long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # both use one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     ran = start.run(
         tmp_path, apply, server_of_046, rounds=rounds, lmcache=release("0.4.6"), engine=start.TWO_PROCESSES,
@@ -145,8 +145,8 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
     """Run one engine as on one GPU, first without and then with kvfix.
 
-    vLLM preempts a long request during its prefill, while another request runs, and resumes it. Then the prompt is sent
-    again. LMCache loads the whole prompt, and the answer must equal the first answer.
+    vLLM preempts a long request during its prefill, while another request runs, and resumes it. Then the long prompt is
+    sent again, and LMCache loads it. With kvfix the answer equals the first answer, and without kvfix it differs.
     """
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:

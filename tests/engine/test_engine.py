@@ -1,6 +1,6 @@
-"""Real vLLM engines on the CPU: kvfix reaches EngineCore and worker, prevents the reported crash, keeps the answers.
+"""In real vLLM engines, kvfix reaches EngineCore and worker, prevents the reported crash, and keeps the answers.
 
-vLLM and LMCache are real, with all their processes. Only with LMCache in process, a stand-in replaces LMCache's GPU
+vLLM and LMCache are real, with all their processes. If LMCache runs in process, a stand-in replaces its GPU
 connector (plugin/kvfix_engine_stand_ins.py). Each of the five engines takes a minute.
 """
 
@@ -25,7 +25,7 @@ MISMATCH = (
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run plain vLLM without a connector. Its outputs are the right ones."""
+    """Run plain vLLM without a connector. The other engines must have the same outputs."""
     return start.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None, environment=start.ONE_PROCESS)
 
 
@@ -38,7 +38,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run the LMCache release with the reported bug, with the fix, in new processes."""
+    """Run the LMCache release with the reported bug. kvfix applies the fix. The processes are not forked."""
     return start.run(tmp_path_factory.mktemp("early"), True, start.v1(256), lmcache=release(EARLY), forked=False)
 
 

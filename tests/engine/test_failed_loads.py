@@ -1,8 +1,8 @@
 """In a real engine with asynchronous scheduling, a load fails while the next step is in flight (KVF205, KVF007,
 KVF203).
 
-Without kvfix, the answers of this request and later requests are wrong, and the engine dies. Two engines play CASES:
-without and with kvfix. Stand-ins replace CUDA's events and streams, and LMCache's GPU connector.
+Without kvfix, this request and later requests get wrong answers, and the engine dies. Two engines play CASES: one
+without kvfix and one with kvfix. Stand-ins replace CUDA's events and streams, and LMCache's GPU connector.
 
 start.py also runs this file as a program. The engine is in the program's process, so a case can add a request between
 two steps. After each case the prefix cache is emptied, so that LMCache loads repeated prompts.
@@ -34,7 +34,7 @@ JOB: dict[str, Any] = {
     "program": Path(__file__).name,
     "engine": {
         "max_model_len": 1024, "num_gpu_blocks_override": 129, "max_num_batched_tokens": 384,
-        "long_prefill_token_threshold": 256,  # so that the step has tokens left for the sharer
+        "long_prefill_token_threshold": 256,  # so that the step has tokens left for the request `sharer`
     },
     "environment": start.ONE_PROCESS, "mode": "check",
 }  # fmt: skip
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 LONG = prompt(720, 9)
 CASES = {
     "healthy": Case(prompt(200, 3), {"load": 192}),
-    # Both steps compute from failed blocks and store wrong KV. No generated token was in flight: `load` is right.
+    # Both steps compute from failed blocks and store wrong KV. No generated token was in flight, so `load` is right.
     "long": Case(LONG, {"load": 704}, [{"other": 1, "load": 256}, {"other": 1, "load": 256}], (set(), {"load"})),
     "sharer": Case(
         LONG, {"load": 704, "sharer": 256}, [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],
@@ -126,7 +126,7 @@ class Engine:
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, real_engine.greedy(TOKENS))
 
     def step(self, steps: int = 1000) -> dict[str, Any]:
-        """Make steps until no request is left. Return {request: answer} of the requests that have ended."""
+        """Make at most `steps` steps, until no request is left. Return {request: answer} of the ended requests."""
         answers = {}
         for _ in range(steps):
             if not self.llm.llm_engine.has_unfinished_requests():

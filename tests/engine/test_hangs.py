@@ -1,5 +1,5 @@
-"""Hangs planted in a real engine. `kvfix look` explains each hang in one line if the engine runs without kvfix. With
-kvfix, the watchdog explains the hang. `kvfix look` finds nothing in a healthy engine under load."""
+"""Plant hangs in a real engine. If the engine runs without kvfix, `kvfix look` explains each hang in one line. If it
+runs with kvfix, the watchdog explains the hang. `kvfix look` finds nothing in a healthy engine under load."""
 
 import json
 import os
@@ -32,15 +32,15 @@ LOOKS = 12
 #: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all of them in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
-#: Play the bug of KVF208 (`kvfix lab run loaded-requests-lock-out`). Each of BOTH loads 8 of the 20 blocks. The second
-#: request, which has a higher priority, needs 8 more blocks.
+#: Play the bug of KVF208 (`kvfix lab run loaded-requests-lock-out`). Each request of BOTH loads 8 of the 20 blocks. The
+#: second request, which has a higher priority, needs 8 more blocks.
 STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
 BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
 TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}
 
 
 class Hang(NamedTuple):
-    """code, message: code and a part of the text of the verdict. fix: a fix to leave out: it prevents the hang."""
+    """code, message: code and a part of the text of the verdict. fix: a fix to leave out, as it prevents the hang."""
 
     code: str
     message: str
@@ -69,7 +69,7 @@ SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 @pytest.fixture(scope="module")
 def transfer() -> Iterator[dict[str, Any]]:
-    """Start an LMCache server, and yield its kv_transfer_config. Each test has another model, so none has old hits."""
+    """Start an LMCache server, and yield its kv_transfer_config. Each test has another model, and so no old hits."""
     with start.server() as transfer:
         yield transfer
 
@@ -118,7 +118,7 @@ def test_look_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Pat
     saved = tmp_path / "look.json"
 
     def looked(pid: int) -> bool:
-        # not engine_of(pid), which would also find other engines of the test: its process is the parent
+        # not engine_of(pid): it would also find the other engines that this process has started
         looks = command.enough(looking.Looker(processes.tree(pid), full=True))
         assert all(each.get("kvfix") is None for each in looks[-1].processes)  # kvfix is not in the engine
         found[:] = standstill.verdicts(looks)

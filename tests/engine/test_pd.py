@@ -1,6 +1,6 @@
-"""A real prefill and a real decode engine, both in mode `check`. The answers equal those of one plain engine, and
-decode computes no prompt. Later the test kills prefill while it works. Then no answer is wrong, and kvfix-diagnose
-names the failure.
+"""A real prefill and a real decode engine run in mode `check`. Their answers equal those of one plain engine, and
+decode computes no prompt. Later the test kills prefill under load. Then no answer is wrong, and kvfix-diagnose names
+the failure.
 
 With KVFIX_TEST_LONG=1, the test sends 200 requests, and also kills decode.
 """
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
 #: Seconds for which prefill keeps blocks. On a busy machine decode may read later than vLLM's default of 30 s.
 LEASE = 120
-#: How often both engines are started at most. They are started again if the handshake comes too late.
+#: Maximum number of starts of both engines. The test repeats a start if the handshake comes too late.
 STARTS = 4
 SEEDS = itertools.count(1)
 #: The finding in decode's log for a request whose parameters name no host.
@@ -61,7 +61,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.fixture(scope="module")
 def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Yield both engines after the first answer. `expected` has ended before, so no other engine uses the cores.
+    """Yield both engines after the first answer. The engine of `expected` has ended, so both have all cores.
 
     If decode gets no handshake in 5 s, its request fails (nixl/base_worker.py 0.32.0:1044). Other programs on the
     machine can cause this. Then both engines are started again, so that no log has the failure.

@@ -1,4 +1,4 @@
-"""Compare engines with options of production, in mode `check`, with plain vLLM: drafts, ranks, windows, L2.
+"""Engines with options of production, in mode `check`, give the same answers as plain vLLM.
 
 The engines use speculative decoding (ngram), two ranks, or a model with sliding windows. LMCache runs in process or as
 a real `lmcache server`. The test empties the server's L1 between rounds, so that chunks come from the L2. Stand-ins
@@ -46,7 +46,7 @@ NGRAM: dict[str, Any] = {
 }  # fmt: skip
 FEW = [(prompt(300, seed), 12) for seed in range(1, 4)]
 RANKS: dict[str, Any] = {"rounds": [FEW, FEW], "engine": {**ENGINE, "tensor_parallel_size": 2}}
-#: Three KV groups: one with full attention, and two with windows of two chunks.
+#: A model with three KV groups: one has full attention, and two have windows of two chunks.
 WINDOWS: dict[str, Any] = {
     "rounds": [CROWD, CROWD],
     "engine": {**ENGINE, "num_gpu_blocks_override": 97, "disable_hybrid_kv_cache_manager": False},
@@ -117,7 +117,7 @@ def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
     assert scheduled["due"] >= scheduled["granted"] >= 192 * sum(map(len, rounds[1:]))
     for rank in workers:
         assert rank["due"] == scheduled["due"]
-        assert rank["loaded"] in (0, rank["due"])  # in process there is no Loaded event, as the hook loads
+        assert rank["loaded"] in (0, rank["due"])  # in process the hook itself loads, without an event
     if not scheduled["loaded"]:
         assert sum(line["tokens"] for line in ran.notes if line["what"] == "load") >= ranks * scheduled["due"]
 
@@ -150,7 +150,7 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """Doctor reads release and options of the running server. This last test then stops it, and doctor reports this."""
+    """Doctor reads release and options of the running server. This last test then stops the server, which doctor reports."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)

@@ -1,7 +1,7 @@
-"""A real vLLM engine has two workers, which are Ray actors on two nodes. kvfix is in each actor, and joins the records.
+"""A real vLLM engine has two workers: Ray actors on two nodes. kvfix runs in each actor, and joins their records.
 
 vLLM's Ray executor, the cluster of two nodes on one machine, and LMCache are real. Stand-ins replace LMCache's GPU
-connector and the platform (plugin/kvfix_engine_ray.py). The cluster starts without settings of kvfix: vLLM sends them.
+connector and the platform (plugin/kvfix_engine_ray.py). The cluster starts without kvfix's settings. vLLM sends them.
 """
 
 import json
@@ -97,12 +97,12 @@ def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in workers:
         assert line["choice"] == "check"
         assert {row["code"]: row["verdict"] for row in line["status"]}["KVF013"] == "applied"
-    # The recorders of all ranks are one record.
+    # The recorder files of all ranks are read as one engine.
     engine = ran.assert_healthy(RANKS)
     assert engine.missing == []
     assert all(compared.pairs for compared in engine.compared.values())
     # The dump of the engine has the actors, which are not children of the engine. The dump of the second node has the
-    # node's children, and the other processes of the engine, which it finds by the engine's name.
+    # node's children. It finds the other processes of the engine by the engine's name.
     for found in dumps:
         rows = {row["pid"]: row for row in found["processes"]}
         assert len({rank for row in rows.values() for rank in row["ranks"]}) == RANKS + 1, found

@@ -110,7 +110,7 @@ class Server:
             yield self
 
     def until_it_answers(self, url: str = "") -> None:
-        """Wait until the server answers. url: ask at this URL, of the proxy, instead."""
+        """Wait until the server answers. url: URL of the proxy, to ask instead of the server."""
 
         def answers() -> bool:
             try:
@@ -169,7 +169,7 @@ class Pair(NamedTuple):
 
 @contextmanager
 def pair(folder: Path, mode: str, **transfer: Any) -> Iterator[Pair]:
-    """Start both engines and the proxy. transfer: more keys of the kv_transfer_config. The plugin does nothing."""
+    """Start both engines and the proxy. transfer: more keys of the kv_transfer_config. No report is written."""
     nixl = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", **transfer}
     prefill, decode = (
         Server(folder / name, {**nixl, "kv_role": role}, mode, KVFIX_TEST_REPORT="")

@@ -1,4 +1,4 @@
-"""Plant hangs in a real engine, each where a real hang occurred. A hang begins when the file SPOIL exists."""
+"""Plant hangs in a real engine, each at the place of a real hang. A hang begins when the file SPOIL exists."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ WHAT, SERVER = os.environ.get("KVFIX_TEST_HANG", ""), os.environ.get("KVFIX_TEST
 
 
 def plant(connector: Any) -> None:
-    """Call the function WHAT of this module for this connector, if its role is the one in which the hang begins."""
+    """Call the function WHAT for this connector, if the hang begins in a connector of this role."""
     if connector.role.name == ("SCHEDULER" if WHAT in ("server_stops", "abort_comes_first") else "WORKER"):
         globals()[WHAT](connector)
 
@@ -33,12 +33,12 @@ def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
 
 
 def lookup_thread_ends(connector: Any) -> None:
-    """The worker's LMCache thread that answers lookups ends, as after an exception that no code catches."""
+    """End the worker's thread that answers lookups, as an exception that no code catches would do."""
     _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit)
 
 
 def lookup_thread_waits(connector: Any) -> None:
-    """The worker's LMCache thread that answers lookups hangs in its next lookup."""
+    """Make the worker's thread that answers lookups wait for ever in its next lookup."""
     _before(connector._lmcache_engine.lmcache_engine, "lookup", threading.Event().wait)
 
 

@@ -1,8 +1,8 @@
 """A stand-in for LMCache's GPU connector on a machine without a GPU. It copies whole KV blocks on the CPU.
 
 All other parts of LMCache are real. vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per
-layer. Each block has all of K and then all of V in each head, so a token is not a row. The stand-in copies whole
-blocks, so the chunk size must be a multiple of the block size.
+layer. In a block, each head has all of K and then all of V, so the KV of a token is not one row. The stand-in copies
+whole blocks, so the chunk size must be a multiple of the block size.
 """
 
 import os
@@ -19,7 +19,7 @@ SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
 
 
 def make(interface: Any, metadata: Any) -> Any:
-    """Return the stand-in, a subclass of the interface of the installed release."""
+    """Return the stand-in. Its class implements `interface`, LMCache's class for GPU connectors."""
     layers, two, _, heads, head_size = metadata.kv_shape
 
     class BlockCopy(interface):  # type: ignore[misc]
@@ -65,7 +65,7 @@ def current_releases(module: Any) -> None:
 
 
 def early_releases(adapter: Any) -> None:
-    """Replace the function of LMCache 0.3's adapter that makes engine and connector, because it needs a GPU."""
+    """Replace LMCache 0.3's function that makes engine and connector, because the function needs a GPU."""
     if not hasattr(adapter, "_init_lmcache_engine"):
         return
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
@@ -95,7 +95,7 @@ def in_tree(connector: Any) -> None:
     LMCache 0.4.6 does not know how vLLM for the CPU packs a block, but moves only whole blocks. So LMCache
     gets a view of equal size with the shape that LMCache expects: the K rows, then the V rows.
     """
-    if isinstance(connector.torch, cuda_stand_in.Torch):  # already replaced before this process was forked
+    if isinstance(connector.torch, cuda_stand_in.Torch):  # the parent process has replaced CUDA before the fork
         return
     connector.torch = cuda_stand_in.Torch()
     owner = connector.LMCacheMPConnectorUpstream
@@ -112,6 +112,6 @@ def in_tree(connector: Any) -> None:
 
 
 def patient_pings(module: Any) -> None:
-    """Wait 100 s for the server's answer. After 10 s, LMCache would continue without the server."""
+    """Make LMCache wait 100 s for the answer to a ping. By default LMCache continues without the server after 10 s."""
     send_ping = module.send_ping
     module.send_ping = lambda client, timeout, **more: send_ping(client, timeout=100.0, **more)

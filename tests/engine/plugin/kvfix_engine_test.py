@@ -1,8 +1,8 @@
 """A vLLM plugin of the test suite. It reports from EngineCore and worker, and replaces LMCache's GPU connector.
 
 For each connector the plugin writes a line of JSON with the pid, the process and `kvfix.status()`, then a line for each
-grant and load. The plugin patches no function that kvfix fixes. It sets the stand-in when vLLM imports LMCache: an
-earlier import by the plugin would break the start of vLLM's CPU platform.
+grant and load. The plugin patches no function that kvfix fixes. It sets a stand-in when vLLM imports LMCache. If the
+plugin imported LMCache earlier, vLLM's CPU platform would not start.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: {module: stand-in to set after its import}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
+#: {module: function to call after its import}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
 STAND_INS = {
     **({} if os.environ.get("KVFIX_TEST_REAL_CONNECTOR") else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
@@ -58,7 +58,7 @@ def load() -> None:
 
 
 def stand_in() -> None:
-    """Make each import of a module in STAND_INS call its function, after the module has been executed."""
+    """After each import of a module in STAND_INS, call the module's function of kvfix_engine_stand_ins."""
     execute = SourceFileLoader.exec_module
 
     def exec_module(loader: SourceFileLoader, module: Any) -> None:
@@ -72,7 +72,7 @@ def stand_in() -> None:
 
 
 def override_kernels_beside_llvmlite() -> None:
-    """Let vLLM for the CPU start in a process with llvmlite, which LMCache imports: in a fork or in the program itself.
+    """Let vLLM for the CPU start in a process in which LMCache has imported llvmlite: a fork, or the program itself.
     vLLM calls `vars()` on every object of every module (triton_utils/dispatcher.py 0.32.0:139). The call fails for
     llvmlite."""
     from vllm.triton_utils import dispatcher
@@ -120,7 +120,7 @@ def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
 
 
 def note_grants_and_loads(connector: Any) -> None:
-    """Note each grant in the scheduler, each finished load in the worker, and changed numbers of kept objects."""
+    """Note each grant in the scheduler, each finished load in the worker, and changes of LMCache's kept objects."""
 
     def grant(_: Any, request: Any, blocks: Any, external: int) -> None:
         if external:
@@ -147,7 +147,7 @@ def note_grants_and_loads(connector: Any) -> None:
 
 
 def note_own_time(connector: Any) -> None:
-    """Note the processor time of kvfix every 64 steps. If a process has both roles, its worker already exists."""
+    """Note the processor time of kvfix every 64 steps. In a process with both roles it includes the worker's hooks."""
     from kvfix_engine_times import OwnTime
 
     from kvfix.session import session

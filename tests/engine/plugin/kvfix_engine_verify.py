@@ -1,8 +1,8 @@
-"""LMCache in process on the CPU, with KV as on a GPU. It plants faults in loaded KV for the tests of `kvfix verify`.
+"""Run LMCache in process on the CPU, and plant faults in loaded KV, for the tests of `kvfix verify`.
 
-LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). It gets KV in the GPU layout
-of vLLM 0.26 and later: tokens, in each token heads, and in each head K and V packed. In vLLM for the CPU, each head of
-a block has K transposed and then V (float32). So this module copies KV between the two layouts.
+LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). The connector gets KV in the
+GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. In vLLM for the CPU, each head of a block has K transposed
+and then V (float32). So this module copies KV between the two layouts.
 
 K includes the position of its token (RoPE). So answers do not change if K and V of two tokens are swapped together. The
 faults therefore move K without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "" means no fault.
@@ -20,9 +20,9 @@ from kvfix_tools.roundtrip.engine_connector import InProcess
 
 FAULT = Path(os.environ.get("KVFIX_TEST_FAULT", "/nonexistent"))
 CHUNK = 64
-#: KV of the first chunk of the request before.
+#: KV of the first chunk of the previous request.
 EARLIER: list[torch.Tensor] = []
-#: Standard deviation of noise to add to every logit. On a GPU, logits differ between batches like this.
+#: Standard deviation of noise to add to every logit. It imitates a GPU, whose logits differ between batches.
 NOISE = float(os.environ.get("KVFIX_TEST_NOISE", "0"))
 if NOISE:
     from vllm.v1.sample.sampler import Sampler
@@ -114,8 +114,8 @@ def plant(fault: str, kv: torch.Tensor, argument: str) -> None:
         last_chunk_wrong(kv, chunks, "")
 
 
-# Each function below is a fault. It changes `kv`, the loaded chunks, in place: [K and V, layers, tokens, ...]. Its last
-# argument is the text after `NAME:` in the file, or else the number of requests for which the step loads.
+# Each function below is a fault. It changes the loaded chunks `kv` in place: [K and V, layers, tokens, ...]. The last
+# argument is the text after `NAME:` in the file. Without a text it is the number of requests for which the step loads.
 
 
 def is_whole(chunk: slice) -> bool:
@@ -123,7 +123,7 @@ def is_whole(chunk: slice) -> bool:
 
 
 def two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    """Swap K and V together. This changes the order of a sum, and so only the last bits of the answer."""
+    """Swap two chunks, K and V together. This changes the order of a sum, and so only the last bits of the answer."""
     if len(chunks) > 1 and is_whole(chunks[1]):
         one, other = (kv[:, :, chunk].clone() for chunk in chunks[:2])
         kv[:, :, chunks[0]], kv[:, :, chunks[1]] = other, one
