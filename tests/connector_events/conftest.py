@@ -15,7 +15,7 @@ class Replayed:
         self._capsys = capsys
 
     def engines(self, paths: Iterable[Path]) -> list[dict[str, Any]]:
-        """Return the JSON of each engine, with its violations as `violated`, and the number of other findings."""
+        """Return the JSON of each engine, with its violations as `violated`, and the number of its other findings."""
         self._capsys.readouterr()
         code = replay.replay(list(paths), json=True)
         answer: Any = json.loads(self._capsys.readouterr().out)
@@ -27,7 +27,7 @@ class Replayed:
         return rows
 
     def __call__(self, paths: Iterable[Path]) -> dict[str, Any]:
-        """Return what `engines` returns for the only engine."""
+        """Return the JSON of the only engine, as `engines` does."""
         (engine,) = self.engines(paths)
         return engine
 

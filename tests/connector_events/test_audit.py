@@ -1,4 +1,4 @@
-"""The audit: its arithmetic, vLLM's layouts, and engines that kvfix does not audit. tests/engine has real engines."""
+"""Test the audit's arithmetic, its reading of vLLM's layouts, and its choice of engines. tests/engine runs engines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +152,6 @@ def test_kv_that_cannot_be_compared_ends_the_audit(
 
 def test_a_lookup_that_left_no_record_ends_the_audit_of_the_scheduler() -> None:
     found = Audit(SimpleNamespace(_lmcache_engine=SimpleNamespace(load_specs={}, _lmcache_chunk_size=4)), 1.0)
-    with pytest.raises(KeyError):  # kvfix calls `miss` in a wrapper that catches this and keeps LMCache's answer
+    with pytest.raises(KeyError):  # kvfix's wrapper around `miss` catches this error and keeps LMCache's answer
         found.miss("r", 8)
     assert not found.takes("r")

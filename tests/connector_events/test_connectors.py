@@ -112,8 +112,8 @@ def test_every_hook_of_every_connector_is_watched_once(outcomes: dict[str, Any])
 
 @answers([[128, 128, 128], [None, 128, 0], [128, 128, 128], [[], 128]])
 def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found() -> list[Any]:
-    """A request waits for blocks. The server answers, then is silent, then answers again. For each of the three, return
-    the hit that kvfix's reader sees, the tokens that the adapter has found, and the promised tokens."""
+    """A request waits for blocks. The server answers, then is silent, then answers again. For each state, return the
+    hit that kvfix's reader sees, the tokens that the adapter has found, and the promised tokens."""
     from kvfix.ledger import events as ev
 
     engine, said = late.LabEngine(Options(connector="mp", delay=0)), []

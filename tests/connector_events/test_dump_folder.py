@@ -1,4 +1,4 @@
-"""kvfix writes dumps into a private folder of the user. The folder above may be shared, and keeps its mode."""
+"""kvfix writes dumps into a private folder of the user. The parent folder may be shared, and keeps its mode."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Recordings of the processes, nodes and ranks of one engine. The tests split a recording of the lab by role."""
+"""Join the recordings of one engine's processes, nodes and ranks. The tests split a recording of the lab by role."""
 
 import json
 import os
@@ -215,7 +215,7 @@ def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], 
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Return events. Capital letter: a load. Small letter: a store. `2`: B is aborted. `-`: only one role has it."""
+    """Return events. A: request A loads. a: request a stores. 2: request B is aborted. -: an event of one role only."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":

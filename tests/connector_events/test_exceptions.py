@@ -1,4 +1,4 @@
-"""kvfix records each exception of a hook once, whatever its id and thread, and however many hooks it passes through."""
+"""kvfix records each exception of a hook once, for any id and thread, also if the exception leaves several hooks."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from kvfix import applying, connector_events
 from kvfix.config import Config
 from kvfix.session import session
 
-#: With so many exceptions, some get the id of an earlier exception on any machine.
+#: Number of exceptions. On any machine, some of them get the id of an earlier exception.
 MANY = 64
 
 

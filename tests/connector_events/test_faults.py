@@ -161,12 +161,12 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "wall clock goes back": lambda: backwards("time.time_ns"),
     "signal in a hook": signal_in_a_hook,
 }
-#: Faults that also plant a finding. kvfix logs the finding in a line of its own.
+#: Faults that also plant a finding, which kvfix logs in a separate line.
 WITH_FINDING = (
     "a violation", "odd object in an event", "report", "fixes of a finding", "metrics", "disk full",
     "read-only directory", "snapshot", "sizes",
 )  # fmt: skip
-#: With these, kvfix has no error: it handles clocks that go back, signals, and objects that JSON cannot encode.
+#: Faults without an error in kvfix: it handles clocks that go back, signals, and objects that JSON cannot encode.
 HARMLESS = (
     "nothing", "a violation", "odd object in an event", "clock goes back", "wall clock goes back", "signal in a hook"
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Recordings of the lab's prefill and decode engines, read together: they show blocks that prefill keeps for decode."""
+"""Join recordings of the lab's prefill and decode engines. They show the blocks that prefill keeps for decode."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Play a pair with this fault ("": none), then `seconds` more. Return the recorder file's text. A lease is 30 s."""
+    """Play a pair with this fault ("": none), and `seconds` more. Return the recorder file's text. A lease is 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix import clock
     from kvfix_tools.lab.engine.lab_engine import STEP
@@ -157,7 +157,7 @@ def test_only_both_recordings_together_show_the_violation(
     ids=str,
 )
 def test_kv_that_prefill_writes_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
-    """Mooncake tells prefill of requests that ended in decode. NIXL push keeps prefill's blocks for the whole lease."""
+    """Mooncake tells prefill of requests that ended in decode. With NIXL push, the lease of request d expires."""
     assert replayed.violated(files.values()) == []
     assert ends(files) == ended
     peers = peers_of(files)

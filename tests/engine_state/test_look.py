@@ -1,4 +1,4 @@
-"""`kvfix look PID` on running processes: engines of the lab, and a process that is stuck in C code."""
+"""Run `kvfix look PID` on engines of the lab, and on a process that is stuck in C code."""
 
 import json
 import os
@@ -148,7 +148,7 @@ def test_a_process_without_vllm_is_not_stopped(code: str) -> None:
 
 
 def test_an_engine_at_work_in_a_container(tmp_path: Path) -> None:
-    """kvfix reads only the engine. The parent has two more children: plain Python, and PyTorch without vLLM."""
+    """kvfix reads only the engine. The engine's parent also runs plain Python, and PyTorch without vLLM."""
     others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
     engine = f"{sys.executable} -m tests.engine_state.wedged empty_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])

@@ -1,4 +1,4 @@
-"""Verdicts on states from the lab's real scheduler and connectors, or written by hand if the lab has none."""
+"""Check verdicts on states of the lab's real scheduler and connectors. States that the lab lacks are handwritten."""
 
 import copy
 from dataclasses import replace
@@ -79,8 +79,8 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> N
 
 @pytest.mark.parametrize("what", ["", "computed", "total", "preemptions"])
 def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
-    """There is no verdict if the request's counter `what` changed between the looks: then its load may be a new load.
-    There is none either if the connector's transfers are unknown ("" as `what`)."""
+    """If the request's counter `what` changed between the looks, its load may be a new load, so there is no verdict.
+    With an empty `what` the connector's transfers are unknown, so there is no verdict either."""
     states = copy.deepcopy(once(wedged.twice, NEWEST, "engine_without_load"))
     (row,) = states[1]["scheduler"]["requests"]
     assert waits_for(liveness.engines(states)[1], row) == "no worker has its load"
@@ -105,7 +105,7 @@ def test_a_healthy_engine_has_no_verdict(connector: str, once: Once) -> None:
 
 
 def in_lookup(states: States, rank: dict[str, Any]) -> States:
-    """Change these states: the scheduler waits in LMCache's lookup client. rank: state of the worker's connector."""
+    """Make the scheduler of these states wait in LMCache's lookup client. rank: state of the worker's connector."""
     for at, state in enumerate(states):
         state.update(hook="get_num_new_matched_tokens", stack=STACK, in_step=True)
         state["scheduler"]["steps"] = at
@@ -140,7 +140,7 @@ def test_a_rank_whose_thread_for_lookups_has_ended(locked_out: States) -> None:
     assert found.code == "KVD203"
     assert found.message.endswith(" each lookup; rank 0 does not answer: its thread for lookups has ended")
     idle = [{**each, "scheduler": {**each["scheduler"], "requests": []}} for each in states]
-    assert verdicts(looks(idle, 1)) == []  # without requests the engine may be ending, and its threads too
+    assert verdicts(looks(idle, 1)) == []  # an engine without requests may be ending its threads
     states[-1]["connectors"][1]["threads"] = {"lookup_server": True}
     assert [each.code for each in verdicts(looks(states, 1))] == ["KVD202"]
 

@@ -22,7 +22,7 @@ from tests.engine_state import wedged
 
 #: Seconds that the clock advances with each step. Twelve steps make the limit of 60 s.
 STEP = 5.0
-#: A function `step` in a file named like EngineCore's. A call inside it has EngineCore's frame in its stack.
+#: A function `step` in a file with the path of EngineCore's. Code that it calls has EngineCore's frame in the stack.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
 
@@ -85,9 +85,9 @@ def wedge(name: str) -> dict[str, Any]:
 
 @answers([0.0, 0.0, 0.0, True, 0.0])
 def test_engines_that_do_not_hang() -> list[float]:
-    """Return seconds until a report: idle, under load, waiting inside a step, the same outside a step, and paused.
+    """Return the seconds until a report for an engine that idles, works, waits in a step, waits outside, or is paused.
 
-    The watchdog must report the wait outside a step. Otherwise the other cases prove nothing.
+    The watchdog must report only the wait outside a step. Without this report the other cases would prove nothing.
     """
     prepare()
     engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
@@ -109,7 +109,7 @@ def test_engines_that_do_not_hang() -> list[float]:
 
 @answers([0.0, 70.0])  # the first two looks only start the measured time
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
-    """Return seconds until a report: while the decode engine makes steps, and while it makes none."""
+    """Return the seconds until a report, first while the decode engine makes steps, and then while it makes none."""
     prepare()
     pair = late.Pair(Options(connector="mooncake", block_size=16, num_blocks=40, max_num_batched_tokens=64))
     prefill = pair.prefill.scheduler

@@ -1,4 +1,4 @@
-"""Engines of the lab that stand still or work, and the states that `engine_state.collect` reads from them.
+"""Make engines of the lab that stand still or work, and read their states with `engine_state.collect`.
 
 Tests call these functions in a fork that has imported vLLM. `python -m tests.engine_state.wedged NAME` runs an engine
 in a loop like EngineCore's, and prints a line when the loop runs.
@@ -32,7 +32,7 @@ def look(engine: Any, full: bool = False) -> dict[str, Any]:
 
 
 def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
-    """Return two looks at the engine that this function of the module makes. Twelve steps are between the looks."""
+    """Make an engine with the function `name`. Return two looks at the engine, with twelve steps between the looks."""
     engine, full = globals()[name](*arguments), name == "locked_out_engine"
     first = look(engine, full)
     engine.step(12)
@@ -176,7 +176,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
         if waits:
             whole, *step = counts if reserve else [0, *counts]
             assert done is None or step
-            if step:  # else the whole request is too large, and vLLM does not count the step
+            if step:  # without a step, vLLM has found the whole request too large
                 found.append((ours, max(whole, step[0] + named["reserved_blocks"])))
         return done
 

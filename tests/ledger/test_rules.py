@@ -1,4 +1,4 @@
-"""Cases for each rule: histories that violate the rule, that do not violate it, and that it cannot judge."""
+"""Check each rule with histories that violate the rule, that keep the rule, and that the rule cannot judge."""
 
 import re
 
@@ -14,7 +14,7 @@ FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
 ADMITTED = [FRESH, ev.Granted("r", 512), ev.LoadDue("r", 0, 512), ev.Scheduled("r", 512, 488, first=True)]
 LOST = [*ADMITTED, ev.Loaded("r", 512, 512), ev.LoadFailed("r", 512)]
 FULL_HIT = [FRESH._replace(total=512, promised=511), ev.Granted("r", 511)]
-#: REPLAYED: the model recomputes the last tokens of a hit. DIVERGENT: its layers do not all have the same hit.
+#: REPLAYED: the model recomputes the last tokens of a hit. DIVERGENT: the model's layers have different hits.
 REPLAYED = FRESH._replace(replay=128)
 REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)

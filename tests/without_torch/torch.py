@@ -1,4 +1,4 @@
-"""Replaces torch for `make quick`. In pytest it skips the test. In a test's program it makes a file and ends."""
+"""This module replaces torch for `make quick`. It skips the test in pytest, and ends a test's program after a note."""
 
 import os
 
