@@ -1,4 +1,4 @@
-"""kvfix decides on a fix from the verdicts on its functions. These tests need no release."""
+"""kvfix decides on a fix from the verdicts on the fix's functions. These tests need no release of LMCache."""
 
 from dataclasses import replace
 from typing import Any

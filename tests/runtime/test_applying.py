@@ -12,7 +12,7 @@ from kvfix.wrapping import WrappedFunction, after
 
 
 class Target:
-    """Every kind of attribute that a class can have under the name of a hook."""
+    """A class with every kind of attribute that can have the name of a hook."""
 
     def hook(self) -> str:
         return "plain"
@@ -56,7 +56,7 @@ def test_other_kinds_of_attributes_are_rejected(name: str, kind: str) -> None:
 
 
 def test_static_methods_and_class_methods() -> None:
-    """A call on an instance does not pass the instance."""
+    """A call on an instance does not pass the instance to the function."""
     before = vars(Target)["static"], vars(Target)["of_class"]
     applying.attach(Target, "static", "test", after(lambda one, answer: f"fixed {answer}"))
     applying.attach(Target, "of_class", "test", after(lambda cls, answer: f"fixed {answer} of {cls.__name__}"))
@@ -79,7 +79,7 @@ def test_a_class_that_inherits_the_function_is_wrapped_alone() -> None:
 
 
 def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If both threads look for a table entry before one of them adds it, each adds one, and one wrapper is lost."""
+    """If both threads found no table entry, each would add an entry, and one wrapper would be lost."""
     both = threading.Barrier(2, timeout=0.5)  # the barrier breaks if only one thread at a time gets here
 
     class Hook(applying.WrappedFunction):

@@ -155,7 +155,7 @@ def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh)
     assert "kvfix status: this installation of kvfix has no fixes" in status.stderr
 
 
-#: setuptools writes a finder for a package in a folder of another layout. `site` runs the finder's .pth file at start.
+#: If the folders of a package have another layout, setuptools writes a finder. At start `site` runs its .pth file.
 EDITABLE = """
 import site, sys
 site.addsitedir({site!r})

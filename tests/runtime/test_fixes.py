@@ -1,4 +1,4 @@
-"""Rules that every fix keeps, probes on the real functions of every release, and objects that fixes give an engine."""
+"""Test rules for every fix, probes on the real functions of every release, and objects that fixes give an engine."""
 
 import re
 from contextlib import suppress
@@ -141,7 +141,7 @@ def test_the_probe_on_the_installed_vllm(fork_server: ForkServer) -> None:
 
 
 class Future:
-    """Like LMCache's future, with one more function that a later release may have."""
+    """A future like LMCache's, with one more function, which a later release may have."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer

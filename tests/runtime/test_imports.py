@@ -1,4 +1,4 @@
-"""Imports in the engine package: no cycles, pure modules stay pure, and nothing is imported that is not needed."""
+"""The engine package has no import cycle and imports nothing without need. Its pure modules stay pure."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The configuration reaches other processes, which import no vLLM here. Invalid text in KVFIX applies nothing."""
+"""The configuration reaches other processes, which import no vLLM here. If KVFIX is invalid, kvfix applies nothing."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The status on the real files of every release, and on edited copies. The version number never decides."""
+"""Check the status on the real files of every release, and on edited copies. The version number never decides."""
 
 import contextlib
 import os
@@ -107,7 +107,7 @@ def test_no_fix_is_refused_on_released_code() -> list[list[str]]:
     """
     kvfix.apply()
     for module in catalogue.modules_of_fixes():
-        with contextlib.suppress(Exception):  # some need packages that are not here, or another release
+        with contextlib.suppress(Exception):  # some modules need missing packages, or another release
             import_module(module)
     return [[row.code, row.reason] for row in kvfix.status() if row.verdict in ("refused", "unknown")]
 

@@ -64,7 +64,7 @@ def answered(in_flight: list[str], lost: list[str], sent: list[str]) -> dict[str
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> dict[str, list[str]]:
-    """Return the answered operations: "in flight" when the server ends, "lost" without it, "behind" a registration.
+    """Return answered operations: sent before the server ends, without a server, and behind a registration.
 
     "sent": the operations that the new server gets before the registration.
     """
