@@ -150,7 +150,7 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """Doctor reads release and options of the running server. This last test then stops the server, which doctor reports."""
+    """Doctor reads release and options of the running server. This last test stops the server, which doctor reports."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)
