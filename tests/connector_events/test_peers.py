@@ -81,32 +81,22 @@ def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> 
         return Path(recorder.write("exit")).read_text()
 
 
-def split(text: str, folder: Path) -> dict[str, Path]:
+@pytest.fixture
+def files(request: pytest.FixtureRequest, once: Once, tmp_path: Path) -> dict[str, Path]:
+    """Return the recorder files of a healthy pair, or of the pair that the test's parameter describes."""
+    text = once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("",)))
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     files = {}
     for pid, (name, clocks) in enumerate(CLOCKS.items(), 100):
         own = [line for line in lines if line["kind"] == "connector" and str(line.get("engine", "")).startswith(name)]
         numbers = {line["number"] for line in own}
         events = [line for line in lines if line["kind"] == "event" and line["connector"] in numbers]
-        files[name] = on_node(folder / f"{name}.jsonl", {**lines[0], "pid": pid}, own, events, name, clocks)
+        files[name] = on_node(tmp_path / f"{name}.jsonl", {**lines[0], "pid": pid}, own, events, name, clocks)
     return files
-
-
-@pytest.fixture
-def files(request: pytest.FixtureRequest, once: Once, tmp_path: Path) -> dict[str, Path]:
-    """Return the recorder files of a healthy pair, or of the pair that the test's parameter describes."""
-    return split(once(recorded, RELEASES / "0.5.6", *getattr(request, "param", ("",))), tmp_path)
 
 
 def peers_of(files: dict[str, Path]) -> Peers:
     return Peers(engine_recordings.engines([recording.read(path) for path in files.values()]))
-
-
-def ends(files: dict[str, Path]) -> dict[str, bool]:
-    """Return {request: whether its lease expired}, from the events of prefill's worker."""
-    events = [entry.event for entry in recording.read(files["prefill"]).entries]
-    ended = [each for each in events if isinstance(each, ev.LeaseEnded) and each.expired is not None]
-    return {each.request[0]: each.expired for each in ended}
 
 
 def test_the_order_comes_from_messages_between_the_engines(files: dict[str, Path]) -> None:
@@ -159,7 +149,9 @@ def test_only_both_recordings_together_show_the_violation(
 def test_kv_that_prefill_writes_to_decode(files: dict[str, Path], ended: dict[str, bool], replayed: Replayed) -> None:
     """Mooncake tells prefill of requests that ended in decode. With NIXL push, the lease of request d expires."""
     assert replayed.violated(files.values()) == []
-    assert ends(files) == ended
+    events = [entry.event for entry in recording.read(files["prefill"]).entries]
+    known = [each for each in events if isinstance(each, ev.LeaseEnded) and each.expired is not None]
+    assert {each.request[0]: each.expired for each in known} == ended
     peers = peers_of(files)
     assert sorted((link.reader[0], link.kept[0]) for link in peers.links) == [(name, name) for name in "abcd"]
     assert_between(peers.clock(peers.links[0].reads, peers.links[0].keeps), CLOCKS["decode"][0] - CLOCKS["prefill"][0])
