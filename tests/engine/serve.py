@@ -128,11 +128,6 @@ def one_by_one(engine: Any, requests: list[tuple[list[int], int]]) -> None:
         engine.step()
 
 
-def l2_options(folder: Path) -> tuple[str, ...]:
-    """Return the options of a server with an L2 in this folder."""
-    return ("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)}))
-
-
 def empty_l1(engine: Any, server: str) -> None:
     """Empty the L1 of the `lmcache server` at this URL. Later hits come from the server's L2, which has all chunks."""
 

@@ -23,7 +23,7 @@ from kvfix_tools.roundtrip import real_engine
 from tests.conftest import Fresh
 from tests.doctor.sites import problems
 from tests.doctor.test_planted import words
-from tests.engine import serve, start
+from tests.engine import start
 from tests.engine.start import CROWD, ENGINE, Ran, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -64,7 +64,8 @@ class Engines:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self.stop_server = stack.close
-        options = ("--separate-object-groups", *serve.l2_options(folder / "l2"))
+        l2 = json.dumps({"type": "fs", "base_path": str(folder / "l2")})
+        options = ("--separate-object-groups", "--l2-adapter", l2)
         self.transfer = stack.enter_context(start.server(options=options))
         self.port: int = self.transfer["kv_connector_extra_config"]["lmcache.mp.port"]
         command = servers.running(self.port)
