@@ -102,12 +102,9 @@ def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return cache[slots // cache.shape[2], :, slots % cache.shape[2]]
 
 
-def chunks_of(tokens: int) -> list[slice]:
-    return [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
-
-
 def plant(fault: str, kv: torch.Tensor, argument: str) -> None:
-    chunks = chunks_of(kv.shape[2])
+    tokens = kv.shape[2]
+    chunks = [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
     if fault not in SOMETIMES:
         globals()[fault](kv, chunks, argument)
     elif SOMETIMES[fault](chunks, argument):
