@@ -1,7 +1,6 @@
 """Plant hangs in a real engine. If the engine runs without kvfix, `kvfix look` explains each hang in one line. If it
 runs with kvfix, the watchdog explains the hang. `kvfix look` finds nothing in a healthy engine under load."""
 
-import json
 import os
 import signal
 import time
@@ -104,12 +103,11 @@ def hangs(
     )  # fmt: skip
 
 
-def continued(file: str) -> dict[str, Any]:
+def continued(file: str) -> Any:
     """Return the result of `kvfix lab continue` for this file of `kvfix look --save`."""
     from kvfix_tools.lab import continue_state
 
-    answer: dict[str, Any] = json.loads(json.dumps(continue_state.continued(Path(file)).as_json({})))
-    return answer
+    return continue_state.continued(Path(file)).as_json({})
 
 
 @pytest.mark.parametrize("what", HANGS)
