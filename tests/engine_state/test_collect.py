@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import kvfix.engine_state
+from kvfix import engine_state
 from tests.conftest import RELEASES, Fresh, Once
 from tests.engine_state import wedged
 
@@ -73,13 +73,9 @@ def test_unreadable_state_is_named(once: Once) -> None:
     assert len(state["connectors"]) == 2
 
 
-# ------------------------------- kvfix sends these modules into processes without kvfix
-
-FILES = sorted(Path(kvfix.engine_state.__file__).parent.glob("*.py"))
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(Path(engine_state.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
 def test_it_imports_the_standard_library_and_itself_only(file: Path) -> None:
+    """kvfix sends these modules into processes without kvfix."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and not node.level:
             assert node.module in ("__future__", "types", "typing", "collections.abc")
