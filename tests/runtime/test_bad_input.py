@@ -18,12 +18,11 @@ from tests.conftest import ADAPTER, ROOT, ForkServer, Fresh, answers, release
 from tests.runtime.test_orders import status
 from tests.runtime.test_releases import copy
 
-STATUS = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
-
 
 def test_nothing_installed(fresh: Fresh) -> None:
     """No package is installed: with -S there is only the standard library."""
-    assert fresh(STATUS, "-S") == ["not-installed"]
+    code = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
+    assert fresh(code, "-S") == ["not-installed"]
 
 
 def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
