@@ -176,9 +176,8 @@ def test_kvfix_does_not_read_itself() -> None:
 def test_a_core_file(tmp_path: Path) -> None:
     """kvfix reads the stacks of a core file as PyStack 1.7 prints them, and says how to install PyStack."""
     main, other = map(looking.of_stack, command.stacks(Path(__file__).with_name("core.txt").read_text()).values())
-    assert (main["hook"], main["stack"][0]) == (
-        "start_load_kv", "start_load_kv (vllm/lmcache_mp_connector.py:900)"
-    )  # fmt: skip
+    assert main["hook"] == "start_load_kv"
+    assert main["stack"][0] == "start_load_kv (vllm/lmcache_mp_connector.py:900)"
     assert other == {"stack": ["wait (python3.11/threading.py:327)"], "hook": ""}
     done = RUN([*COMMAND, "--core", "x"], PATH=str(tmp_path))
     assert done.returncode == 77
