@@ -15,11 +15,9 @@ from kvfix.session import session
 
 
 @pytest.fixture(autouse=True)
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(faults: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the clock of the log's limits, which stands still unless a test moves it."""
     clock = [0.0]
-    monkeypatch.setattr(session, "reported", {})
-    monkeypatch.setattr(session, "lines", {})
     monkeypatch.setattr(engine_log, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     logging.getLogger("kvfix").setLevel(logging.INFO)
     return clock
