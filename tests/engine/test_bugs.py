@@ -27,8 +27,6 @@ ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), 
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 #: LMCache stores the prompt. Then vLLM computes the first 96 tokens again, and later looks up the whole prompt.
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
-
-
 run = partial(start.run, environment=start.ONE_PROCESS)
 
 

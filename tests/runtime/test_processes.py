@@ -11,8 +11,6 @@ from tests.conftest import Fresh
 
 ACTIVE = "from kvfix.session import session; result = str(session.config) if session.config else None"
 RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-
-
 LOAD, APPLY = "from kvfix.activation import load; load()", "import kvfix; kvfix.apply()"
 
 
