@@ -1,5 +1,6 @@
 """kvfix watches every connector that vLLM registers and can import here, also the children of MultiConnector."""
 
+import inspect
 import os
 import sys
 import tempfile
@@ -20,17 +21,14 @@ from tests.conftest import answers
 def play_all() -> dict[str, dict[str, list[str]]]:
     """Return for each connector: all hooks, hooks not watched exactly once, and hooks still watched after a revert."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from kvfix.engine_state.places import HOOKS
 
     def functions(cls: type) -> dict[str, Any]:
-        """Return {hook: function that runs for it}: the function of the first class in the mro that has one."""
-        owners = {name: next((each for each in cls.__mro__ if name in vars(each)), None) for name in HOOKS}
-        return {
-            name: vars(owner)[name]
-            for name, owner in owners.items()
-            if owner is not None and owner.__name__ != "KVConnectorBase_V1"
-        }
+        """Return {hook: function that runs for it}, without hooks that only vLLM's base class has."""
+        found = {name: inspect.getattr_static(cls, name, None) for name in HOOKS}
+        return {name: each for name, each in found.items() if each is not vars(KVConnectorBase_V1).get(name)}
 
     loaded = {}
     for name in sorted(factory._registry):
