@@ -58,11 +58,13 @@ class Faulty(InProcess):
             first = -(-request.load_spec.vllm_cached_tokens // CHUNK) * CHUNK
             slots = request.slot_mapping[first : request.load_spec.lmcache_cached_tokens]
             if len(slots):
-                rows = [rows_of(cache, slots).chunk(2, dim=2) for cache in self.packed.values()]
-                kv = torch.stack([torch.stack(each) for each in rows], dim=1)
+                size = self.engine[0].shape[2]
+                rows = slots // size, slice(None), slots % size
+                layers = [cache[rows].chunk(2, dim=2) for cache in self.packed.values()]
+                kv = torch.stack([torch.stack(each) for each in layers], dim=1)
                 plant(name, kv, argument or str(len(loads)))
                 for cache, layer in zip(self.packed.values(), kv.unbind(1), strict=True):
-                    cache[slots // cache.shape[2], :, slots % cache.shape[2]] = torch.cat([*layer], dim=2)
+                    cache[rows] = torch.cat([*layer], dim=2)
         for cache, packed, blocks in self.blocks(each.slot_mapping for each in loads):
             k, v = packed[blocks].chunk(2, dim=3)
             cache[blocks] = torch.cat([k.transpose(2, 3).flatten(2), v.flatten(2)], dim=2).view(cache[blocks].shape)
@@ -95,11 +97,6 @@ class Copied(Faulty):
         super().save_kv_layer(layer_name, *arguments, **more)
         if layer_name == list(self.packed)[-1]:
             self.copy_out(each.slot_mapping for each in self._get_connector_metadata().requests)
-
-
-def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the KV of these slots: [tokens, heads, K then V]."""
-    return cache[slots // cache.shape[2], :, slots % cache.shape[2]]
 
 
 def plant(fault: str, kv: torch.Tensor, argument: str) -> None:
