@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvfix.config import MODES, Config
+from kvfix.config import Config
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,6 @@ def test_the_error_for_an_unknown_fix_is_short(name: str, meant: str, argument: 
 def test_a_retired_fix_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert str(Config("fix", None, ["KVF368", "KVF001"])) == "fix skip=KVF001"
     assert "KVF368 is retired and left out: " in caplog.text
-
-
-def test_all_modes_except_fix_watch_the_hooks() -> None:
-    assert [mode for mode in MODES if Config.parse(mode).watches] == ["observe", "check", "strict"]
 
 
 @pytest.mark.parametrize(
