@@ -116,7 +116,6 @@ def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed
 
 
 def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
-    """Scheduler and worker in one process, as on one GPU, are one engine."""
     engine = engine_of([split.whole(tmp_path / "whole.jsonl")])
     assert list(engine.workers) == [0]
     compared = engine.compared[0]

@@ -86,7 +86,6 @@ def test_an_exception_that_is_raised_again_is_recorded_twice_and_not_kept_alive(
 
 
 def test_two_threads_in_one_connector() -> None:
-    """kvfix records the calls and the exceptions of both threads."""
     connector, both = Child(), threading.Barrier(2, timeout=60)
     connector.start_load_kv(None)
 

@@ -88,7 +88,6 @@ class Case:
     change: str = ""  # method of Run that changes the parameters of the requests to decode
 
     def config(self) -> dict[str, Any] | str:
-        """Return the kv_transfer_config."""
         if self.transfer not in TRANSFERS:
             return self.transfer
         known = TRANSFERS[self.transfer]

@@ -49,8 +49,6 @@ ROUNDS = [REPORT, REPORT, CROWD, CROWD]
 
 @dataclass
 class Ran:
-    """The results of a run."""
-
     written: dict[str, Any] | None  # the program's answer; None if the engine died
     notes: list[dict[str, Any]]  # lines that the test suite's plugin wrote in the engine's processes
     log: str  # all output

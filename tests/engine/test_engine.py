@@ -1,7 +1,6 @@
 """In real vLLM engines, kvfix reaches EngineCore and worker, prevents the reported crash, and keeps the answers.
 
-vLLM and LMCache are real, with all their processes. If LMCache runs in process, a stand-in replaces its GPU
-connector (plugin/kvfix_engine_stand_ins.py). Each of the five engines takes a minute.
+vLLM and LMCache are real, with all their processes. Each of the five engines takes a minute.
 """
 
 from pathlib import Path

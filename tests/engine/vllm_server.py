@@ -148,7 +148,6 @@ class Server:
         self.process.wait(LIMIT)
 
     def recorders(self) -> list[Path]:
-        """Make the recorders write their files now, and return the files."""
         return serve.recorders(self.folder / "dumps", LIMIT, {each.pid for each in processes.tree(self.process.pid)})
 
 

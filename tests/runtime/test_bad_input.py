@@ -117,7 +117,6 @@ result = [kvfix.__file__, len(kvfix.fixes.modules()), rows.get("KVF001")]
 
 
 def package(folder: Path) -> Path:
-    """Return a copy of the package, without bytecode."""
     return shutil.copytree(ROOT / "patches/kvfix", folder / "kvfix", ignore=shutil.ignore_patterns("__pycache__"))
 
 

@@ -47,8 +47,6 @@ def test_there_is_no_cycle() -> None:
 
 
 def test_pure_modules_do_not_import_the_session() -> None:
-    """A pure module imports the session neither directly nor through another module."""
-
     def all_of(name: str) -> set[str]:
         return NEEDS[name].union(*map(all_of, NEEDS[name]))
 

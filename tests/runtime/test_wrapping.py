@@ -233,7 +233,6 @@ def test_a_wrapper_gets_arguments_by_position_with_defaults() -> None:
 
 
 def odd(it: Any, one: int, /, two: int = 2, *many: Any, three: int, four: int = 4, **more: Any) -> Any:
-    """Its docstring."""
     return (one, two, many, three, four, more)
 
 
