@@ -16,32 +16,24 @@ from typing import Any
 import pytest
 
 from kvfix_tools.look import command, inject, looking
+from kvfix_tools.roundtrip import real_engine
 from tests.conftest import ROOT, Fresh, clean_environment
 from tests.dump.test_dump import hanging
 
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
+#: A program of plain Python that waits.
+READY = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 @contextmanager
-def running(*command: str, prints: tuple[str, ...] = ("\n",)) -> Iterator[subprocess.Popen[str]]:
-    """Run a program. Yield the process when it has printed these lines, and kill it and its children at the end."""
-    environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
+def running(folder: Path, *command: str, prints: tuple[str, ...] = ("ready\n",)) -> Iterator[Any]:
+    """Run a program. Yield the process when its log in the folder has these lines."""
+    environment, log = clean_environment(), folder / "log"
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    with subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            missing = list(prints)
-            while missing:
-                assert process.poll() is None
-                if (line := process.stdout.readline()) in missing:
-                    missing.remove(line)
-            yield process
-            assert process.poll() is None  # the program still runs after all looks
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    with real_engine.started([*command], log, environment, cwd=ROOT) as process:
+        assert all(real_engine.wait_for(line, log, process, 120) for line in prints), log.read_text()
+        yield process
+        assert process.poll() is None  # the program still runs after all looks
 
 
 RUN = Fresh(120).run
@@ -78,7 +70,7 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
 def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     file = tmp_path / "state"
     program = [sys.executable, "-m", "tests.engine_state.wedged", "locked_out_engine"]
-    with running(*program, prints=("runs\n",)) as process:
+    with running(tmp_path, *program, prints=("runs\n",)) as process:
         pid = process.pid
         ways = (["--json", "--save", str(file)], [], ["--request", "low"], ["--request", "other"])
         done, text, one, none = (look(pid, *options) for options in ways)
@@ -108,8 +100,8 @@ def test_a_process_stuck_in_native_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
-def test_without_rights() -> None:
-    with running(sys.executable, "-c", "print(flush=True); input()") as process:
+def test_without_rights(tmp_path: Path) -> None:
+    with running(tmp_path, sys.executable, "-c", READY) as process:
         code = "import os, sys; from kvfix_tools.look import command; os.setuid(65534)\n"
         code += "sys.exit(command.look(int(sys.argv[1]), watch=False, request='', json=False, save=''))"
         done = RUN([sys.executable, "-c", code, str(process.pid)])
@@ -118,10 +110,10 @@ def test_without_rights() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
-def test_in_a_container_without_ptrace() -> None:
+def test_in_a_container_without_ptrace(tmp_path: Path) -> None:
     """Root in a container without SYS_PTRACE may not trace a process with more rights."""
     less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-    with running(sys.executable, "-c", "import torch; print(flush=True); input()") as process:
+    with running(tmp_path, sys.executable, "-c", f"import torch; {READY}") as process:
         done = RUN([*less, *COMMAND, str(process.pid)])
     assert done.returncode == 77, done.stdout + done.stderr
     reason = "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
@@ -135,11 +127,9 @@ def test_there_is_no_such_process() -> None:
     assert look(4_190_000, "--core", "file").returncode == 2
 
 
-@pytest.mark.parametrize(
-    "code", ["print(flush=True); input()", "import os; print(flush=True); os.execlp('cat', 'cat')"]
-)
-def test_a_process_without_vllm_is_not_stopped(code: str) -> None:
-    with running(sys.executable, "-c", code) as process:
+@pytest.mark.parametrize("command", [(sys.executable, "-c", READY), ("sh", "-c", "echo ready; exec sleep 600")])
+def test_a_process_without_vllm_is_not_stopped(command: tuple[str, ...], tmp_path: Path) -> None:
+    with running(tmp_path, *command) as process:
         done = look(process.pid)
     assert done.returncode == 2
     assert f"process {process.pid} (" in done.stderr
@@ -149,10 +139,10 @@ def test_a_process_without_vllm_is_not_stopped(code: str) -> None:
 
 def test_an_engine_at_work_in_a_container(tmp_path: Path) -> None:
     """kvfix reads only the engine. The engine's parent also runs plain Python, and PyTorch without vLLM."""
-    others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
+    others = [READY, f"import torch; print('torch', flush=True); {READY}"]
     engine = f"{sys.executable} -m tests.engine_state.wedged empty_engine 2>&-"
-    script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])
-    with running("sh", "-c", f"exec 3<&0; {script}", prints=("other\n", "other\n", "runs\n")) as process:
+    script = " & ".join([engine, *(f'{sys.executable} -c "{code}"' for code in others), "wait"])
+    with running(tmp_path, "sh", "-c", script, prints=("ready\n", "torch\n", "runs\n")) as process:
         found = looking.engine_of(process.pid)
         done, unsaved = (look(process.pid, *more) for more in (["--json"], ["--save", str(tmp_path / "no/state")]))
         looker = looking.Looker(found, full=False)
