@@ -26,7 +26,6 @@ from tests.engine.start import TWO_PROCESSES, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 #: Maximum seconds until a hang has begun and is explained.
 LIMIT = 150
-#: Number of looks at a healthy engine.
 LOOKS = 12
 #: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all of them in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]

@@ -104,8 +104,6 @@ def test_a_closed_stderr_stops_nothing(fork_server: ForkServer) -> None:
     assert fork_server(without_stderr, release("0.3.10")) == "applied"
 
 
-# ---------------------------------------------------------------------- installations
-
 #: This program needs the catalogue, for a configuration that names a fix, and the fingerprints, for the status.
 INSTALLED = """
 import sys; sys.path.insert(0, {lmcache!r})

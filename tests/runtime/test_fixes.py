@@ -62,8 +62,6 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
             wrap(raises)(instance, request)
 
 
-# ---------------------------------------------------------------------- probes
-
 #: Fixes whose probe needs a running engine, or does not fit some releases without the bug.
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
@@ -128,9 +126,6 @@ def test_the_probe_agrees_with_the_fingerprint(name: str, fork_server: ForkServe
 def test_the_probe_on_the_installed_vllm(fork_server: ForkServer) -> None:
     version = installed_source.version("vllm").partition("+")[0]
     assert fork_server(probed, release("0.4.6"), "vllm", version) == wrong("vllm", version)
-
-
-# ---------------------------------------------------------------------- objects that fixes give an engine
 
 
 class Future:
