@@ -7,7 +7,7 @@ import pytest
 from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.ledger import RULES, LeaseRead, NotReturned, RankDiffers, WriteBegun, WriteEnded, Written
-from tests.conftest import ROOT, Fresh
+from tests.conftest import ROOT
 
 ASKED = ev.Asked("r", total=1000, computed=336, hit=256, promised=0)
 FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
@@ -204,8 +204,3 @@ def test_memory_is_bounded() -> None:
     assert len(ledger.histories["r"].events) == 8
     ledger.forget("r")
     assert ledger.histories == {}
-
-
-def test_the_ledger_is_pure(fresh: Fresh) -> None:
-    loaded = fresh("import sys, kvfix.ledger; result = [name.partition('.')[0] for name in sys.modules]")
-    assert not {"torch", "vllm", "lmcache", "msgspec", "rich"} & set(loaded)

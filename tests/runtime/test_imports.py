@@ -80,11 +80,12 @@ assert connector_events._begin(type("Connector", (), {{"role": None}})(), False)
     ("code", "modules", "imported"),
     [
         ("import kvfix; kvfix.apply()", "torch vllm lmcache typer rich wrapt packaging asyncio importlib.metadata", ""),
+        ("import kvfix.ledger", "torch vllm lmcache msgspec rich", ""),
         ("from kvfix import metrics; metrics.violated('KVR002'); metrics.settled()", "prometheus_client", ""),
         (WATCHES.format("check"), "kvfix.connector_events.audit", ""),
         (WATCHES.format("check audit=0.001"), "kvfix.connector_events.audit", "kvfix.connector_events.audit"),
     ],
-    ids=["apply", "metrics", "check", "audit"],
+    ids=["apply", "ledger", "metrics", "check", "audit"],
 )
 def test_what_is_imported(code: str, modules: str, imported: str, fresh: Fresh) -> None:
     found = fresh(f"{code}\nimport sys; result = sorted(sys.modules)")
