@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 
 import kvfix
+from kvfix.connector_events import readers, recorder
+from kvfix.ledger import Finding, Ledger, events
 from kvfix.session import session
 from kvfix_tools.lab.fuzz.schedule import draw
 from tests import healthy, late
@@ -65,15 +67,11 @@ def patched(target: str) -> Callable[[], Any]:
 
 def ledger(feed: Callable[..., Any]) -> Any:
     """Replace `feed` of the ledger that kvfix uses in the engine, but not of the lab's own ledger."""
-    from kvfix.ledger import Ledger
-
     return mock.patch("kvfix.connector_events.watched.Ledger", type("Planted", (Ledger,), {"feed": feed}))
 
 
 def reader(kind: str, method: str, replacement: Any = fails) -> Any:
     """Replace a method of the reader that kvfix uses in the engine, but not of the lab's own reader."""
-    from kvfix.connector_events import readers
-
     make = readers.reader
 
     def planted(connector: Any) -> Any:
@@ -88,7 +86,6 @@ def reader(kind: str, method: str, replacement: Any = fails) -> Any:
 @contextmanager
 def violated(*more: Any) -> Iterator[None]:
     """Make every Asked event a violation. more: contexts that plant faults in the code that handles the finding."""
-    from kvfix.ledger import Finding, events
 
     def feed(self: Any, event: Any) -> list[Any]:
         asked = isinstance(event, events.Asked)
@@ -102,27 +99,16 @@ def violated(*more: Any) -> Iterator[None]:
 
 @contextmanager
 def odd_event() -> Iterator[None]:
-    from kvfix.connector_events import recorder
-    from kvfix.ledger import events
-
     odd: Any = object()
     with violated():
         recorder.add(1, "planted", events.Asked(odd, odd, odd, odd, odd))
         yield
 
 
-@contextmanager
-def signal_in_a_hook() -> Iterator[None]:
-    from kvfix.engine_state import lmcache_readers
-
-    read = lmcache_readers.V1.hit
-
-    def hit(self: Any, request: str) -> Any:
+def signal_at_a_lookup(self: Any, event: Any) -> list[Any]:
+    if isinstance(event, events.Asked):
         os.kill(os.getpid(), signal.SIGUSR2)
-        return read(self, request)
-
-    with mock.patch.object(lmcache_readers.V1, "hit", hit):
-        yield
+    return []
 
 
 def backwards(clock: str) -> Any:
@@ -159,7 +145,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "snapshot": lambda: violated(mock.patch("kvfix.connector_events.recorder.snapshot", fails)),
     "clock goes back": lambda: backwards("kvfix.clock.now"),
     "wall clock goes back": lambda: backwards("time.time_ns"),
-    "signal in a hook": signal_in_a_hook,
+    "signal in a hook": lambda: ledger(signal_at_a_lookup),
 }
 #: Faults that also plant a finding, which kvfix logs in a separate line.
 WITH_FINDING = (
