@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+import kvfix
+from kvfix.connector_events import audit
+from kvfix.session import session
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.engine import start
@@ -77,9 +80,6 @@ class Engine:
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from kvfix.session import session
-
-        self.session = session
         self.lmcache = LMCacheEngineBuilder.get(ENGINE_NAME)
         self.memory = self.lmcache.storage_manager.local_cpu_backend
         self.connectors = [self.llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()]
@@ -89,12 +89,12 @@ class Engine:
 
     def audited(self, prompts: list[list[int]]) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """Ask these prompts. Return the audit's Compared events, and the answers."""
-        self.session.events.clear()
+        session.events.clear()
         answers = self.ask(prompts)
         return [event._asdict() for event in self.events("Compared")], answers
 
     def events(self, kind: str) -> list[Any]:
-        return [each.event for each in self.session.events if type(each.event).__name__ == kind]
+        return [each.event for each in session.events if type(each.event).__name__ == kind]
 
     def chunks(self, tokens: list[int]) -> list[torch.Tensor]:
         """Return the chunks of this prompt in LMCache's memory."""
@@ -132,7 +132,7 @@ def healthy(engine: Engine) -> dict[str, Any]:
         right = right and (Linear.halves or answers == cold)
     Linear.halves = False
     hits = real_engine.counter(engine.llm, "vllm:external_prefix_cache_hits")
-    return {"compared": compared, "right": right, "hits": hits, "violations": dict(engine.session.violations)}
+    return {"compared": compared, "right": right, "hits": hits, "violations": dict(session.violations)}
 
 
 def faults(engine: Engine) -> dict[str, Any]:
@@ -183,8 +183,6 @@ def half_of_the_hits(engine: Engine) -> dict[str, Any]:
 
 def error_in_kvfix(engine: Engine) -> dict[str, Any]:
     """Make the comparison raise, and ask twice. Return the number of calls, answers, kvfix's errors, and leftovers."""
-    from kvfix.connector_events import audit
-
     largest, calls = audit.largest, []
 
     def planted(*arguments: Any) -> Any:
@@ -195,12 +193,10 @@ def error_in_kvfix(engine: Engine) -> dict[str, Any]:
     answers = [engine.ask([WRONG])[0] for _ in range(2)]
     audit.largest = largest
     engine.audit(1)
-    return {"calls": len(calls), "answers": answers, "faults": engine.session.faults, "left": engine.left()}
+    return {"calls": len(calls), "answers": answers, "faults": session.faults, "left": engine.left()}
 
 
 def strict(engine: Engine) -> str:
-    import kvfix
-
     kvfix.apply("strict", audit=1.0)
     for chunk in engine.chunks(WRONG):
         chunk.zero_()
@@ -212,8 +208,6 @@ def strict(engine: Engine) -> str:
 
 
 def main(job: dict[str, Any]) -> None:
-    import kvfix
-
     kvfix.apply("check", audit=1.0)
     engine = Engine(job)
     out: dict[str, Any] = {"healthy": healthy(engine), "faults": faults(engine), "half": half_of_the_hits(engine)}

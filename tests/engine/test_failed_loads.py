@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import kvfix
 from kvfix_tools.roundtrip import cuda_stand_in, real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.engine import start
@@ -171,8 +172,6 @@ class Engine:
 
 
 def main(job: dict[str, Any]) -> None:
-    import kvfix
-
     if job["apply"]:
         kvfix.apply(job["apply"])
     engine = Engine(job)
