@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import kvfix
+from kvfix.engine_state.places import HOOKS, LAYER_HOOKS
+from kvfix.ledger import events as ev
 from kvfix.session import session
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
@@ -22,8 +24,6 @@ def play_all() -> dict[str, dict[str, list[str]]]:
     """Return for each connector: all hooks, hooks not watched exactly once, and hooks still watched after a revert."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    from kvfix.engine_state.places import HOOKS
 
     def functions(cls: type) -> dict[str, Any]:
         """Return {hook: function that runs for it}, without hooks that only vLLM's base class has."""
@@ -62,8 +62,6 @@ def test_hooks_of_layers_are_watched_on_request_only() -> list[Any]:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as connector
-
-    from kvfix.engine_state.places import LAYER_HOOKS
 
     before = {name: vars(connector)[name] for name in LAYER_HOOKS}
 
@@ -112,8 +110,6 @@ def test_every_hook_of_every_connector_is_watched_once(outcomes: dict[str, Any])
 def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found() -> list[Any]:
     """A request waits for blocks. The server answers, then is silent, then answers again. For each state, return the
     hit that kvfix's reader sees, the tokens that the adapter has found, and the promised tokens."""
-    from kvfix.ledger import events as ev
-
     engine, said = late.LabEngine(Options(connector="mp", delay=0)), []
     engine.do("stored_elsewhere", prompt(128))
     engine.keep_blocks(0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import kvfix
+from kvfix.connector_events import recorder
 from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording, replay
 from kvfix_tools.lab.fuzz.schedule import draw
@@ -27,8 +28,6 @@ def recorded(connector: str, seed: int) -> str:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     assert late.play(draw(seed, connector, plain=True)).counts["loaded_tokens"] > 0
-    from kvfix.connector_events import recorder
-
     return Path(recorder.write("exit")).read_text()
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import kvfix
+from kvfix import clock
+from kvfix.connector_events import recorder
 from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording
 from kvfix_tools.lab import runner
@@ -52,14 +54,11 @@ def lose_aborts(pair: Any) -> None:
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
     """Play a pair with this fault ("": none), and `seconds` more. Return the recorder file's text. A lease is 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
-    from kvfix import clock
     from kvfix_tools.lab.engine.lab_engine import STEP
 
     with runner.quiet():
         # Apply no fix: with the fixes, a read fails if its lease has ended.
         kvfix.apply("check", only=[])
-        from kvfix.connector_events import recorder
-
         now = SimpleNamespace(monotonic_ns=lambda: int(clock.now() * 1e9), time_ns=lambda: int(clock.now() * 1e9))
         recorder.time = now  # type: ignore[attr-defined]
         lease = {"kv_lease_duration": 30}

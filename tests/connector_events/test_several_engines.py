@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfix
+from kvfix.connector_events import recorder
 from kvfix.session import session
 from kvfix_tools import recording
 from kvfix_tools.lab.fuzz.schedule import draw
@@ -19,8 +20,6 @@ SEEDS = (3, 5)
 
 
 def play_all() -> dict[str, Any]:
-    from kvfix.connector_events import recorder
-
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     alone = [Playing(seed).run() for seed in SEEDS]
@@ -57,8 +56,6 @@ class Playing:
 
     def run(self) -> list[str]:
         """Play the remaining steps. Return the events that kvfix recorded for this engine's scheduler role."""
-        from kvfix.connector_events import recorder
-
         while self.moves():
             pass
         self._engine.free_blocks()
@@ -70,8 +67,6 @@ class Playing:
 
 def forked(alone: list[str]) -> dict[str, Any]:
     """Fork while an engine plays. The engine continues in the parent, and the child plays another engine."""
-    from kvfix.connector_events import recorder
-
     engine = Playing(SEEDS[0])
     assert session.events
     read, write = os.pipe()

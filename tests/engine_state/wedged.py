@@ -14,6 +14,8 @@ from typing import Any
 import kvfix
 from kvfix import engine_state
 from kvfix.engine_state import lmcache_readers
+from kvfix.engine_state import scheduler as needs
+from kvfix.session import session
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import find
@@ -142,8 +144,6 @@ def planted_fault() -> dict[str, Any]:
 
 def with_recorder() -> dict[str, Any]:
     """Return the state of a process in mode `observe`, in which kvfix records."""
-    from kvfix.session import session
-
     kvfix.apply("observe")
     engine = begun_to_load()
     assert session.connectors
@@ -152,8 +152,6 @@ def with_recorder() -> dict[str, Any]:
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
     """Return (`needs`, vLLM's own count of blocks) for each time that vLLM tries to admit a request while none runs."""
-    from kvfix.engine_state import scheduler as needs
-
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve
