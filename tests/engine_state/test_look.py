@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -175,10 +176,8 @@ def test_a_core_file(tmp_path: Path) -> None:
 
 
 def test_without_rights_kvfix_in_the_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> str:
-        raise inject.Refused("it may not be traced", "a setting")
-
-    monkeypatch.setattr(inject, "run", refuse)
+    refused = inject.Refused("it may not be traced", "a setting")
+    monkeypatch.setattr(inject, "run", mock.Mock(side_effect=refused))
     with hanging(tmp_path) as process:
         looker = looking.Looker(looking.engine_of(process.pid), full=False)
         (state,) = looker.look().processes
