@@ -12,6 +12,7 @@ import sys
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -183,17 +184,10 @@ def half_of_the_hits(engine: Engine) -> dict[str, Any]:
 
 def error_in_kvfix(engine: Engine) -> dict[str, Any]:
     """Make the comparison raise, and ask twice. Return the number of calls, answers, kvfix's errors, and leftovers."""
-    largest, calls = audit.largest, []
-
-    def planted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        raise RuntimeError("planted")
-
-    audit.largest = planted
-    answers = [engine.ask([WRONG])[0] for _ in range(2)]
-    audit.largest = largest
+    with mock.patch.object(audit, "largest", side_effect=RuntimeError("planted")) as largest:
+        answers = [engine.ask([WRONG])[0] for _ in range(2)]
     engine.audit(1)
-    return {"calls": len(calls), "answers": answers, "faults": session.faults, "left": engine.left()}
+    return {"calls": largest.call_count, "answers": answers, "faults": session.faults, "left": engine.left()}
 
 
 def strict(engine: Engine) -> str:
