@@ -201,20 +201,12 @@ def as_any(*args: Any, **kwargs: Any) -> str:
 @pytest.mark.parametrize("hook", [as_named, as_any])
 def test_when_decides(hook: Callable[..., Any]) -> None:
     """`when` gets the wrapper's parameters, whatever their names in the hook."""
-
-    def changes(hooked: Hooked, answer: str, one: int) -> str:
-        return answer + str(one)
-
-    def prepares(hooked: Hooked, one: int) -> None:
-        hooked.steps.append(one)
-
-    def skips(hooked: Hooked, one: int) -> Any:
-        return instead("without")
-
     hooked = Hooked(lambda _: None)
-    wrapped = before(prepares, when=lambda hooked, one: one > 1)(hook)
-    wrapped = after(changes, when=lambda hooked, answer, one: answer == "own" and one > 2)(wrapped)
-    wrapped = around(skips, when=lambda hooked, one: one == 4)(wrapped)
+    wrapped = before(lambda hooked, one: hooked.steps.append(one), when=lambda hooked, one: one > 1)(hook)
+    wrapped = after(
+        lambda hooked, answer, one: answer + str(one), when=lambda hooked, answer, one: answer == "own" and one > 2
+    )(wrapped)
+    wrapped = around(lambda hooked, one: instead("without"), when=lambda hooked, one: one == 4)(wrapped)
     assert [wrapped(hooked, one) for one in (1, 2, 3, 4)] == ["own", "own", "own3", "without"]
     assert hooked.steps == [2, 3]
     assert hooked.calls == [((1,), {}), ((2,), {}), ((3,), {})]
