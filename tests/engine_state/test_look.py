@@ -49,13 +49,11 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
     ours, its = pty.openpty()
     environment = clean_environment(TERM="xterm", COLUMNS="240")
 
-    def listen() -> None:
-        """Restore SIGINT, which the background jobs of a shell and their children ignore."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
+    # Restore SIGINT, which the background jobs of a shell and their children ignore.
     with subprocess.Popen(
-        [*COMMAND, str(pid), "--watch"], env=environment, stdout=its, stderr=its, preexec_fn=listen
-    ) as process:
+        [*COMMAND, str(pid), "--watch"], env=environment, stdout=its, stderr=its,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
         os.close(its)
         text = b""
         while text.count(b"a second") < draws:
