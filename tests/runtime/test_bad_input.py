@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import packaging
 import pytest
@@ -81,11 +82,7 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
 @answers(also="answer", release="0.3.10")
 def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(place: str, name: str) -> bool:
     """Return True if the hook still has the bug when this function of kvfix raises."""
-
-    def raises(*_: Any, **__: Any) -> None:
-        raise RuntimeError("planted")
-
-    setattr(import_module(f"kvfix.{place}"), name, raises)
+    setattr(import_module(f"kvfix.{place}"), name, mock.Mock(side_effect=RuntimeError("planted")))
     kvfix.apply()
     adapter = import_module(ADAPTER)
     return shows_bug(vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"], adapter)
