@@ -88,6 +88,7 @@ def hangs(
                 time.sleep(0.2)
             while not until(pid):
                 assert time.monotonic() < end, f"it goes on: {(folder / 'log').read_text()[-1500:]}"
+                time.sleep(0.2)
         finally:
             with suppress(ProcessLookupError):  # the engine has ended and did not hang
                 os.killpg(pid, signal.SIGKILL)
@@ -140,14 +141,10 @@ def test_look_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Pat
 )
 def test_the_watchdog_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Path) -> None:
     skip = f" skip={HANGS[what].fix}" if HANGS[what].fix else ""
-    log = tmp_path / "log"
-
-    def reported(_: int) -> bool:
-        time.sleep(0.2)
-        return "State, stacks and events" in log.read_text()
-
-    ran = hangs(what, transfer, tmp_path, reported, {"KVFIX": f"observe{skip}", "KVFIX_WATCHDOG": "8"})
-    (line,) = [line for line in ran.log.splitlines() if "State, stacks and events" in line]
+    log, report = tmp_path / "log", "State, stacks and events"
+    environment = {"KVFIX": f"observe{skip}", "KVFIX_WATCHDOG": "8"}
+    ran = hangs(what, transfer, tmp_path, lambda _: report in log.read_text(), environment)
+    (line,) = [line for line in ran.log.splitlines() if report in line]
     assert f" {HANGS[what].code} " in line, line
     assert HANGS[what].message in line
     (bundle,) = ran.dumps("standstill")
