@@ -73,8 +73,7 @@ def stand_in() -> None:
 
 def override_kernels_beside_llvmlite() -> None:
     """Let vLLM for the CPU start in a process in which LMCache has imported llvmlite: a fork, or the program itself.
-    vLLM calls `vars()` on every object of every module (triton_utils/dispatcher.py 0.32.0:139). The call fails for
-    llvmlite."""
+    vLLM calls `vars()` on all objects of all modules (triton_utils/dispatcher.py 0.32.0:139). llvmlite refuses this."""
     from vllm.triton_utils import dispatcher
 
     def of(value: Any) -> Any:
