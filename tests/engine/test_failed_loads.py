@@ -1,5 +1,4 @@
-"""In a real engine with asynchronous scheduling, a load fails while the next step is in flight (KVF205, KVF007,
-KVF203).
+"""In a real engine with async scheduling, a load fails while the next step is in flight (KVF205, KVF007, KVF203).
 
 Without kvfix, this request and later requests get wrong answers, and the engine dies. Two engines play CASES: one
 without kvfix and one with kvfix. Stand-ins replace CUDA's events and streams, and LMCache's GPU connector.
