@@ -17,7 +17,7 @@ from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.statements import Statement
 
 NEWEST = "0.5.6"
-#: Logs of real engines. README.md in this folder describes them.
+#: Logs of real engines. test_real_logs.py describes them.
 LOGS = Path(__file__).parent / "logs"
 #: Lines of LMCache's logger and of vLLM's logger.
 LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"

@@ -1,4 +1,4 @@
-"""For an unknown failure, kvfix-diagnose names releases with the failing code. checks.json is made from releases."""
+"""For an unknown failure, kvfix-diagnose names the releases that have the failing code (checks.json)."""
 
 import pytest
 

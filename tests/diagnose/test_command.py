@@ -183,7 +183,7 @@ def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
 
 
 def shown_by(terminal: int) -> bytes:
-    """Return the next output; "" at its end. A terminal holds 4 KB, and a full terminal would stop the program."""
+    """Return the next output, or "" at the end. A terminal holds 4 KB, and a full terminal would stop the program."""
     try:
         return os.read(terminal, 1 << 16)
     except OSError:  # On Linux this error means that no process writes any more.

@@ -43,7 +43,7 @@ def requests(first: int, many: int) -> Iterator[bytes]:
 
 
 def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read some 50 MB. With lower limits, even one object that is kept per request is noticed."""
+    """Read about 50 MB. With lower limits, even one object that is kept per request is noticed."""
     for module in (diagnosis, ledger_events):
         monkeypatch.setattr(module, "REQUESTS", 200)
     for name in ("_REQUESTS", "_ENGINES"):

@@ -1,4 +1,4 @@
-"""Folders like site-packages, made of links to released files, and a machine made of text files."""
+"""Stand-ins: site-packages folders with links to released files, and a machine that consists of text files."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ MP = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
 
 
 def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
-    """Link LMCache and the installed vLLM into a folder. It has no torch, so doctor starts no child process."""
+    """Link LMCache and the installed vLLM into a folder. The folder has no torch, so doctor starts no child process."""
     folder.mkdir(parents=True, exist_ok=True)
     if lmcache:
         for each in (RELEASES / lmcache).glob("lmcache*"):
@@ -41,7 +41,7 @@ def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
 
 
 def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path:
-    """Make a torch that tells its version and the CUDA of its build, but cannot be imported."""
+    """Make a package torch that states its version and its CUDA, but cannot be imported."""
     (place / "torch").mkdir(parents=True)
     (place / "torch/version.py").write_text(f"cuda: str | None = {cuda!r}\nhip = None\n")
     metadata = place / f"torch-{version}.dist-info/METADATA"
@@ -51,13 +51,13 @@ def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path
 
 
 def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
-    """Return a command `vllm serve`. extra: more keys of `transfer`; `extra=` is kv_connector_extra_config."""
+    """Return a command `vllm serve`. extra: more keys of `transfer`. `extra=` sets kv_connector_extra_config."""
     given = {**transfer, **({"kv_connector_extra_config": extra.pop("extra")} if "extra" in extra else {}), **extra}
     return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
 
 
 class Planted(NamedTuple):
-    """A row of planted.toml, which describes the fields."""
+    """A row of planted.toml. The head of that file describes the fields."""
 
     check: str
     what: str = ""
@@ -115,7 +115,7 @@ class Planted(NamedTuple):
 
 @contextmanager
 def http(answers: dict[str, Any]) -> Iterator[int]:
-    """Serve these answers as an LMCache server does; yield the port."""
+    """Serve these answers ({path: JSON}) as an LMCache server does. Yield the port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -143,7 +143,7 @@ def machine(
     locked_kib: int | None = None,
     shm_mib: int | None = None,
 ) -> Machine:
-    """Make a machine. cgroup: {path below root: content}. flags: the processor's. locked_kib: 0 means unlimited."""
+    """Make a machine. cgroup: {path below root: content}. flags: of the processor. locked_kib: 0 means unlimited."""
     (root / "proc/self").mkdir(parents=True)
     (root / "dev/shm").mkdir(parents=True)
     (root / "proc/version").write_text(text)

@@ -1,4 +1,4 @@
-"""Imports and calls in one package that do not fit the other package. planted.toml has pairs of releases."""
+"""Imports and calls in one package that do not fit another package. planted.toml tests real pairs of releases."""
 
 from pathlib import Path
 
