@@ -1,4 +1,4 @@
-"""`kvfix explain` finds everything that has a code, by code and by name. `kvfix search` finds it by a description."""
+"""`kvfix explain` finds each fix, rule and finding by code and by name. `kvfix search` finds them by a description."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from kvfix_tools.search import candidates, search
 
 ENTRIES = list(explain.entries())
 RETIRED_CODES = {**RETIRED, **problems.knowledge().retired}
-#: {code: finding}, only of findings that a function detects (field `on`), not a text in the log.
+#: {code: finding} of the findings that a function detects (field `on`). A text in the log detects the others.
 FINDINGS = {each.code: each for each in problems.catalogue() if each.on}
 
 

@@ -1,4 +1,4 @@
-"""The documentation, built as CI and `make docs` build it (a warning is an error), and its generated pages."""
+"""The documentation and its generated pages. The test builds the site as `make docs` does: a warning is an error."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from maintain.documentation.diagnose_picture import picture
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
 
-#: {page: broken text that is added to it}: links to a missing page or heading, and a page without a link to it.
+#: {page: text to add}. The texts are faults: links to a missing page or heading, and a page that no page links to.
 PLANTED = {
     "docs/faq.md": "[gone](nowhere.md) and [gone](matrix.md#lmcache-9.9)",
     "README.md": "[gone](docs/nothing.md)",
@@ -31,9 +31,9 @@ PLANTED = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site where vLLM, LMCache and torch cannot be imported. Only the planted faults end the build.
+    """Build the site without vLLM, LMCache and torch. The build must fail, and only because of the planted faults.
 
-    mkdocs writes all pages before it ends with an error. With `--quiet` it would not warn.
+    mkdocs writes all pages before it ends with an error. With `--quiet` mkdocs would print no warnings.
     """
     root, missing = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("missing")
     for name in ("vllm", "lmcache", "torch"):
@@ -94,7 +94,7 @@ HEAD = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:712] "
 
 @pytest.mark.parametrize("head", ["", HEAD])
 def test_search_finds_the_page_of_each_message(site: Path, head: str) -> None:
-    """The page "I see this error" has each message. The search finds its text on the page and its text in a log."""
+    """Search for each message of the page "I see this error", as the page shows it and as a log shows it."""
     entries = error_index.entries()
     queries = [head + entry.text.replace("…", "…" if not head else "1517") for entry in entries]
     ranks = [
@@ -115,7 +115,7 @@ PAIRS = scenario_matrix.load((ROOT / "docs/matrix.json").read_text())
 
 
 def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], str]:
-    """Return the cells of one fix on the page "Is my pair safe?"."""
+    """Return {(vLLM, LMCache): letter} of one fix on the page "Is my pair safe?"."""
     made = support_matrix.data(pairs)
     rows = next(fix["cells"] for fix in made["fixes"] if fix["code"] == code)
     return dict(zip(product(made["vllm"], made["lmcache"]), chain(*rows), strict=True))
@@ -167,10 +167,9 @@ def test_messages_lead_to_their_findings_and_fixes(words: str, findings: object,
 def test_no_message_is_left_without_an_answer() -> None:
     assert all(entry.findings or entry.fixes for entry in error_index.entries())
     found = {code for entry in error_index.entries() for code in entry.findings}
-    # The other rules count over the whole log, read numbers in lines of every log, or are the unknown exception.
+    # Left out: rules that count over the whole log or read numbers in ordinary lines, and the unknown exception.
     by_text = [rule for rule in problems.catalogue() if not {"", "asked", "stats", "retrieved"} >= set(rule.on)]
-    # KVD117 has the assertion of KVD112, in another worker. KVD212 is about errors that the grammar does not read,
-    # and KVD213 is about stacks.
+    # KVD117 and KVD112 share an assertion. The grammar does not read the errors of KVD212 and the stacks of KVD213.
     others = [rule.code for rule in by_text if rule.on and rule.code not in found]
     assert sorted(others) == ["KVD117", "KVD212", "KVD213"]
     page = error_index.messages()

@@ -1,6 +1,6 @@
-"""A process whose connector hangs in a hook. It stands in for a real engine, which tests/engine uses.
+"""A process whose connector hangs in a hook. tests/engine has real engines.
 
-It prints a line and waits. With the argument `deaf`, no signal handler runs during the wait. With the arguments
+The process prints a line and waits. With argument `deaf`, no signal handler runs during the wait. With the arguments
 `engine NAME`, the process is a worker of this engine.
 """
 

@@ -71,11 +71,11 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
     if f"stacks-{pid}.json" in parts:
         assert "start_load_kv" in parts[f"stacks-{pid}.json"]
     else:
-        assert found["processes"][0]["stacks"]  # why py-spy has no stacks, for example because it is not allowed here
+        assert found["processes"][0]["stacks"]  # the reason why py-spy read no stacks, for example missing rights
 
 
 def test_workers_that_are_no_children_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ray's workers are such processes: they are children of Ray's raylet, not of the engine."""
+    """Ray's workers are children of Ray's raylet, not of the engine."""
     worker = partial(hanging, tmp_path / "dumps", "engine")
     with worker("mine") as one, worker("mine") as other, worker("another's"):
         rows = {row["pid"]: row for row in dumped(one.pid, tmp_path, capsys)["processes"]}
@@ -126,7 +126,7 @@ def test_without_rights_nothing_is_claimed(idle: subprocess.Popen[bytes], tmp_pa
     assert "could not be read, and may be in a connector hook" in done.stdout
     assert "in no connector hook" not in done.stdout
     assert "Permission denied" in done.stdout
-    assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # the bundle has settings and fixes
+    assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # the bundle is written, with settings and fixes
 
 
 def test_a_full_disk_leaves_no_bundle(idle: subprocess.Popen[bytes], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The lab's engine without kvfix: `plays.py LMCACHE FLAG`. When FLAG exists, a request ends and a second one comes."""
+"""Run the lab's engine without kvfix: `plays.py LMCACHE FLAG`. A second request comes when the file FLAG exists."""
 
 import sys
 import time

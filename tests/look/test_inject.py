@@ -1,4 +1,4 @@
-"""Code injected into real processes."""
+"""kvfix injects code into real processes."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_the_main_thread_answers(does: str) -> None:
 
 
 def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
-    """The thread may be about to take the GIL. An injected call would wait for its own thread for ever."""
+    """The thread may be about to take the GIL. An injected call would wait for ever for its own thread."""
 
     class GoesOn(Process):
         def wait(self) -> str:
@@ -76,7 +76,7 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
 
 
 def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
-    """The thread may hold the GIL's mutex. An injected call would wait for this mutex, and all threads for the call."""
+    """The thread may hold the GIL's mutex. An injected call and all threads would wait for ever."""
     with target("own-lock") as process:
         with pytest.raises(inject.Silent):
             inject.run(process.pid, "pass", seconds=0.5)
@@ -84,7 +84,7 @@ def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
 
 
 def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below `/proc/PID/root` a library of 20 MB has one path for each process, but it is one file."""
+    """A library of 20 MB has a path below `/proc/PID/root` for each process. All these paths are one file."""
     contents = []
     exported = other_process._exported
     monkeypatch.setattr(other_process, "_SYMBOLS", {})
@@ -107,7 +107,7 @@ def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> No
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert counted == sorted(counted)
     assert counted[-1] > counted[0]  # the program's loop ran between the calls
-    assert maps.count("6b76000") == 2  # start and end of one page's line
+    assert maps.count("6b76000") == 2  # one page: both its start and its end have this number
     assert len(read) == 1
 
 
@@ -177,7 +177,7 @@ def test_a_process_that_ends_meanwhile() -> None:
 
 
 def test_the_process_survives_the_end_of_kvfix_look(tmp_path: Path) -> None:
-    """If `kvfix look` ends during a call, the called thread runs on. An untraced breakpoint would end the process."""
+    """If `kvfix look` ends during a call, the called thread continues. A breakpoint that nobody traces would end it."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = "import sys; from kvfix_tools.look import inject; inject.run(int(sys.argv[1]), sys.argv[2], seconds=60)"

@@ -1,4 +1,4 @@
-"""No link of another user makes kvfix write to a wrong file as root. kvfix reads only files of the process's user."""
+"""As root, kvfix writes through no link of another user. kvfix reads only files that belong to the process's user."""
 
 import os
 from pathlib import Path

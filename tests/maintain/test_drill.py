@@ -1,4 +1,4 @@
-"""`make drill` reports a violation with the fixes if its effect is worse than the effects without the fixes."""
+"""`make drill` plays without and with the fixes. It reports violations that are worse than all those without them."""
 
 import pytest
 

@@ -75,7 +75,7 @@ def test_the_bundle_has_wheels_and_scripts(wheel: Path, tmp_path: Path, monkeypa
         bundle.make(tmp_path / "large", [wheel])
 
 
-#: A stage: it notes that it ran, prints a step, and ends with the exit code in its name; "hang" does not end.
+#: A stage. The program notes that it ran, prints a step, and exits with the code in its name. "hang" does not end.
 FAKE = """
 import json, sys, threading
 name = sys.argv[1]
@@ -130,7 +130,7 @@ def test_resume_runs_what_has_no_result(fakes: Fakes) -> None:
     assert fakes.run("77", "1", "0", resume=True) == 1
     assert fakes.ran == ["77", "1", "0"]
     assert fakes.run("77", "1", "0", resume=True) == 1
-    assert fakes.ran == ["77"]  # its result was "not checked", so it runs again
+    assert fakes.ran == ["77"]  # the result of this stage was "not checked", so the stage runs again
     assert fakes.run("0") == 0
     assert fakes.ran == ["0"]
 
@@ -184,7 +184,7 @@ KNOWN = result("passed"), result("failed", layout="packed")  # LMCache issue 446
         (roundtrips.found, report(STALE, result("failed", ("bit flip",))), False),
         (roundtrips.found, report(STALE, result("passed")), False),
         (roundtrips.found, report(result("refused")), False),
-        # Without fixes, only the known bug may fail, and the engine's answers must be wrong.
+        # Without fixes, only cells of the known bug may fail, and the engine's answers must be wrong.
         (roundtrips.known, report(*KNOWN), True),
         (roundtrips.known, report(*KNOWN, result("crashed")), False),
         (roundtrips.differs, engine(DIFFER, 576), True),

@@ -11,7 +11,7 @@ import pytest
 
 from maintain import release
 
-#: Prefixes of the variables that tell pip and git where things are on this machine. No other variable is kept.
+#: Prefixes of the variables with which pip and git find their servers. The shell has no other variable of ours.
 _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -36,7 +36,7 @@ def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
-    """Return a function that runs a user's line. The line must end with exit code `code`. kvfix is installed."""
+    """Install kvfix. Return a function that runs a user's line, which must end with exit code `code`."""
     place = tmp_path_factory.mktemp("machine")
     home = place / "home"
     home.mkdir()

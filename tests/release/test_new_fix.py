@@ -1,4 +1,4 @@
-"""A new fix is one file, and its scenario is another. Every list finds both, because every list is a query."""
+"""A new fix is one file, and its scenario is another file. Every list finds both, because every list is a query."""
 
 import json
 import shutil

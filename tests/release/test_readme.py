@@ -19,7 +19,7 @@ from tests.release.conftest import Shell
 
 
 class Block(NamedTuple):
-    """A code block of the README. language: "" if the block is indented: lines for a shell, or text of a log."""
+    """A code block of the README. language: "" for an indented block, which has lines for a shell or a log."""
 
     section: str
     language: str
@@ -39,8 +39,8 @@ def blocks(text: str) -> list[Block]:
 README = blocks((ROOT / "README.md").read_text())
 DIED, ELSE, UPSTREAM, MORE = "EngineCore died with this?", "Another problem?", "Send the fix upstream", "More"
 
-#: The rest of a program after the README's two lines. It loads vLLM's plugins, as each process of vLLM does, and then
-#: makes the steps of the first report: with the fixes, and without them. It ends with what the engine died of.
+#: The program after the README's two lines. It loads vLLM's plugins, as each process of vLLM does. It plays the
+#: schedule of KVF001 with the fixes, removes them, and plays it again. It exits with the error of the dead engine.
 ENGINE = """
 import sys
 from vllm.plugins import load_general_plugins

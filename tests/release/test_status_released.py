@@ -1,4 +1,4 @@
-"""`kvfix status --released` lists what the newest releases in a package index have changed. The index is a folder."""
+"""`kvfix status --released` lists fixes whose code the newest releases in a package index have changed."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def root(dist: str) -> Path:
 
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
-    """Put a wheel of the files that kvfix's fixes change into a pip index. changes: {file: text; None: left out}."""
+    """Put a wheel into a pip index. It has the files that fixes change. changes: {file: text, or None: left out}."""
     names = {_file(target) for fix in catalogue.fixes() for target in fix.targets if target.dist == dist}
     texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
     texts = {name: text for name, text in {**texts, **(changes or {})}.items() if text is not None}
@@ -80,7 +80,7 @@ def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
 
 
 def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
-    """A newer LMCache has one rewritten function and lacks one file. Python cannot read a newer vLLM."""
+    """A newer LMCache has one rewritten function and lacks one file. A newer vLLM has a file that is not Python."""
     text = (root("lmcache") / ADAPTER).read_text()
     hook = "def get_num_new_matched_tokens("
     assert text.count(hook) == 1
@@ -88,7 +88,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     changed = f"{text[:body]}\n        logger.debug('new')\n{text[body:]}"
     gone = next(_file(target) for fix in catalogue.fixes() for target in fix.targets if fix.code == "KVF016")
     publish(index, "lmcache", "0.5.7", {ADAPTER: changed, gone: None})
-    publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # a candidate is no release, and so not the newest
+    publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # a release candidate does not count as the newest release
     publish(index, "vllm", "0.34.0", {SCHEDULER: "this is no Python"})
     rows = rows_of(fresh, index, 1)
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.34.0")}
@@ -107,7 +107,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
 
 
 def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
-    """Changed code that kvfix knows from another release is recognized."""
+    """kvfix recognizes changed code that another known release has."""
     publish(index, "lmcache", "0.5.7", {ADAPTER: (RELEASES / "0.3.10" / ADAPTER).read_text()})
     row = next(row for row in rows_of(fresh, index, 1) if row["code"] == "KVF001")
     assert (row["change"], row["verdict"]) == ("changed", "applicable")

@@ -1,4 +1,4 @@
-"""The code of elements and the layouts. The torch backend passes all cells, with a stand-in for `torch.cuda`."""
+"""How elements encode their identity, and layouts. The torch backend passes all cells, without CUDA (a stand-in)."""
 
 from functools import partial
 from itertools import combinations, product
@@ -21,7 +21,7 @@ CELLS = pairs("torch", AXES)
 
 
 def every_identity(seed: int) -> torch.Tensor:
-    """Return the words [rows, 16] of every row: four layers, K and V, 64 slots, 3 heads."""
+    """Return the words [rows, 16] of all rows: 2 generations, 4 layers, K and V, 64 slots, 3 heads."""
     grid = torch.cartesian_prod(*(torch.arange(size) for size in (2, 4, 2, 64, 3)))
     return element.rows(Identity(*grid.unbind(1), 0).number(), 16, seed)
 
@@ -44,11 +44,11 @@ def test_no_two_words_are_alike_and_a_seed_changes_all() -> None:
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "uint8"])
 def test_every_kind_of_float_occurs(name: str) -> None:
-    """A comparison of floats would miss differences (-0.0 and 0.0) and report false ones (NaN)."""
+    """A comparison of floats would miss some differences (-0.0 and 0.0), and report equal elements (NaN)."""
     held = every_identity(0).view(DTYPES[name]).float()
     assert bool(held.isnan().any())
     assert bool((held < 0).any())
-    if DTYPES[name].itemsize < 4:  # too few floats of four bytes for a -0.0
+    if DTYPES[name].itemsize < 4:  # the sample is too small to have a -0.0 of four bytes
         assert bool(((held == 0) & held.signbit()).any())
 
 
@@ -87,7 +87,7 @@ def test_the_torch_backend_passes() -> None:
         cell, (source, target) = result.cell, result.cell.mappings()
         assert len(set(source.tolist()) | set(target.tolist())) == 2 * cell.count  # source and target share no slot
         assert result.moved == cell.geometry().token_bytes(cell.count) > 0
-        assert result.verified > 4 * result.moved  # all of KV cache and host, more than once
+        assert result.verified > 4 * result.moved  # the whole KV cache and host memory, more than once
 
 
 def test_what_is_compared_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 
 def test_a_race_orders_its_work_on_cuda_streams() -> None:
-    """The stream's work runs after the current stream's work, which made the operands. The stream keeps them alive.
+    """A stream's work waits for the current stream, which makes the operands. The stream keeps the operands alive.
 
     A stream does not stop the host from writing to a buffer that the stream still reads. So the host waits too.
     """

@@ -1,4 +1,4 @@
-"""`kvfix roundtrip`: exit codes, JSON, the command that runs a cell again, and that it needs only torch."""
+"""`kvfix roundtrip`: exit codes, JSON, the line that runs a cell again, and a run with torch alone."""
 
 import contextlib
 import io
@@ -168,7 +168,7 @@ def test_kvfixes_fixes_are_applied_while_it_runs(
 
 
 def test_what_was_found_before_an_error_is_not_lost(with_backend: Any) -> None:
-    """A store moves nothing, and then a load raises that it cannot move KV. The verdict is not a refusal."""
+    """A store moves nothing, and then a load raises NotImplementedError. The verdict is `failed`, not `refused`."""
 
     class Half(TorchCopy):
         def store(self, slots: torch.Tensor) -> None: ...

@@ -53,7 +53,7 @@ def test_judgement(changes: dict[str, Any], text: str) -> None:
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:
-    """Little is left of the first round's KV. So the last round loads nearly all KV that it does not compute."""
+    """Little KV of the first round stays on the GPU. So the last round loads nearly all KV that it does not compute."""
     usable = BLOCKS - 1
     assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all run at the same time
     written = sum((len(prompt) + GENERATE - 1) // BLOCK for prompt in OTHERS)  # whole blocks

@@ -82,7 +82,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, An
 
 
 def test_the_layerwise_connector_takes_heads_for_tokens(as_released: dict[str, Any]) -> None:
-    """The layerwise torch operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. The others refuse HND."""
+    """The layerwise operation (0.5.6 torch_ops/mem_kernels.py:323) reads HND as NHD. Other operations refuse HND."""
     for layout in ("hnd", "hnd-block-first"):
         assert "passed" not in verdicts(as_released, "lmcache-layerwise")[layout]
     crashed = of(as_released, "hnd", "crashed")

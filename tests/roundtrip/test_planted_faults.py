@@ -1,4 +1,4 @@
-"""`kvfix roundtrip` finds and names planted faults, and errors planted in its own copy."""
+"""`kvfix roundtrip` finds and names the faults of `--inject`, and errors in the copy of the torch backend."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def ran(cell: Cell, fault: str | None = None) -> Result:
 @pytest.mark.parametrize(("axis", "value"), SOME)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "missing-event"])
 def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
-    """An element of eight bits is too small to hold its identity. A word of several elements holds it."""
+    """An element of eight bits is too small for an identity. So each word of several elements has one identity."""
     result = ran(Cell("torch", **{axis: value}), fault)
     assert result.verdict == "failed"
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}
@@ -57,7 +57,7 @@ def test_a_finding_names_the_content_of_a_slot() -> None:
 
 
 def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
-    """Return {check: classes} of a cell with this copy in place of the tool's own."""
+    """Run a cell with this class in place of TorchCopy. Return {check: classes of its finding}."""
     check = CellCheck(Cell("torch", **cell), CPU)
     return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
 
@@ -75,7 +75,7 @@ def spoiled(move: str, spoil: Callable[[Region, Region], object]) -> type[TorchC
 
 
 def test_k_and_v_swapped_both_ways() -> None:
-    """The oracle shares no code with the copy. So it finds errors in both directions that cancel in a round trip."""
+    """The check shares no code with the copy. So it finds errors of store and load that cancel each other out."""
 
     class Swapped(TorchCopy):
         def gather(self, number: int, slots: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in inside httpx for vLLM's HTTP server: two caches of prompts, and log probabilities from the prompt."""
+"""A stand-in for vLLM's HTTP server, inside httpx. It has two caches, and computes log probabilities from a prompt."""
 
 import hashlib
 import json
@@ -27,8 +27,8 @@ class Engine:
     """The behaviour of the fake server, and its state."""
 
     noise: float = 0.0  # deviation of a log probability between two computations
-    #: Return True for a wrong answer. Arguments: prompt, its tokens from the connector, and requests since the last
-    #: read of /metrics, which is read before and after each request that is sent alone.
+    #: Return True for a wrong answer. Arguments: prompt, number of its tokens from the connector, number of requests
+    #: since the last read of /metrics. `kvfix verify` reads /metrics before and after each request that is alone.
     wrong: Callable[[list[int], int, int], bool] = lambda prompt, hit, together: False
     keeps: int = 1 << 30  # number of prompts that the connector can keep
     others: bool = False  # each request comes together with a request of another client

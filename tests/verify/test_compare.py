@@ -1,4 +1,4 @@
-"""The prompts of `kvfix verify`, and what it counts as a difference. It rarely calls noise alone a difference."""
+"""The prompts of `kvfix verify`, and its tests for a difference. Noise alone rarely counts as a difference."""
 
 import random
 from collections import Counter
@@ -48,7 +48,7 @@ def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
     """Judge one run as rounds.py does. wrong: draws the differences of every twelfth prompt and of fresh prompts."""
-    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # alone, and with other requests
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # sent alone, and with other requests
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
         return True
@@ -112,7 +112,7 @@ def prompts() -> list[Prompt]:
 
 
 def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
-    """Most prompts are controls: whole blocks and one more token."""
+    """Most prompts are controls, which have whole blocks and one more token."""
     assert len(prompts) == 48
     lengths = {"one chunk less one token": 255, "one chunk": 256, "one chunk and one token": 257, "whole chunks": 1024}
     for kind, length in lengths.items():

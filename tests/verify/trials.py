@@ -1,4 +1,4 @@
-"""Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. It prints a line per run.
+"""Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. Each run prints a line.
 
 NAME is one of these:
 
@@ -34,8 +34,8 @@ from tests.engine import start, vllm_server
 from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Server
 from tests.verify import test_compare
 
-#: {fault: the right exit codes}. A bit flip changes one of all loaded elements. Bit 30 is the exponent's highest bit,
-#: bit 23 its lowest, and bit 0 is the mantissa's lowest bit.
+#: {fault: the right exit codes}. A bit flip changes one bit of one loaded element. Bits 30 and 23 are the exponent's
+#: highest and lowest bit. Bit 0 is the mantissa's lowest bit.
 FAULTS = {
     "": (0,),
     "two_chunks_swapped": (0, 1),  # only the last bits differ, because a sum has another order
@@ -160,7 +160,7 @@ def write_adapter(folder: Path) -> None:
 def prefill_decode(folder: Path) -> bool:
     faulty = {"kv_connector": "FaultyNixl", "kv_connector_module_path": "kvfix_engine_verify_vllm"}
     with vllm_server.pair(folder, "off", **faulty) as pair:
-        # NIXL's polling is slow.
+        # Few requests, because NIXL polls slowly.
         small = (pair.url, "--decode", pair.decode.url, "--requests", "16", "--seconds", "900")
         results = [plant(pair.decode, fault, (expected,), *small) for fault, expected in (("", 0), ("zeros", 1))]
     return all(results)
