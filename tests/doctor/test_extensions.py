@@ -93,7 +93,7 @@ AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
         (f"{AVX2} avx512f", ALL, "_C_AVX2"),
         (AVX512, ALL, "_C_AVX512"),
         (f"{AVX512} avx512_bf16", ALL, "_C"),
-        (AVX512, ALL[:2], "_C"),  # an earlier release of vLLM has no build for AVX-512
+        (AVX512, ALL[:2], "_C"),  # an earlier release of vLLM has no _C_AVX512
         (AVX2, ALL[:1], "_C"),  # a vLLM for a GPU has one build
         ("", ALL[:2], "_C"),  # the processor is no x86
     ],
