@@ -3,7 +3,7 @@
 import gzip
 import re
 from collections.abc import Iterator
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,12 @@ def finding_logs(kind: str) -> dict[str, list[str]]:
 
 def expanded(log: str) -> str:
     """Repeat each line that begins with, for example, `12 x ` 12 times. {n} becomes the number of the repetition."""
-    text = ""
-    for times, lines in groupby(log.splitlines(keepends=True), _times):
-        block = "".join(line.partition(" x ")[2] if times else line for line in lines)
-        text += "".join(block.replace("{n}", str(number)) for number in range(times)) if times else block
-    return text
 
+    def repeat(lines: re.Match[str]) -> str:
+        block = re.sub(r"^\d+ x ", "", lines[0], flags=re.MULTILINE)
+        return "".join(block.replace("{n}", str(number)) for number in range(int(lines[1])))
 
-def _times(line: str) -> int:
-    found = re.match(r"(\d+) x ", line)
-    return int(found[1]) if found else 0
+    return re.sub(r"^(\d+) x .*\n(?:\1 x .*\n)*", repeat, log, flags=re.MULTILINE)
 
 
 def real(name: str) -> bytes:
