@@ -18,8 +18,6 @@ from tests.diagnose.lines import CORE, LOGS, NEWEST, asked, logged, real
 
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "diagnose"]
 CRASH, HEALTHY = str(LOGS / "crash-0.3.10.log.gz"), str(LOGS / "healthy-0.5.6.log.gz")
-
-
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -14,17 +14,13 @@ from tests.diagnose.lines import codes, diagnose, real, scanned
 CRASH = real("crash-0.3.10")
 
 
-def lines(log: bytes) -> list[str]:
-    return log.decode().splitlines()
-
-
 def each(log: bytes, prefix: str) -> bytes:
-    return "".join(f"{prefix}{line}\n" for line in lines(log)).encode()
+    return "".join(f"{prefix}{line}\n" for line in log.decode().splitlines()).encode()
 
 
 def as_json(log: bytes, key: str, end: str = "", many: int = 1, **more: Any) -> bytes:
     """Return the log as written by a JSON logger that gets `many` lines of the output at once."""
-    found = lines(log)
+    found = log.decode().splitlines()
     groups = ["\n".join(found[at : at + many]) + end for at in range(0, len(found), many)]
     return "".join(json.dumps({key: group, **more}) + "\n" for group in groups).encode()
 

@@ -100,9 +100,6 @@ WARNED = Problem(
     code="KVD9998", name="of-the-newest", effect="risk", title="", signs=("strange things",),
     why="", do="", for_good="-", releases={"vllm": ">=0.32"},
 )  # fmt: skip
-
-
-#: A problem that is fixed in vLLM 0.11.0.
 RIGHT = structs.replace(WARNED, releases={}, fixed_in={"vllm": "0.11.0"})
 
 

@@ -64,15 +64,13 @@ def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
     assert codes(diagnose(f"{WORKS}{case['log']}\n(APIServer pid=7) INFO any\n"))[:1] == [case["finding"]]
 
 
-STORE_FAILED = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
-RETRIEVE = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
-
-
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
     """The error line has its own finding, also directly above an exception that no record knows."""
+    line = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
+    frames = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):
-        trace = raised(RETRIEVE, f"ValueError: {text}").replace(CORE, "")
-        assert "KVD915" in codes(diagnose(STORE_FAILED, apart, trace))
+        trace = raised(frames, f"ValueError: {text}").replace(CORE, "")
+        assert "KVD915" in codes(diagnose(line, apart, trace))
 
 
 def test_files_of_lmcache_do_not_say_that_vllms_connector_ran() -> None:
