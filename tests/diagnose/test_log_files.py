@@ -6,6 +6,7 @@ KVFIX_TEST_EXAMPLES: number of damaged logs. For 100,000, run `python -m tests.d
 import gzip
 import io
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
-from tests.conftest import Fresh
 from tests.diagnose import mutate
 from tests.diagnose.lines import diagnose_files, real, scanned
 
@@ -92,25 +92,15 @@ def test_rubbish_between_lines(what: bytes) -> None:
     assert sum(line.name == "asked" for line in scanned(log)) == 50
 
 
-def test_a_line_of_100_megabytes(tmp_path: Path, fresh: Fresh) -> None:
-    """Run in a separate process, to measure its memory."""
+def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(polls(10) + b"x" * (100 << 20) + b"\n" + polls(10, 10))
-    code = f"""
-import re
-from kvfix_tools.diagnose import log_files
-from kvfix_tools.diagnose.diagnosis import Diagnosis
-
-def peak():  # not getrusage: what the parent had counts there too
-    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
-
-log, before = Diagnosis(), peak()
-log_files.read(log, log_files.sources([{str(path)!r}]))
-result = log.counts["asked"], peak() - before
-"""
-    found, grown = fresh(code)
-    assert found == 20
-    assert grown < 40_000  # kilobytes
+    tracemalloc.start()
+    asked, _ = count([str(path)])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert asked == 20
+    assert peak < 40 << 20
 
 
 @pytest.mark.parametrize(
