@@ -1,6 +1,5 @@
 """How elements encode their identity, and layouts. The torch backend passes all cells, without CUDA (a stand-in)."""
 
-from functools import partial
 from itertools import combinations, product
 from unittest import mock
 
@@ -8,13 +7,12 @@ import pytest
 import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in, element, region
-from kvfix_tools.roundtrip.backends import named
 from kvfix_tools.roundtrip.backends.torch_copy import IN_FLIGHT, CudaStream, TorchCopy, layers, paged
-from kvfix_tools.roundtrip.cell_check import CellCheck, Result, everywhere
-from kvfix_tools.roundtrip.command import check_cell
+from kvfix_tools.roundtrip.cell_check import CellCheck, everywhere
 from kvfix_tools.roundtrip.element import FIRST, Identity
 from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 from kvfix_tools.roundtrip.matrix import AXES, Cell, pairs
+from tests.roundtrip.test_planted_faults import ran
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CELLS = pairs("torch", AXES)
@@ -57,7 +55,7 @@ def test_each_row_lies_where_the_torch_backend_reads_it(name: str) -> None:
     heads = 1 if LAYOUTS[name].latent else 2
     geometry = Geometry(LAYOUTS[name], torch.float32, layers=3, blocks=5, block=4, heads=heads, head_size=8)
     parts = [(geometry.sizes(), None)]
-    cache = region.make("KV cache", geometry, geometry.layout.axes, parts, torch.device("cpu"), seed=1)
+    cache = region.make("KV cache", geometry, geometry.layout.axes, parts, CPU, seed=1)
     cache.fill(everywhere(FIRST))
     sizes = cache.geometry
     of_backend = [paged(tensor, sizes) for tensor in layers(cache.typed(), sizes)]
@@ -79,8 +77,7 @@ def test_every_pair_of_values_meets() -> None:
 def test_the_torch_backend_passes() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    [torch_copy] = named(["torch"])
-    results = list(map(partial(check_cell, torch_copy, None, CPU), map(Result, CELLS)))
+    results = list(map(ran, CELLS))
     torch.set_num_threads(threads)
     assert [(result.cell, *map(str, result.findings)) for result in results if result.verdict != "passed"] == []
     for result in results:
