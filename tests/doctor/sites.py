@@ -136,7 +136,6 @@ def http(answers: dict[str, Any]) -> Iterator[int]:
 def machine(
     root: Path,
     memory_gib: float = 64,
-    available_gib: float = 48,
     cgroup: dict[str, str] | None = None,
     text: str = "Linux",
     flags: str = "",
@@ -149,7 +148,7 @@ def machine(
     (root / "proc/version").write_text(text)
     (root / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     kib = 2**20
-    lines = [f"MemTotal: {int(memory_gib * kib)} kB", f"MemAvailable: {int(available_gib * kib)} kB"]
+    lines = [f"MemTotal: {int(memory_gib * kib)} kB", f"MemAvailable: {48 * kib} kB"]
     (root / "proc/meminfo").write_text("\n".join(lines) + "\n")
     for path, content in (cgroup or {}).items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -163,13 +162,13 @@ def machine(
 
 
 def look(
-    words: str | list[str],
+    words: list[str],
     place: Path,
     where: Machine | None = None,
     environment: dict[str, str] | None = None,
     server_http: str = "",
 ) -> Setup:
-    command = command_line.read([words] if isinstance(words, str) else words) if words else None
+    command = command_line.read(words) if words else None
     assert command or not words
     return Setup(command, environment or {}, Packages([str(place)]), where, server_http=server_http)
 

@@ -68,14 +68,14 @@ def test_a_check_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPa
 
     first, *others = checks.catalogue()
     monkeypatch.setattr(checks, "catalogue", lambda: (first._replace(look=broken), *others))
-    failed, *rest = checks.lines(look("", tmp_path))
+    failed, *rest = checks.lines(look([], tmp_path))
     says = "this check failed: ZeroDivisionError: planted"
     assert failed == Line(first.name, "unchecked", says, "report this error to kvfix")
     assert rest
 
 
 def test_on_a_machine_without_anything(tmp_path: Path) -> None:
-    lines = list(checks.lines(look("", tmp_path)))
+    lines = list(checks.lines(look([], tmp_path)))
     assert command.exit_code(lines) == 77
     assert all("kvfix doctor where the engine runs" in line.do for line in lines if line.check == "installed")
 

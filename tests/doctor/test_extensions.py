@@ -20,7 +20,6 @@ class version:
 class cuda:
     is_available = staticmethod(lambda: False)
 """
-SUFFIX = EXTENSION_SUFFIXES[0]
 SYMBOL = "_ZN3c105ErrorC2ENS_14SourceLocationE"
 
 
@@ -54,7 +53,7 @@ def for_cuda_12() -> bytes:
     return next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so")).read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
 
-C_OPS = f"c_ops{SUFFIX}"
+C_OPS = f"c_ops{EXTENSION_SUFFIXES[0]}"
 
 
 @pytest.mark.parametrize(
