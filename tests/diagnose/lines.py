@@ -15,6 +15,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.statements import Statement
+from tests.conftest import ROOT
 
 NEWEST = "0.5.6"
 #: Logs of real engines. test_real_logs.py describes them.
@@ -109,6 +110,12 @@ def asked(release: str, total: int, computed: int, hit: int, need: int, request:
 def site_packages() -> Path:
     """Return the folder in which vLLM is installed."""
     return Path(str(installed_source.package_dir("vllm"))).parent
+
+
+def vllm_releases() -> dict[str, Path]:
+    """Return {release: its site-packages} of the installed vLLM and of each vLLM in .cache/vllm."""
+    others = (ROOT / ".cache/vllm").glob("*/lib/python*/site-packages")
+    return {"0.32.0": site_packages(), **{path.parts[-4]: path for path in others}}
 
 
 def raised(frames: list[tuple[str, str, str]], error: str) -> str:

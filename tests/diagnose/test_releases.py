@@ -1,7 +1,5 @@
 """kvfix-diagnose finds the release of vLLM in logs in which no line of LMCache names this release."""
 
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 from packaging.specifiers import SpecifierSet
@@ -9,16 +7,10 @@ from packaging.specifiers import SpecifierSet
 from kvfix_tools.diagnose import advice, grammar, problems, releases
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.problems import Problem
-from tests.diagnose.lines import STARTS, site_packages
+from tests.diagnose.lines import STARTS, vllm_releases
 
-ROOT = Path(__file__).parents[2] / ".cache" / "vllm"
 API = "(APIServer pid=7) INFO 12-03 01:24:01"
 LOGO = "\u2588  version "
-
-
-def here() -> dict[str, Path]:
-    """Return {release: its site-packages}."""
-    return {"0.32.0": site_packages(), **{path.parts[-4]: path for path in ROOT.glob("*/lib/python*/site-packages")}}
 
 
 @pytest.mark.parametrize(
@@ -46,10 +38,10 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
     return f"{head}{words}\n{head}Traceback (most recent call last):\n{head}AssertionError\n"
 
 
-@pytest.mark.parametrize("release", sorted(here()))
+@pytest.mark.parametrize("release", sorted(vllm_releases()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
     """The line number of either message names the release, also for releases that cannot start here."""
-    lines = (here()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
+    lines = (vllm_releases()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)
         log = diagnosed(died(f"core.py:{at}", words).encode())
@@ -73,7 +65,7 @@ def test_other_files_and_lines_say_nothing() -> None:
 @pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
     """A release outside the range has no code in this file. (A file of a few lines only re-exports names.)"""
-    for release, packages in here().items():
+    for release, packages in vllm_releases().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
         has = any(each.is_file() and len(each.read_text().splitlines()) > 20 for each in files)
@@ -86,7 +78,7 @@ def test_a_traceback_bounds_the_release() -> None:
         log = diagnosed(f"Traceback (most recent call last):\n{frame.format(file)}AssertionError\n".encode())
         assert [inside in log.releases.placed(), outside in log.releases.placed()] == [True, False]
         assert log.releases.within("vllm", "<0.15") is False
-    assert set(here()) <= releases.known()
+    assert set(vllm_releases()) <= releases.known()
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:

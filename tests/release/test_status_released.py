@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvfix import applicability, catalogue, installed_source
+from kvfix import applicability, catalogue
 from kvfix_tools.status_released import _file
-from maintain.scenario_matrix import VLLM
-from tests.conftest import RELEASES, ROOT, Fresh
+from tests.conftest import RELEASES, Fresh
+from tests.diagnose.lines import vllm_releases
 
 RELEASED = [sys.executable, "-m", "kvfix_tools.cli", "status", "--released"]
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
@@ -24,12 +24,9 @@ def root(dist: str) -> Path:
     if dist == "lmcache":
         return RELEASES / "0.5.6"
     newest = applicability.fingerprints()[dist]["releases"][-1]
-    places = list((ROOT / VLLM / newest).glob("lib/python*/site-packages"))
-    if newest == installed_source.version(dist):
-        places = [Path(str(installed_source.package_dir(dist))).parent]
-    if not places:
-        pytest.skip(f"vLLM {newest} is not in {VLLM}: `requirements/matrix` fetches it")
-    return places[0]
+    if newest not in vllm_releases():
+        pytest.skip(f"vLLM {newest} is not in .cache/vllm: `requirements/matrix` fetches it")
+    return vllm_releases()[newest]
 
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
