@@ -1,4 +1,4 @@
-"""`kvfix status --released` lists fixes whose code the newest releases in a package index have changed."""
+"""`kvfix status --released` lists fixes whose code the newest releases have changed. pip reads a folder."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def root(dist: str) -> Path:
 
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
-    """Put a wheel into a pip index. It has the files that fixes change. changes: {file: text, or None: left out}."""
+    """Put a wheel with the files that fixes change into a folder for pip. changes: {file: text, or None: left out}."""
     names = {_file(target) for fix in catalogue.fixes() for target in fix.targets if target.dist == dist}
     texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
     texts = {name: text for name, text in {**texts, **(changes or {})}.items() if text is not None}
@@ -38,13 +38,9 @@ def publish(index: Path, dist: str, version: str, changes: dict[str, str | None]
     texts[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n"
     texts[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     texts[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in texts)
-    folder = index / dist
-    folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / f"{dist}-{version}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(index / f"{dist}-{version}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
             archive.writestr(name, text)
-    links = "".join(f'<a href="{wheel.name}">{wheel.name}</a>\n' for wheel in sorted(folder.glob("*.whl")))
-    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
 
 
 @pytest.fixture
@@ -55,8 +51,7 @@ def index(tmp_path: Path) -> Path:
 
 
 def ask(fresh: Fresh, index: Path, code: int, *more: str) -> subprocess.CompletedProcess[str]:
-    nowhere = {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "0"}
-    done = fresh.run([*RELEASED, *more], **nowhere, PIP_INDEX_URL=index.as_uri())
+    done = fresh.run([*RELEASED, *more], PIP_CONFIG_FILE="/dev/null", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(index))
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
