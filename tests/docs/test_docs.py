@@ -88,11 +88,7 @@ def found(site: Path, queries: list[str]) -> list[list[str]]:
     return [[page.removesuffix(".html").upper() for page in pages] for pages in json.loads(asked.stdout)]
 
 
-#: The text before a message in a log.
-HEAD = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:712] "
-
-
-@pytest.mark.parametrize("head", ["", HEAD])
+@pytest.mark.parametrize("head", ["", "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:712] "])
 def test_search_finds_the_page_of_each_message(site: Path, head: str) -> None:
     """Search for each message of the page "I see this error", as the page shows it and as a log shows it."""
     entries = error_index.entries()

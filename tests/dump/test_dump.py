@@ -41,11 +41,6 @@ def hanging(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def members(bundle: str) -> dict[str, str]:
-    with tarfile.open(bundle) as archive:
-        return {each.name.partition("/")[2]: archive.extractfile(each).read().decode() for each in archive.getmembers()}
-
-
 def dumped(pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert command.dump(pid, tmp_path, json=True) == 0
     return dict(json.loads(capsys.readouterr().out))
@@ -57,7 +52,8 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
         again = dumped(process.pid, tmp_path / "dumps", capsys)  # the process continues after the signal
     assert found["processes"][0]["hook"].startswith("in start_load_kv of Connector for ")
     assert again["processes"][0]["hook"].startswith("in start_load_kv of Connector for ")
-    parts = members(found["bundle"])
+    with tarfile.open(found["bundle"]) as archive:
+        parts = {each.name.partition("/")[2]: archive.extractfile(each).read().decode() for each in archive}
     pid = process.pid
     assert os.stat(found["bundle"]).st_mode & 0o777 == 0o600
     assert {"summary.txt", "processes.json", "status.json", f"recorder-{pid}.jsonl"} <= set(parts)

@@ -13,15 +13,13 @@ from kvfix_tools.roundtrip import real_engine
 from tests.conftest import clean_environment, release
 from tests.fork_server import Forked
 
-PROGRAM = Path(__file__).with_name("plays.py")
-
 pytestmark = pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process of this machine")
 
 
 def test_a_fix_skips_the_requests_that_began_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flag, log, lmcache = tmp_path / "flag", tmp_path / "log", release("0.3.10")
     environment = clean_environment(lmcache, KVFIX_DUMP_DIR=str(tmp_path / "dumps"))
-    command = [sys.executable, str(PROGRAM), str(lmcache), str(flag)]
+    command = [sys.executable, str(Path(__file__).with_name("plays.py")), str(lmcache), str(flag)]
 
     def rows() -> dict[str, dict[str, Any]]:
         (process,) = json.loads(capsys.readouterr().out)

@@ -10,7 +10,6 @@ from kvfix_tools.look.shared_folder import SharedFolder
 
 #: The user of the process. Only root can give a file to another user.
 USER = 12345 if os.getuid() == 0 else os.getuid()
-LINK = "Not a directory|Too many levels"
 
 
 @pytest.fixture
@@ -70,5 +69,5 @@ def test_a_folder_that_is_exchanged_later(tmp: Path) -> None:
 def test_no_link_on_the_way_is_followed(tmp: Path) -> None:
     (tmp.parent / "var").symlink_to(tmp)
     for path in ("/var/folder", "/var"):
-        with pytest.raises(OSError, match=LINK):
+        with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
             opened(tmp, path)

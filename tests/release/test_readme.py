@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import RELEASES, ROOT
+from tests.conftest import ROOT, release
 from tests.diagnose.lines import real, site_packages
 from tests.release.conftest import Shell
 
@@ -68,9 +68,8 @@ def of(section: str) -> list[Block]:
 @pytest.fixture(scope="module")
 def engine() -> dict[str, str]:
     """Return an environment with vLLM, LMCache 0.3.10 and kvfix."""
-    assert (RELEASES / "0.3.10/lmcache").is_dir(), "LMCache 0.3.10 is missing: run `make install`"
     return {
-        "PYTHONPATH": os.pathsep.join([str(RELEASES / "0.3.10"), str(site_packages())]), "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join([str(release("0.3.10")), str(site_packages())]), "VLLM_LOGGING_LEVEL": "ERROR",
         "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
 
@@ -142,7 +141,7 @@ def test_the_patch_is_exported_and_applies(shell: Shell, tmp_path: Path) -> None
     checkout = tmp_path / "LMCache"
     for name in [line[6:] for line in patch.read_text().splitlines() if line.startswith("--- a/")]:
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / name).write_bytes((RELEASES / "0.5.6" / name).read_bytes())
+        (checkout / name).write_bytes((release("0.5.6") / name).read_bytes())
     shell("git init -q && git add -A && git commit -qm 0.5.6", folder=checkout)
     shell(f"git am --3way {patch}", folder=checkout)
     assert "A User" in shell("git log -1 --format=%an", folder=checkout).stdout
