@@ -11,7 +11,6 @@ NAME is one of these:
     lora         an adapter without KVF017, which shares KV with its base model, and with KVF017
     pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
     healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
-    noise N      N simulated healthy runs for each kind of noise
 """
 
 import json
@@ -32,7 +31,6 @@ from kvfix_tools.roundtrip import real_engine
 from tests.conftest import Fresh
 from tests.engine import start, vllm_server
 from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Server
-from tests.verify import test_compare
 
 #: {fault: the right exit codes}. A bit flip changes one bit of one loaded element. Bits 30 and 23 are the exponent's
 #: highest and lowest bit. Bit 0 is the mantissa's lowest bit.
@@ -192,15 +190,6 @@ def other_client(url: str, seed: int, ended: threading.Event) -> None:
         ended.wait(drawn.random())
 
 
-def noise(_: Path, runs: int) -> bool:
-    results = []
-    for name in test_compare.NOISE:
-        alarms = test_compare.false_alarms(name, runs)
-        results.append(alarms <= runs * test_compare.FALSE_ALARMS)
-        print(f"{name}: {alarms} false alarms in {runs} simulated runs", flush=True)
-    return all(results)
-
-
 NOISY = {
     "": (0, 77), "last_chunk_wrong": (1,), "other_weights:0.05": (1,),
     **{f"one_bit:{bit}": (0, 1, 77) for bit in range(30, 21, -2)},
@@ -216,7 +205,7 @@ TRIALS: dict[str, Callable[..., bool]] = {
     "noisy": partial(planted, NOISY, KVFIX_TEST_NOISE="0.01"),
     "refusals": refusals,
     "ranks": partial(planted, {"": (0,), "one_rank_wrong": (1,)}, options=["--tensor-parallel-size", "2"]),
-    "lora": lora, "pd": prefill_decode, "healthy": healthy, "noise": noise,
+    "lora": lora, "pd": prefill_decode, "healthy": healthy,
 }  # fmt: skip
 
 if __name__ == "__main__":
