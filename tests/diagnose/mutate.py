@@ -5,7 +5,6 @@
 The logs are made of lines of the real logs in logs/. A log that fails can be made again from its number.
 """
 
-import argparse
 import gzip
 import io
 import json
@@ -14,6 +13,7 @@ import sys
 import traceback
 from functools import lru_cache
 
+import typer
 from rich.console import Console
 
 from kvfix_tools.diagnose import log_files, report_json, report_text
@@ -86,22 +86,19 @@ def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
     return [found.rule.code for found in findings]
 
 
-def main() -> int:
-    options = argparse.ArgumentParser(description="Reads mutated and truncated logs. Exit 1 if one is not read.")
-    options.add_argument("--count", type=int, default=1000, help="how many logs")
-    options.add_argument("--first", type=int, default=0, help="number of the first")
-    given = options.parse_args()
+def main(count: int = 1000, first: int = 0) -> None:
+    """Read mutated and truncated logs. Exit 1 if one is not read."""
     bad = 0
-    for number in range(given.first, given.first + given.count):
+    for number in range(first, first + count):
         log = draw(number)
         try:
             check(log, (1 << 12, 1 << 16, log_files.BLOCK)[number % 3])
         except Exception:  # noqa: BLE001
             bad += 1
             print(f"log {number} ({len(log)} bytes):\n{traceback.format_exc()}", file=sys.stderr)
-    print(f"{given.count} logs: {bad} were not read")
-    return int(bool(bad))
+    print(f"{count} logs: {bad} were not read")
+    sys.exit(bool(bad))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)
