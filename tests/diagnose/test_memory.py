@@ -64,10 +64,7 @@ def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_crashes_without_end() -> None:
-    log, scanner = diagnosis.Diagnosis(), line_scanner.Scanner()
-    for life in lives("crash-0.3.10", 36 << 20):
-        for line in scanner.scan(life):
-            log.take(line)
+    log = diagnosis.diagnosed(b"".join(lives("crash-0.3.10", 36 << 20)))
     assert FINDINGS <= len(log._found) < FINDINGS + 10
     assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
     # The violations of these requests are no findings of their own, after any number of crashes.
