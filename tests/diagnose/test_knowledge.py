@@ -108,9 +108,6 @@ _JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")
 #: The minimum length of a needle. Shorter texts are in every source.
 _SHORTEST = 6
 
-#: {dist: releases}
-Found = dict[str, frozenset[str]]
-
 
 def needle(sign: Sign) -> str:
     """Return what the source must have: a part of the sign's text, its source line, or the head of its function."""
@@ -140,8 +137,8 @@ def claimed(problem: Problem, dist: str) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def anchors() -> dict[str, Found]:
-    """Return {needle of a sign: the releases whose source has it}."""
+def anchors() -> dict[str, dict[str, frozenset[str]]]:
+    """Return {needle of a sign: {dist: the releases whose source has the needle}}."""
     needles = sorted({part for each in catalogue() for sign in each.shows if len(part := needle(sign)) >= _SHORTEST})
     search = AhoCorasick(needles)
     found: dict[str, dict[str, set[str]]] = {part: {"lmcache": set(), "vllm": set()} for part in needles}

@@ -103,10 +103,6 @@ class Fakes:
     def ran(self) -> list[str]:
         return self._ran.read_text().split()
 
-    @property
-    def exits(self) -> dict[str, int]:
-        return {each["stage"]: each["exit"] for each in json.loads((self.out / "results.json").read_text())}
-
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
@@ -116,7 +112,8 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 def test_the_next_stage_runs_after_any_result(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> None:
     assert fakes.run("77", "1", "3", "hang", "0") == 1
-    assert fakes.exits == {"77": NOT_HERE, "1": 1, "3": 3, "hang": TIMED_OUT, "0": 0}
+    exits = {each["stage"]: each["exit"] for each in json.loads((fakes.out / "results.json").read_text())}
+    assert exits == {"77": NOT_HERE, "1": 1, "3": 3, "hang": TIMED_OUT, "0": 0}
     lines = [" ".join(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
     assert lines == ["77 not", "1 FAILED", "3 CRASHED", "hang TIMED", "0 passed"]
     rows = (fakes.out / "table.md").read_text().splitlines()
