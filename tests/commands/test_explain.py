@@ -87,7 +87,6 @@ def test_any_text_is_answered(text: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_text_a_file_and_standard_input_answer_alike(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """A file that cannot be read is an error."""
     report, words = tmp_path / "report.md", "NIXL_ERR_BACKEND in register_memory"
     report.write_text(words)
     monkeypatch.setattr("sys.stdin", io.StringIO(words))

@@ -47,7 +47,6 @@ def expanded(log: str) -> str:
 
 
 def real(name: str) -> bytes:
-    """Return the log of this name in LOGS."""
     return gzip.decompress((LOGS / f"{name}.log.gz").read_bytes())
 
 

@@ -117,7 +117,6 @@ def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Pat
 
 
 def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
-    """docs/diagnose.md has the schema."""
     cut = tmp_path / "cut.log"  # the code of its finding has four digits
     cut.write_text(
         f"{CORE}Traceback (most recent call last):\n"
@@ -152,7 +151,6 @@ def test_the_page_stands_alone_and_escapes_what_a_log_holds(run: Run, tmp_path: 
 
 
 def test_findings_of_a_stream_are_shown_as_they_come() -> None:
-    """The finding is printed while the pipe is still open."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([*COMMAND, "-"], env=clean_environment(), **pipes) as process:
         process.stdin.write(real("crash-0.3.10"))
@@ -242,7 +240,6 @@ def test_annotations_of_github(run: Run, logs: dict[str, str]) -> None:
 
 
 def test_reading_that_is_interrupted_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes after the first 3 MB of 7 MB."""
     log = tmp_path / "long.log"
     log.write_bytes(real("crash-0.3.10") + b"nothing that is read\n" * 333_333)
     take = log_files.blocks
@@ -285,8 +282,6 @@ def test_only_files_of_kvfix_are_overwritten(run: Run, tmp_path: Path, option: s
 
 
 def test_a_page_is_written_whole_or_not_at_all(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full after the first 4 kB."""
-
     def write_text(path: Path, text: str, **_: str) -> None:
         path.write_bytes(text.encode()[:4096])
         raise OSError(28, "No space left on device")

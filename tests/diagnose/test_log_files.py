@@ -131,7 +131,6 @@ def test_numbers_without_end() -> None:
 
 
 def test_files_are_merged_by_time(tmp_path: Path) -> None:
-    """kvfix-diagnose orders the lines of several nodes by time."""
     early, late = POLL.replace(b"01:41:27", b"01:41:00"), POLL.replace(b"01:41:27", b"01:42:00")
     (tmp_path / "a").write_bytes(early % (0, 1) + late % (0, 1))
     (tmp_path / "b").write_bytes(POLL % (0, 1))

@@ -22,7 +22,6 @@ PLANTED = {name: Planted(**row) for name, row in ROWS.items()}
 
 @pytest.fixture(scope="module")
 def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the newest LMCache and the installed vLLM."""
     return site(tmp_path_factory.mktemp("newest"))
 
 

@@ -126,7 +126,6 @@ def test_without_rights_nothing_is_claimed(idle: subprocess.Popen[bytes], tmp_pa
 
 
 def test_a_full_disk_leaves_no_bundle(idle: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """The command may write no file of more than 512 bytes."""
     done = dumped_with(["prlimit", "--fsize=512"], idle.pid, tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "File too large" in done.stderr

@@ -64,7 +64,6 @@ def test_the_parts_of_a_wheel_are_one_package_again(wheel: Path, tmp_path: Path)
 
 
 def test_the_bundle_has_wheels_and_scripts(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is too large is an error."""
     operations = wheel.with_name("vllm_operations-1.0-py3-none-any.whl")
     operations.write_bytes(wheel.read_bytes())
     assert bundle.make(tmp_path / "bundle", [wheel, operations])["2"] == wheel.stat().st_size

@@ -25,7 +25,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the unpacked source archive."""
     place = tmp_path_factory.mktemp("checkout")
     (sdist,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:

@@ -67,7 +67,6 @@ def of(section: str) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def engine() -> dict[str, str]:
-    """Return an environment with vLLM, LMCache 0.3.10 and kvfix."""
     return {
         "PYTHONPATH": os.pathsep.join([str(release("0.3.10")), str(site_packages())]), "VLLM_LOGGING_LEVEL": "ERROR",
         "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "VLLM_NO_USAGE_STATS": "1",

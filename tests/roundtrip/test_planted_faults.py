@@ -139,7 +139,6 @@ def test_with_its_events_it_is_sound_and_without_it_is_found(name: str, kind: st
 
 
 def test_a_hostile_write_to_a_slot_that_is_loaded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The race with neighbouring slots finds the write."""
     scatter = TorchCopy.scatter
 
     def and_one_more(copy: TorchCopy, *more: Any) -> None:

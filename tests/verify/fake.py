@@ -84,7 +84,6 @@ class Engine:
             ]
 
     def handle(self, request: httpx.Request) -> httpx.Response:
-        """Answer one request of httpx."""
         path = request.url.path
         self.paths.append(path)
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":

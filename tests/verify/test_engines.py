@@ -14,7 +14,6 @@ REQUESTS = ("--requests", "24", "--prompt-tokens", "500", "--seconds", "800")
 
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server with kvfix's fixes."""
     with Server(tmp_path_factory.mktemp("verify") / "fixed", IN_PROCESS, "fix").running() as server:
         yield server
 

@@ -54,7 +54,6 @@ FAULTS = {
 
 
 def verify(*arguments: str) -> tuple[int, str]:
-    """Run `kvfix verify` and return its exit code and output."""
     done = Fresh(1000).run([sys.executable, "-m", "kvfix_tools.cli", "verify", *arguments])
     return done.returncode, done.stdout + done.stderr
 
@@ -93,7 +92,6 @@ def plant(server: Server, fault: str, expected: tuple[int, ...], *arguments: str
 
 
 def connectors(folder: Path) -> bool:
-    """Try LMCacheConnectorV1 without and with kvfix, LMCacheMPConnector, OffloadingConnector, and no connector."""
     with start.server() as mp:
         cases: list[tuple[str, Any, int]] = [
             ("off", IN_PROCESS, 1), ("fix", IN_PROCESS, 0), ("off", mp, 0), ("off", OFFLOADING, 0), ("off", None, 77),
@@ -126,7 +124,6 @@ def kill_within_an_answer(server: Server) -> None:
 
 
 def lora(folder: Path) -> bool:
-    """Try an adapter with KVFIX=fix, and then also with KVF017."""
     write_adapter(folder / "adapter")
     options = ["--enable-lora", "--lora-modules", f"adapter={folder / 'adapter'}"]
     ways = [("fix", 1), ("fix plus=KVF017", 0)]
