@@ -72,12 +72,11 @@ def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
 
 
 def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
-    """A newer LMCache has one rewritten function and lacks one file. A newer vLLM has a file that is not Python."""
+    """A newer LMCache has one changed function and lacks one file. A newer vLLM has a file that is not Python."""
     text = (root("lmcache") / ADAPTER).read_text()
     hook = "def get_num_new_matched_tokens("
     assert text.count(hook) == 1
-    body = text.index('"""', text.index('"""', text.index(hook)) + 3) + 3
-    changed = f"{text[:body]}\n        logger.debug('new')\n{text[body:]}"
+    changed = text.replace(hook, f"@new\n    {hook}")
     gone = next(_file(target) for fix in catalogue.fixes() for target in fix.targets if fix.code == "KVF016")
     publish(index, "lmcache", "0.5.7", {ADAPTER: changed, gone: None})
     publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # a release candidate does not count as the newest release
