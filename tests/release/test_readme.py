@@ -7,11 +7,12 @@ vLLM scheduler runs with the released LMCache 0.3.10. It dies when it plays the 
 import os
 import re
 import subprocess
-import textwrap
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from markdown_it import MarkdownIt
 
 from tests.conftest import ROOT, release
 from tests.diagnose.lines import real, site_packages
@@ -27,12 +28,12 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    found = []
-    for part in re.split(r"(?m)^(?=#)", text):
-        title, _, body = part.partition("\n")
-        for code in re.finditer(r"(?ms)^```(\w+)\n(.*?)^```|(?:^    [^\n]*\n)+", body):
-            block = code[2] if code[1] else textwrap.dedent(code[0])
-            found.append(Block(title.lstrip("# "), code[1] or "", block.strip("\n")))
+    found, section = [], ""
+    for before, token in pairwise(MarkdownIt().parse(text)):
+        if before.type == "heading_open":
+            section = token.content
+        elif token.type in ("fence", "code_block"):
+            found.append(Block(section, token.info, token.content.strip("\n")))
     return found
 
 
