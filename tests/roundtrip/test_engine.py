@@ -96,23 +96,20 @@ def test_the_error_that_came_first_is_reported() -> None:
 class TestOnRealEngines:
     """LMCache's own connector V2 moves the KV of vLLM's attention. (tests/engine has the multi-process mode.)"""
 
-    def run(self, *more: str) -> tuple[int, dict[str, Any]]:
-        answer = output_of("--backend", "engine-v1", *more)
-        [cell] = answer["cells"]
-        return answer["exit"], cell
-
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """LMCache issue 4463: all tokens are promised and loaded, nothing is logged, and the answers differ. (LMCache
         0.5.6 is the first release whose torch operations refuse the layout of vLLM for the CPU.)"""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))
-        code, cell = self.run("--no-fixes")
-        assert (code, cell["verdict"]) == (1, "failed")
+        answer = output_of("--backend", "engine-v1", "--no-fixes")
+        [cell] = answer["cells"]
+        assert (answer["exit"], cell["verdict"]) == (1, "failed")
         assert cell["reason"] == "warm: 3 of 3 outputs differ from outputs without a connector"
         assert "of 600 prompt tokens 576 were promised and 576 loaded" in cell["operations"]
 
     def test_with_kvfix(self) -> None:
-        code, cell = self.run()
-        assert code == 0, cell
+        answer = output_of("--backend", "engine-v1")
+        [cell] = answer["cells"]
+        assert answer["exit"] == 0, cell
         assert "of 600 prompt tokens 576 were promised and 576 loaded" in cell["operations"]
