@@ -208,19 +208,15 @@ def test_hardly_any_record_is_without_an_anchor() -> None:
 RAN = "INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: {} and\n"
 
 
-def _filled(text: str) -> str:
-    return re.sub(r"<\w+>", "7", text)
-
-
 def shown(problem: Problem, sign: Sign) -> str:
     if sign.form == "logged":
-        return (VLLM if "vllm" in problem.releases else LMCACHE).format(level="ERROR", text=_filled(sign.text))
+        return (VLLM if "vllm" in problem.releases else LMCACHE).format(level="ERROR", text=PLACE.sub("7", sign.text))
     if sign.form == "stack":
         file, _, function = sign.within.rpartition(":")
         return f"Thread 4242 (active+gil)\n    {function} (lmcache/{file}:7)\n    run (threading.py:9)\n"
     if sign.form == "died":
         if not sign.within:
-            text = _filled(sign.text)
+            text = PLACE.sub("7", sign.text)
             return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"ERROR {text}\n"
         file, _, function = ("", "", sign.within) if "::" in sign.within else sign.within.rpartition(":")
         return (
@@ -231,7 +227,7 @@ def shown(problem: Problem, sign: Sign) -> str:
         )
     file, _, function = sign.within.rpartition(":")
     path = file or ("any.py" if problem.general else "lmcache/any.py")
-    text = f": {_filled(sign.text)}" if sign.text else ""
+    text = f": {PLACE.sub('7', sign.text)}" if sign.text else ""
     caller = sign.through if sign.through.endswith(".py") else f"{sign.through}/caller.py"
     frames = [(caller, "call", "call()")] if sign.through else []
     return raised([*frames, (path, function or "any", sign.source or "call()")], f"{sign.kind or 'RuntimeError'}{text}")
