@@ -126,11 +126,9 @@ def http(answers: dict[str, Any]) -> Iterator[int]:
         def log_message(self, *_: Any) -> None: ...
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield server.server_port
         server.shutdown()
-        thread.join()
 
 
 def machine(
