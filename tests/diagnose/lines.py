@@ -51,7 +51,7 @@ def real(name: str) -> bytes:
 
 
 def filled(template: str, given: tuple[Any, ...] = ()) -> tuple[str, list[str]]:
-    """Return the template, filled with these values and then with distinct numbers; and all values used."""
+    """Fill the template with these values, and then with distinct numbers. Return the text and all values in it."""
     used: list[str] = []
     values: Iterator[Any] = iter((*given, *(number for number, _ in zip(count(12), template, strict=False))))
 
@@ -73,7 +73,7 @@ def printed(release: str, row: Statement, *values: Any) -> str:
 
 
 def logged(release: str, message: str, *values: Any, which: str = "") -> str:
-    """Return the line of LMCache's first statement of this message in this release. which: part of the template."""
+    """Return the line of the first statement in this release that logs this message. which: part of its template."""
     for row in statements.known()["lmcache"]:
         if row.message == message and release in row.lines and which in f"'{row.template}'":
             return printed(release, row, *values)

@@ -1,4 +1,4 @@
-"""The summary in 8 kB and the bug report: both have the root exception, and nothing private."""
+"""The summary of at most 8 kB and the bug report show the root exception, and nothing private."""
 
 from pathlib import Path
 

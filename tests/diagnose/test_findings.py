@@ -1,4 +1,4 @@
-"""Each finding is found in its logs, and not in logs that only look like it (finding_logs.toml)."""
+"""kvfix-diagnose makes each finding from its logs, and not from similar logs (finding_logs.toml)."""
 
 import pytest
 

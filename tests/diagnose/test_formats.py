@@ -106,7 +106,7 @@ ASSERTED = (
     ],
 )  # fmt: skip
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
-    """torch, torchrun, Ray, Docker, srun and pdsh put a prefix before each line. vLLM's logger did not print it."""
+    """torch, torchrun, Ray, Docker, srun and pdsh put a prefix before each line, in place of the logger's."""
     rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
     assert codes(diagnose("\n".join(rows))) == ["KVD849"]
     assert codes(diagnose("\n".join(rows[1:]))) == ["KVD849"], "cut off above"

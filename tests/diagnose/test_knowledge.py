@@ -247,7 +247,7 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def second(problem: Problem, log: str) -> list[str]:
-    """Return the codes of findings in this one-line log that are neither the problem nor a record of other releases."""
+    """Return the codes of the other findings in this log of one line, without records of other releases."""
     found = [code for code in codes(diagnose(log)) if code != problem.code]
     known = {each.code: each for each in catalogue()}
     records = {code: known.get(code) for code in found}
@@ -256,7 +256,7 @@ def second(problem: Problem, log: str) -> list[str]:
 
 @EVERY
 def test_a_line_is_one_record(problem: Problem) -> None:
-    """No sign of a record yields a second finding, and so a second remedy, unless no release has both problems."""
+    """A sign yields one finding, and so one remedy. A second finding is right only if no release has both problems."""
     head = RAN.format(problem.connectors[0]) if problem.named else ""
     for sign in problem.shows:
         if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:

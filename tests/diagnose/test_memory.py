@@ -67,5 +67,5 @@ def test_crashes_without_end() -> None:
     log = diagnosis.diagnosed(b"".join(lives("crash-0.3.10", 36 << 20)))
     assert FINDINGS <= len(log._found) < FINDINGS + 10
     assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
-    # The violations of these requests are no findings of their own, after any number of crashes.
+    # After any number of crashes, the violations of these requests are not separate findings.
     assert {found.rule.code for found in log.findings} == {"KVD101"}

@@ -13,7 +13,7 @@ from tests.diagnose.lines import LOGS, finding_logs, real
 
 @lru_cache(maxsize=1)
 def known() -> list[bytes]:
-    """Return logs of real engines that fail, and the logs of the rules."""
+    """Return logs of real engines that fail, and the logs in finding_logs.toml that have a finding."""
     whole = [real(path.name.removesuffix(".log.gz")) for path in sorted(LOGS.glob("*.gz"))]
     failed = [log for log in whole if troubles(diagnosed(log))]
     return failed + [log.encode() for logs in finding_logs("found").values() for log in logs]

@@ -1,4 +1,4 @@
-"""`make drill` plays without and with the fixes. It reports violations that are worse than all those without them."""
+"""`make drill` reports a violation that occurs only with the fixes if it is worse than all violations without fixes."""
 
 import pytest
 

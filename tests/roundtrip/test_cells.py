@@ -42,7 +42,7 @@ def test_no_two_words_are_alike_and_a_seed_changes_all() -> None:
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "uint8"])
 def test_every_kind_of_float_occurs(name: str) -> None:
-    """A comparison of floats would miss some differences (-0.0 and 0.0), and report equal elements (NaN)."""
+    """A comparison of floats would miss differences (-0.0 and 0.0), and report equal elements as different (NaN)."""
     held = every_identity(0).view(DTYPES[name]).float()
     assert bool(held.isnan().any())
     assert bool((held < 0).any())

@@ -57,7 +57,7 @@ def test_a_finding_names_the_content_of_a_slot() -> None:
 
 
 def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
-    """Run a cell with this class in place of TorchCopy. Return {check: classes of its finding}."""
+    """Run a cell with this class in place of TorchCopy. Return {check: classes of the finding}."""
     check = CellCheck(Cell("torch", **cell), CPU)
     return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
 
