@@ -1,4 +1,4 @@
-"""Shared by all tests: the released LMCache on disk, fresh processes, and a fork server that has imported vLLM once."""
+"""Helpers for all tests: releases of LMCache on disk, fresh processes, and a fork server that imports vLLM once."""
 
 import functools
 import hashlib
@@ -30,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 RELEASES = Path(os.environ.get("KVFIX_TEST_RELEASES", ROOT / ".cache/lmcache"))
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
-#: Variables that change kvfix, vLLM or their metrics; a test starts without them. LMCache sets the last variable in
-#: each process that imports LMCache. A server with this variable shows the metrics of other processes.
+#: A test starts without these variables, which change kvfix, vLLM or their metrics. LMCache sets the last variable in
+#: each process that imports LMCache. A server with the last variable shows the metrics of other processes.
 _OURS = ("KVFIX", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "PROMETHEUS_MULTIPROC_DIR")
 
 
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make kvfix forget its own earlier errors, as it reports each once per process. Return their counts."""
+    """Make kvfix forget its earlier errors, because it reports each error once per process. Return the error counts."""
     from kvfix.session import session
 
     for name in ("faults", "reported", "lines", "tallies"):
@@ -123,7 +123,7 @@ class ForkServer:
     def __call__(
         self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any, fixes: Fixes = False
     ) -> Any:
-        """Return `result` of the case, run with this LMCache first on sys.path. A failure shows its output.
+        """Run the case with this LMCache first on sys.path. Return its `result`, or fail with the output of the case.
 
         case: Python code that leaves its answer in `result`, or a function of a test module, called with the arguments.
         """
@@ -155,7 +155,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
-    """Return code that prepares the lab and calls this function. torch uses only the thread that a fork has."""
+    """Return code that prepares the lab and calls this function. torch uses one thread, because a fork has one."""
     return f"""
 import torch
 torch.set_num_threads(1)
@@ -212,9 +212,9 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> O
 def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn a function into a test: the function runs in a fork, and must return the expected answer.
 
-    expected: one answer, or two: without and with the fixes.
+    expected: one answer, or two answers: the first without fixes, the second with fixes.
     also: more parameters of the test, separated by spaces: `fixes`, `release`, and `answer` if `expected` is empty.
-    fixed: `fixes` and `release`, if not in `also`. Defaults: 0.5.6, and no fix (for a second answer: all fixes).
+    fixed: `fixes` and `release`, if not in `also`. Default: 0.5.6 without fixes; for a second answer, all fixes.
     """
 
     def make(case: Callable[..., Any]) -> Any:

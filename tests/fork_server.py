@@ -1,8 +1,8 @@
-"""A process that has imported vLLM (preloaded.py), and its forks: programs, and processes that serve further forks.
+"""Fork a process that has imported vLLM (preloaded.py). A fork runs one program, or it serves further forks.
 
-A fork saves the 12 s of a core that the imports take. EngineCore and the workers of an engine are forks too, as on a
-GPU. vLLM for the CPU would start new processes (cpu.py 0.32.0:409). tests/engine/plugin/kvfix_engine_test.py makes
-this work after an import of LMCache. Programs that must start and end like a user's program are not forked.
+A fork saves the 12 s of processor time that the imports take. EngineCore and the workers of an engine are forks too, as
+on a GPU. By default, vLLM for the CPU starts new processes (cpu.py 0.32.0:409). The plugin kvfix_engine_test.py lets
+vLLM fork after an import of LMCache. Programs that must start and end like a user's program are not forked.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from tests import quick
 
 FORK = multiprocessing.get_context("fork")
 CONTEXT = multiprocessing.get_context("forkserver")
-#: Variables that the process to be forked reads once.
+#: Environment variables that a process reads only once, so they are set before the forks.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-#: Models that upstream's tests look up.
+#: The folder of the models that upstream's tests look up.
 HUB = Path(__file__).parent.parent / ".cache/peers/hub"
 
 
@@ -37,7 +37,7 @@ FORK_WORKERS = "KVFIX_TEST_FORK"
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
-    """Start a fork that runs this function of this module."""
+    """Start a fork that runs `target`, a function of this module."""
     quick.skip()
     from maintain import peers  # not at the top: the process to be forked must not import kvfix
 
@@ -50,12 +50,12 @@ def start(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 class Forked:
-    """The parts of subprocess.Popen that the tests need."""
+    """A forked program, with the methods of subprocess.Popen that the tests need."""
 
     def __init__(
         self, command: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str], cwd: Path, **_: Any
     ) -> None:
-        """command: Python, and a program's file or `-m` and a module, with arguments. stdout, stderr: named files."""
+        """command: Python, then a program's file or `-m MODULE`, then arguments. stdout, stderr: named files."""
         self._process = start(run_program, command[1:], env, str(cwd), stdout.name, stderr.name)
         self.pid: int = self._process.pid
 
@@ -74,7 +74,7 @@ class Forked:
 def run_program(arguments: list[str], environment: dict[str, str], folder: str, output: str, errors: str) -> None:
     """Run `python PROGRAM ARGUMENT...`, or `python -m MODULE ARGUMENT...`, in a new session.
 
-    The program ends abruptly: vLLM takes 8 s to end its processes, so the test kills them instead.
+    The program ends with `os._exit`, because vLLM takes 8 s to end its processes. The test kills these processes.
     """
     os.setsid()
     os.chdir(folder)
@@ -111,7 +111,7 @@ def serve(connection: Connection, first: str, environment: dict[str, str]) -> No
     with contextlib.redirect_stdout(sys.stderr):
         exec(first, {})
     gc.collect()
-    gc.freeze()  # otherwise the collector would visit, and so copy, all this memory in each fork
+    gc.freeze()  # otherwise a collection in a fork would visit all objects, and so copy their memory
     with contextlib.suppress(EOFError):
         while True:
             connection.send(_forked(connection.recv()))

@@ -1,8 +1,8 @@
 """`make quick` (pytest --quick) leaves out each test that imports torch, or starts a program that imports torch.
 
-vLLM and LMCache import torch first. So this leaves out all tests that use vLLM or LMCache, without a list of tests. The
-module without_torch/torch.py replaces torch. If pytest's own process imports it, the test is skipped. A program that
-the test starts ends at the import, and then the test is skipped too.
+vLLM and LMCache import torch first. So no list of the tests that use vLLM or LMCache is necessary. The module
+without_torch/torch.py replaces torch. If pytest's own process imports this module, the test is skipped. A program that
+the test starts ends when it imports this module, and then the test is skipped too.
 """
 
 import os
@@ -24,7 +24,7 @@ LEFT_OUT = (
 )  # fmt: skip
 #: This variable has the path of a file. A program makes the file when it imports torch. The path ends in pytest's pid.
 VARIABLE = "KVFIX_TEST_WANTS_TORCH"
-#: The folder that comes first on the path of programs that tests start.
+#: The folder that comes first on PYTHONPATH in programs that tests start.
 SITE = Path(__file__).with_name("without_torch")
 
 

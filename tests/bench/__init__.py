@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """A measured promise, in `unit`. context: other values of the same run, such as the value to compare with."""
+    """A promise and its measured value, in `unit`. context: other values of the run, for example to compare with."""
 
     what: str
     measured: float

@@ -2,8 +2,8 @@
 
     python -m tests.bench [NAME ...]
 
-A bench is a module of this folder with `measure()`, which yields rows. It has no time limit. Results are shown even if
-another bench fails. Exit 1 if a bench failed, or a promise was not kept.
+A bench is a module of this folder with `measure()`, which yields rows, without a time limit. If a bench fails, the
+results of the other benches are still shown. Exit 1 if a bench failed, or a promise was not kept.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Measure kvfix-diagnose: its time on one core, relative to a search in Python for the same needles, and its memory.
 
-A "life" is the log of an engine from start to end. kvfix-diagnose reads lives with new request ids and times, a sparse
-log (99 of 100 lines mean nothing to it), and a stream of 200 MB. Seconds are processor time without Python's start.
+A "life" is the log of an engine from start to end. kvfix-diagnose reads lives, a sparse log and a stream of 200 MB. In
+the sparse log, 99 of 100 lines mean nothing to kvfix-diagnose. The start of Python does not count as processor time.
 """
 
 import json
@@ -22,11 +22,11 @@ from tests.conftest import clean_environment
 from tests.diagnose.lines import real
 
 FIXTURES = ("healthy-0.5.6", "crash-0.3.10", "mp-0.5.6", "degraded-0.5.6")
-#: A request id, or a time of LMCache's logger. Each life gets new ones.
+#: Matches a request id, or a time of LMCache's logger. Each life gets new ids and times.
 OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 MEGABYTES = 48
 ROUNDS = 5
-#: Limits of the time, as a multiple of that of the search in Python: for lives of engines, and for a sparse log.
+#: Limits of the time for lives of engines, and for a sparse log. The unit is the time of the search in Python.
 REAL, SPARSE = 4, 0.5
 GIGABYTES = 0.2
 #: Lines that mean nothing to kvfix-diagnose: vLLM's access log, and its log of requests.
@@ -72,7 +72,7 @@ def measure() -> Iterator[Row]:
 
 
 def sparse() -> Iterator[bytes]:
-    """Yield lines of engines, each after 99 lines from OTHERS. These 99 are as long as 75 lines of engines."""
+    """Yield lines of engines, each after 99 lines from OTHERS. These 99 lines are as long as 75 lines of engines."""
     for life in lives("healthy-0.5.6", (MEGABYTES << 20) // 75):
         for number, line in enumerate(life.splitlines(keepends=True)):
             for other in range(99 * number, 99 * number + 99):

@@ -1,7 +1,7 @@
 """Measure the lab with all checks on one core, after imports: its time, its memory, and the time of a shrink.
 
-The time is relative to that of vLLM's scheduler with LMCache's connector for the same steps. The time of a shrink is
-relative to one play of the schedule.
+The unit of the lab's time is the time that vLLM's scheduler with LMCache's connector takes for the same steps. The unit
+of the time of a shrink is the time of one play of the schedule.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.bench import Row
 from tests.conftest import RELEASES, Fresh
 
-#: Schedules that are measured.
+#: Number of measured schedules.
 SCHEDULES = 200
 SPEED = """
 import gc, time
@@ -38,9 +38,9 @@ with runner.applied(False), patched:
     measured(range(10**6, 10**6 + 10))
     result = measured(range({schedules}))
 """
-#: Steps after which memory is measured. The first ones fill caches and the allocator.
+#: Memory is measured after each of these numbers of steps. The first steps fill caches and the allocator.
 FEW, MANY = 10_000, 40_000
-#: Measures memory in a run like the nightly one: with the fixes, in mode `check`.
+#: This code measures memory in a run with the fixes in mode `check`, like the nightly run.
 MEMORY = """
 import gc, math, os
 from kvfix_tools.lab import runner

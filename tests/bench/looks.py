@@ -1,8 +1,8 @@
-"""`kvfix look` at an engine under load that was started without kvfix: a thousand looks, one a second.
+"""Measure `kvfix look`: a thousand looks, one a second, at a loaded engine that was started without kvfix.
 
-No look may find anything wrong, and every round of the same requests must have the same answers. The engine has one
-core, with one thread for its kernels; the looker has another. Measured: how long a look stops a thread of the engine,
-without waits for a core, and the processor time that the engine's main thread spends on kvfix.
+No look may find anything wrong, and every round of the same requests must have the same answers. Engine and looker have
+one core each, and the engine has one thread for its kernels. The bench measures how long a look stops a thread of the
+engine, without waits for a core. It also measures the processor time that the engine's main thread spends on kvfix.
 """
 
 import os
@@ -24,10 +24,10 @@ from tests.engine import start
 LOOKS = 1000
 #: Seconds between two looks.
 PAUSE = 1.0
-#: The engine's core, and the looker's.
+#: Numbers of the engine's core and of the looker's core.
 ENGINE, LOOKER = 0, 1
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(ENGINE)}
-#: Runs in the engine in place of the injected program: runs that program, and writes its time.
+#: This code replaces the injected program in the engine. It runs the injected program, and writes the time of the run.
 _TIMED = """
 import time
 began = time.thread_time()

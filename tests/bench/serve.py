@@ -1,11 +1,11 @@
-"""The workload of the first bug report: `vllm serve` with LMCache on the CPU, and eight clients at a time.
+"""Measure the workload of the first bug report: `vllm serve` with LMCache on the CPU, and eight clients at a time.
 
 vLLM preempts requests: prompts are random, blocks are few, and prefill is chunked. A server in mode `strict` has to
 answer every request. Then the clients ask three servers in turn: without kvfix, in mode `fix`, in mode `check`. A step
-takes 5 ms with the small model, and 10 to 50 ms with a real one. kvfix takes the same time in both.
+takes 5 ms with the small model, and 10 to 50 ms with a real model. The time of kvfix does not depend on the model.
 
 The four servers take nine minutes on two cores that must be idle otherwise. Each server computes with one thread.
-Several threads would spin while they wait for one another, and the bench would mostly measure this.
+Several threads would spin while they wait for one another, and the bench would mostly measure these waits.
 """
 
 import json
@@ -25,19 +25,19 @@ from kvfix_tools.roundtrip.real_engine import MODEL, in_process
 from tests.bench import Row
 from tests.engine.vllm_server import Server, ask_all
 
-#: Prompts for the server in mode `strict`.
+#: Number of prompts for the server in mode `strict`.
 PROMPTS = 96
-#: Prompts of one run of the clients, and runs of each server after a first run that warms it up. The speed of a shared
-#: machine changes by a third within seconds. Servers that take turns in many short runs all see the same speeds.
+#: Number of prompts in a run of the clients, and number of measured runs of each server. An earlier run warms it up.
+#: The speed of a shared machine changes by a third within seconds. So the servers take turns in many short runs.
 SHORT, TURNS = 16, 60
-#: Tokens of a prompt, and tokens generated for it. 32 blocks of 32 tokens hold three such requests.
+#: Number of tokens of a prompt, and of generated tokens. 32 blocks of 32 tokens hold three requests of this size.
 INPUT, OUTPUT = 300, 40
 SIZES = {"num-gpu-blocks-override": 33, "max-num-batched-tokens": 352}
 
 PREEMPTIONS = "vllm:num_preemptions_total"
 #: Percent of the time that kvfix may take, in each mode.
 BUDGET = {"fix": 1, "check": 3}
-#: All orders of the servers, because a server that has just run is faster than one that has rested.
+#: All orders of the servers, because a server that has just run is faster than a server that has rested.
 ORDERS = list(permutations(("", *BUDGET)))
 
 
@@ -79,7 +79,7 @@ def measure() -> Iterator[Row]:
 
 
 def ask(server: Server, prompts: int, seed: int) -> tuple[int, float]:
-    """Return the number of answered requests, and the seconds for all of them together."""
+    """Return the number of answered requests, and the seconds for all requests together."""
     drawn = random.Random(seed)
     requests = [(drawn.choices(range(MODEL["vocab_size"]), k=INPUT), OUTPUT) for _ in range(prompts)]
     start = time.perf_counter()

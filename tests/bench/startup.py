@@ -1,4 +1,4 @@
-"""The start of a process: `kvfix.apply()` by itself, and all of kvfix while the modules of an engine are imported."""
+"""Measure `kvfix.apply()` in a new process, and the time of kvfix while a process imports the modules of an engine."""
 
 import subprocess
 import sys
@@ -12,8 +12,8 @@ from tests.conftest import Fresh, clean_environment
 PAIRS = 25
 IMPORTS = 3
 
-#: Measures the processor time in kvfix, and of the whole process. It times every call into kvfix, because the times of
-#: two processes differ by more than kvfix takes.
+#: This code measures the processor time of kvfix and of the whole process. It times every call into kvfix, because the
+#: times of two processes differ by more than the time of kvfix.
 WHOLE = """
 from time import thread_time
 from tests.engine.plugin.kvfix_engine_times import timed
@@ -33,7 +33,7 @@ result = [sum(own), thread_time() - started]
 
 def measure() -> Iterator[Row]:
     bare, with_kvfix = [], []
-    for _ in range(PAIRS):  # in turn, so that a slow moment of the machine meets both
+    for _ in range(PAIRS):  # in turn, so that a slow moment of the machine slows down both
         bare.append(run("pass"))
         with_kvfix.append(run("import kvfix; kvfix.apply()"))
     added = median(with_kvfix) - median(bare)

@@ -1,7 +1,7 @@
 """Measure the processor time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
 
-A step is `schedule()` and `update_from_output()` with LMCache's connector, with OffloadingConnector (each step begins
-and ends eight store jobs), or with NixlConnector (a lease). A real step takes milliseconds more, for the model.
+A step calls `schedule()` and `update_from_output()`. The connector is LMCache's, OffloadingConnector (a step begins and
+ends eight store jobs), or NixlConnector (a step ends a lease). A real step takes milliseconds more, for the model.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ with runner.quiet():
     assert not dumps, dumps
 """
 
-#: Measures a layer hook of the connector, whose adapter does nothing. All other figures are without `layers`.
+#: This code measures a layer hook. The connector's adapter does nothing. All other figures are without `layers`.
 LAYER = """
 import timeit
 from types import SimpleNamespace
@@ -127,7 +127,7 @@ STEPS = {
     "offloading": ("steps with OffloadingConnector's jobs", BUDGET),
     "nixl-pull": ("steps with NixlConnector's leases", {**BUDGET, "observe": 3}),
 }
-#: Calls through kvfix in a step at most, as each takes at least 0.1 us: no fix may wrap what runs per request.
+#: Maximum of calls through kvfix in a step. A call takes 0.1 us or more, so no fix may wrap what runs per request.
 CALLS = 24
 
 

@@ -16,7 +16,7 @@ def lose(connector):
 
 
 class CountsQuestions(FolderConnector):
-    """It treats a call of get_num_new_matched_tokens as a grant, and then promises nothing more."""
+    """The connector treats a call of get_num_new_matched_tokens as a grant, and then promises nothing more."""
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         asked = self.__dict__.setdefault("asked", set())
@@ -64,7 +64,7 @@ class ResetsNothing(FolderConnector):  # its reset does nothing and reports succ
         return True
 
 
-class ForgetsAborted(FolderConnector):  # a load takes two steps; it is not reported if its request ends meanwhile
+class ForgetsAborted(FolderConnector):  # a load takes two steps, and is not reported if its request ends meanwhile
     def get_finished(self, finished_req_ids):
         waiting = self.__dict__.setdefault("waiting", deque([set(), set()]))
         waiting.append(super().get_finished(finished_req_ids)[1])
@@ -102,7 +102,7 @@ class LeavesOutALayer(FolderConnector):  # it stores and loads the first layer o
         self.kv_caches = dict(list(kv_caches.items())[:1])
 
 
-class StoresNothing(FolderConnector):  # it stores nothing: it breaks no rule, but no load can be tested
+class StoresNothing(FolderConnector):  # it breaks no rule, but no load can be tested
     def wait_for_save(self): ...
 
 
