@@ -1,7 +1,7 @@
-"""Raise errors at random lines of the fixes while the lab plays, and check that the outcome is not worse.
+"""Raise errors at random lines of the fixes while the lab plays. No outcome may be worse than without fixes.
 
 Run thousands of draws by hand with `python -m tests.lab.faults DRAWS [--seed N] [--lmcache-path FOLDER]`.
-Call `install` before Python loads the first fix: it replaces the functions of `kvfix.wrapping` that fixes use.
+Call `install` before Python loads the first fix. `install` replaces the functions of `kvfix.wrapping` that fixes use.
 """
 
 import ast
@@ -35,7 +35,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """The line of a fix at which to raise, and the lines that ran. time: at which run of `line`. always: and later."""
+    """Raise at a line of a fix, and count lines that run. time: the run that raises. always: later runs raise too."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -46,7 +46,7 @@ class Plan:
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
-            return None  # the engine itself calls this function: raise only in functions that it calls
+            return None  # the engine calls this function itself: raise only in functions that this function calls
         return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
 
     def at(self, frame: Any, event: str, _: Any) -> Any:
@@ -93,7 +93,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Return the lines of the file that cannot raise, and those in `finally`, which restore the engine's objects."""
+    """Return the lines of the file that cannot raise, and lines in `finally`, which restore the engine's objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):
@@ -245,7 +245,7 @@ def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> 
 
 
 def faults(draws: int, seed: int = 0, seeds: int = 0, only: Sequence[str] = (), say: Function = lambda _: None) -> Any:
-    """Draw lines of each fix with scenarios, and raise there. Return draws by fix, and worse outcomes."""
+    """Raise at drawn lines of each fix that has scenarios. Return the number of draws by fix, and worse outcomes."""
     install()
     from kvfix import catalogue
 

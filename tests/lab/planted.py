@@ -30,7 +30,7 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    shows: tuple[str, ...]  # the lab must find one of these: the code of a rule, and a part of the message
+    shows: tuple[str, ...]  # the lab must find one: the code of a rule, and a part of the message
     plant: Plant
     options: dict[str, Any] = {}  # changed options of the setup
     schedule: Plant | None = None  # replaces the schedule of the setup
@@ -91,7 +91,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
     """Play a setup with a fault. Return the codes and messages of the findings, the counters, and the hits.
 
-    The reports of kvfix count too. name: of the fault; "": none. planted: if False, play only the fault's schedule.
+    Reports of kvfix are findings too. name: fault; "": no fault. planted: if False, play only the fault's schedule.
     """
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
@@ -191,7 +191,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Return a schedule of three requests, two with one prefix. Both engines get those in `at_once` at once."""
+    """Return a schedule of three requests; two share a prefix. at_once: requests sent to both engines at once."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))
@@ -207,7 +207,7 @@ def _others_write(pair: Any) -> None:
 OF_RANKS = steps(
     [do.ask("a", prompt(100), 5), do.ask("b", prompt(150), 5), do.step(3), do.ask("c", prompt(60, seed=1), 5)],
     do.step(3),
-    # each needs a request, because an engine without requests makes no step
+    # each write needs a request, because an engine without requests makes no step
     [[do.ask(f"other-{number}", prompt(40, seed=2 + number)), _others_write] for number in range(12)],
     do.run(),
 )
@@ -229,7 +229,7 @@ SETUPS = {
     "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), V1),
     "mp": Setup(_MP, MP),
     "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), MP),
-    # a chunk has the tokens of one block, and so has a step
+    # a chunk and a step have as many tokens as a block
     "mp-states": Setup(
         _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), MP
     ),

@@ -387,7 +387,7 @@ in_metadata(
     "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
     "LAB010 it asks for lmcache.skip_save", schedule=FOR_DECODER,
 )  # fmt: skip
-#: The server pauses during a store, and LMCache takes it for dead. Then the server continues, and ends the store.
+#: The server pauses during a store, and LMCache takes the server for dead. Then the server ends the store.
 SILENT_SERVER = steps(
     do.admit("r", prompt(200), max_tokens=3),
     until(lambda engine: engine.connector.server.storing["r"]),

@@ -1,4 +1,4 @@
-"""Faults planted in the lab with a real `lmcache server`: in its messages, or with a dead, full or silent server."""
+"""Faults planted in the messages to a real `lmcache server`, or with a server that is dead, full or silent."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import counted, fault, row, steps, until
 
 REAL = ("mp-real",)
-#: vLLM computes a prompt, loads it into other blocks, and has a hit for it while vLLM's own cache has it too.
+#: vLLM computes a prompt, and loads it into other blocks. Then the server and vLLM's own cache both have a hit for it.
 LOADED = steps(
     [do.store("first", prompt(100), max_tokens=3), do.admit("other", prompt(100, seed=1), max_tokens=3)],
     [do.serve("again", prompt(100), max_tokens=3), do.serve("both", prompt(100), max_tokens=3), do.settle()],
@@ -50,7 +50,7 @@ begin_load_and_store = steps(
     [do.admit("loads", prompt(140)), do.admit("stores", prompt(160, seed=1))],
     until(lambda engine: engine.connector.server.loading and engine.connector.server.storing["stores"]),
 )
-#: Kill the server before the worker sends a load and a store, and start it again. Then a request hits its disk.
+#: Kill the server before the worker sends a load and a store, then start it. Then a request hits the server's disk.
 KILLED = steps(
     [begin_load_and_store, do.server_dies(), do.step(2), do.server_comes_back(), do.run()],
     [again(128), counted("server_restarts", 1, 1)],
@@ -67,7 +67,7 @@ def evicts(engine: Any) -> None:
     process.until(lambda: process.locks()["objects"] <= L1_OBJECTS * 4 // 5)
 
 
-#: Store other prompts until the full server evicts the chunks of the first prompt. Its disk does not have them.
+#: Store other prompts until the full server evicts the chunks of the first prompt. The server's disk is empty.
 FILLED = steps(
     do.serve("first", prompt(100)),
     [do.serve(f"other {seed}", prompt(320, seed=seed)) for seed in range(1, 7)],

@@ -1,4 +1,4 @@
-"""LMCache's own cache engine on the CPU, for KVF013, KVF017, KVF018 and KVF026. The GPU connector copies nothing."""
+"""Test KVF013, KVF017, KVF018 and KVF026 with LMCache's cache engine on the CPU. Its GPU connector copies nothing."""
 
 import inspect
 import itertools
@@ -174,7 +174,7 @@ AFTER_ONE_LOAD = [
     ("", "0.5.5", 0, [[1, 0, True]]),  # wrong: the pin of request o is gone
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # LMCache also fetched chunks that vLLM has, and that no request loads. 0.4.1 releases these twice, 0.5.6 all
+    # LMCache also fetched chunks that vLLM has, and that no request loads. 0.4.1 releases these chunks twice, 0.5.6 all
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]
@@ -259,7 +259,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
 @answers([0] * 4, [1] * 4)
 def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
-    """The adapter names no request when it loads, so KVF018 must find it. Another request waits for the chunks."""
+    """The adapter names no request when it loads, so KVF018 must find the request. Another one waits for the chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     worker.found("r")
@@ -272,7 +272,7 @@ def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One of two hit chunks is cached. The step computes the later chunks on top of missing KV, so it must store none.
+    # One of two hit chunks is cached. The step computes later chunks on top of missing KV, and must not store them.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 

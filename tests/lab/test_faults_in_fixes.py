@@ -1,4 +1,4 @@
-"""An error in a fix makes no outcome worse than without fixes. For more draws: `python -m tests.lab.faults 100`."""
+"""An error in a fix makes no outcome worse than without fixes. More draws: run `python -m tests.lab.faults 100`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from kvfix import catalogue
 from tests.conftest import RELEASES, Once
 from tests.lab.faults import faults
 
-#: Fixes that fail closed, but of which this release shows no scenario, or whose bug the lab cannot play.
+#: Fixes that fail closed, but that are not tried: this release does not have the bug, or the lab cannot play it.
 ELSEWHERE = {"KVF008", "KVF014", "KVF019", "KVF020", "KVF024", "KVF103", "KVF106", "KVF115", "KVF206"}
 
 

@@ -1,4 +1,4 @@
-"""Outcomes of schedules that the fuzzer found: with failed loads, a kv_producer, ranks, and pairs of engines."""
+"""Play schedules that the fuzzer found: with failed loads, a kv_producer, ranks, and pairs of engines."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 @answers([True, True], [False, False])
 def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
-    """A step starts beyond its request's blocks. Return whether the lab reports this step, and any violation."""
+    """A step starts beyond its request's blocks. Return whether the lab reports the step, or anything."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -80,7 +80,7 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
 def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> list[bool]:
     """Decode's request is aborted, and the notice to prefill is lost. Decode keeps the blocks for prefill's writes.
 
-    With KVF322 decode keeps them until the registration ends, and without fixes for ever. Return whether there is a
+    With KVF322 decode keeps blocks until the registration ends, without fixes for ever. Return whether there is a
     finding of KVR009, and whether there is any finding or report.
     """
     timeout = {"push_registration_timeout": 5.0}

@@ -35,7 +35,7 @@ GROUPS = ("one_window", "two_windows", "larger_blocks", "states", "states_and_dr
 #: Counters of pairs of engines whose numbers of ranks differ.
 PAIRS = without("more_ranks", "fewer_ranks", "copied_heads")
 #: Counters that stay 0. A kv_consumer stores nothing (mp: lmcache_mp_connector.py 0.5.6:608). v1 has one KV group and
-#: no server, and its transfers end in their step in all ranks. With mp the lab plays no OtherConnector, no partial
+#: no server, and all ranks end a transfer in the step of its start. With mp the lab plays no OtherConnector, no partial
 #: load, no id twice and no request with parameters. The lab plays OffloadingConnector in one role and without a server.
 NEVER = {
     "v1": {
@@ -54,11 +54,11 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Connectors to check for NEVER. OffloadingConnector runs with fixes: without them a failed copy ends its worker.
+#: Connectors to compare with NEVER. OffloadingConnector runs with fixes: without them a failed copy ends its worker.
 CONNECTORS = ["v1", "mp", "offloading"]
 #: Counters that may be 0 or not. For example, a session with OffloadingConnector locks requests out in few seeds.
 RARE = {"locked_out_by_session", "aborted_loading"}
-#: vLLM's copy of LMCache's multi-process connector.
+#: Path of vLLM's copy of LMCache's multi-process connector.
 COPY = "distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
 
 
@@ -159,7 +159,7 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
     *((connector, "check", range(70), "windows", OF_GROUPS) for connector in WITH_RANKS),
     # four equal seeds: if the threads of a tier ran freely, only some lookups would find a file
     ("offloading", "fix", (102,) * 4, "", ()),
-    # seeds with a wrong LAB026 in an earlier lab, or with a request that is sent again after its abort (KVF363)
+    # seeds with a false LAB026 in an earlier lab, or with a request that is sent again after its abort (KVF363)
     ("mooncake", "check", (664, 1255, 1302), "", ()),
 ]
 

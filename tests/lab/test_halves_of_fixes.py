@@ -4,7 +4,7 @@ A site patch or a later release may replace a function of a fix. Then kvfix must
 fix's scenarios must have the same outcomes as without fixes.
 
 One of two processes may have no kvfix. So if a fix wraps functions in two processes, each half alone must not add a
-finding to those of the release. A load may time out where the release waits for ever.
+finding to those of the release. But a load may time out, although without fixes it never ends.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,12 +32,12 @@ from tests.conftest import RELEASES, Once, answers
 from tests.lab.faults import CLOSED, Case, cases, of_scenario
 from tests.lab.planted import counted, steps, until
 
-#: Functions of connectors that run in a worker. Other functions run in a worker if their class is named after one.
+#: Functions of connectors that run in a worker. Other functions run in a worker if the name of their class says so.
 IN_WORKER = {
     "wait_for_save", "start_load_kv", "save_kv_layer", "get_block_ids_with_load_errors", "get_finished",
     "get_transfer_results", "handle_preemptions",
 }  # fmt: skip
-#: {fix that also reports failed stores, which no scenario plays: connectors}
+#: {fix that also reports failed stores: connectors to play}. No scenario plays failed stores.
 STORES = {"KVF330": ["offloading"], "KVF370": ["simple-offload"]}
 #: {fix for prefill and decode: its functions that act in the prefill engine}
 IN_PREFILL = {"KVF319": {"request_finished"}, "KVF322": {"_do_start_push_kv"}}
@@ -191,7 +191,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Yield fixes that wrap several functions of one copy. Those with scenarios come last: the lab replaces a class."""
+    """Yield fixes that wrap several functions of a copy. Fixes with scenarios come last: the lab replaces a class."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]

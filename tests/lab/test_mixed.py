@@ -1,4 +1,4 @@
-"""Mixed roll-out: only one of two engines has the default fixes. No rule is violated that the release keeps."""
+"""Mixed roll-out: only one of two engines has the default fixes. The engines violate no rule that the release keeps."""
 
 from math import inf
 from typing import Any
@@ -59,7 +59,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 )
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
-    """Return the engines in which wrapped functions ran with the fix, and those without. Each call is in an engine."""
+    """Return the engines in which functions ran with the fixes, and those in which functions ran without fixes."""
     from kvfix_tools.lab.pair import pair_engine
 
     ran: tuple[set[str], set[str]] = set(), set()
@@ -100,7 +100,7 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 )
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
-    """Return whether the seed has violations, whether the release lacks some of them, and whether it lacks all."""
+    """Return whether the seed has violations, and whether the release lacks some or all of these violations."""
     from kvfix_tools.lab.pair import pair_engine
 
     run = late.Run(connector, True, fixes_in="prefill")

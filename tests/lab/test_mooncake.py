@@ -1,4 +1,4 @@
-"""Prefill and decode with MooncakeConnector: timeouts, two prefills for one transfer, and two prefill ranks."""
+"""Test prefill and decode with MooncakeConnector: timeouts, two prefills for one transfer, and two prefill ranks."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -88,7 +88,7 @@ def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
 )
 @answers(also="fixes answer")
 def test_a_request_that_has_loaded_goes_on() -> str:
-    """One message asks for two loads. Prefill writes one of them and dies. Return the status of this load's request."""
+    """One message asks for two loads. Prefill writes one load and dies. Return the status of the loaded request."""
     pair = late.Pair(replace(RANKS, decode_blocks=60, delay=1))
     steps(
         [do.budget(16), do.ask_at_once("r", prompt(16), 60), do.ask_at_once("s", prompt(200, seed=1)), do.step(8)],

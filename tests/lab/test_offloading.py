@@ -1,4 +1,4 @@
-"""vLLM's offloading connectors: bugs that no scenario plays (KVF334, 335, 370), false findings, and records."""
+"""Test vLLM's offloading connectors: bugs that no scenario plays (KVF334, 335, 370), false findings, and records."""
 
 import os
 from contextlib import suppress
@@ -25,7 +25,7 @@ SIMPLE = SETUPS["simple-offload"].options
 
 @answers([2, 2, "AssertionError", 2], [2, 0, 0, 2])
 def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
-    """The model has a KV group of states. Return for each limit how many blocks at the end are stored, or the error."""
+    """The model has a KV group of states. Return for each limit the number of blocks stored at the end, or an error."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -91,7 +91,7 @@ def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
 
 
 def recorded() -> list[Any]:
-    """Return the events that kvfix records for a request that loads: its questions, loads and stores."""
+    """Return the events that kvfix records for a request that loads: its lookups, loads and stores."""
     kvfix.apply("observe", only=[])
     schedule_offloading(late.LabEngine(SIMPLE))
     return [(type(each.event).__name__, *each.event[1:]) for each in session.events if each.event.request == "again"]
@@ -145,7 +145,7 @@ def test_the_reader_knows_loads_and_stores(once: Once) -> None:
 
 #: Parameters of a request that OffloadingConnector's p2p tier reads (KVF335). The lab does not have this tier.
 PEER = {"kv_request_id": "r", "remote_host": "peer", "remote_port": 1}
-#: (parameters, policy that the tier must choose). It stores all chunks of a request that another engine will decode.
+#: (parameters, policy that the tier must choose). The tier stores all chunks for another engine's decode.
 RIGHT = (
     ({}, "CHUNK_LEVEL"),
     ({"remote_prefiller": PEER}, "CHUNK_LEVEL"),
@@ -164,7 +164,7 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 
 
 def policies() -> list[str]:
-    """Add, look up and end a request with each of these parameters. Return each policy, or the exception's name."""
+    """Add, look up and end a request with each entry of RIGHT and MALFORMED. Return the policies or exceptions."""
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 

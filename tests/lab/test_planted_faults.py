@@ -1,4 +1,4 @@
-"""The lab finds each planted fault, and finds nothing without a fault. docs/lab-features.md has faults by feature."""
+"""The lab finds each planted fault, and finds nothing without a fault. docs/lab-features.md lists faults by feature."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from tests.lab.planted_faults import DRAFTS
 from tests.lab.planted_in_pairs import COPIED, FEWER, GROUPS, MORE
 from tests.lab.planted_in_ranks import LARGER_BLOCKS, ONE_OBJECT, RANKS, SHARES, STATES_AND_DRAFTS
 
-#: A finding of plain schedules with this release: the bug of scenario priority-left-after-resume.
+#: The only allowed finding. This release has the bug of scenario priority-left-after-resume.
 KNOWN = "_requests_priority still holds it"
 #: Settings of LMCache in process for asynchronous loads, and for layerwise loads.
 FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
@@ -28,10 +28,10 @@ FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
 ONE = {"loaded_tokens": 64, "preemptions": 1, "stored_tokens": 224}
 STAGES = {**ONE, "steps_in_flight": 6}
 WITH_DRAFTS = {**ONE, **dict.fromkeys(("drafts_proposed", "drafts_accepted", "drafts_rejected"), 6)}
-#: All three prompts have 310 tokens. The second prompt may have a hit in blocks of the first prompt.
+#: The three prompts have 310 tokens together. The second prompt may hit 96 tokens in blocks of the first prompt.
 PAIR = {"loaded_tokens": 310 - 96}
 LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apart": 1}
-#: Decode's own memory and prefill both have the third prompt. Decode loads it from prefill (BESIDE) or its own (OWN).
+#: Prefill and decode's memory both have the third prompt. Decode loads it from prefill (BESIDE) or its memory (OWN).
 BESIDE = {"loads_of_kv_producer": 1, "loads_of_kv_consumer": 1, "loaded_beside": 2}
 OWN = {**BESIDE, "loads_of_kv_consumer": 2, "loaded_beside": 1}
 #: (setup, changed options, minimum counts)
@@ -70,7 +70,7 @@ PLANTED = {each: fault for each, fault in FAULTS.items() if each[0] != "mp-real"
 
 
 def random_schedules(seeds: int) -> dict[str, Any]:
-    """Play plain schedules with asynchronous loading. They have no aborts, no failed loads and no evictions."""
+    """Play plain schedules with asynchronous loading. Plain schedules have no aborts, failed loads or evictions."""
     found, counts = {}, Counter[str]()
     for seed in range(seeds):
         drawn = draw(seed, "v1", plain=True)

@@ -1,4 +1,4 @@
-"""NixlConnector and MooncakeConnector on the real scheduler: KVF301, KVF302, KVF303, KVF340 and KVF367."""
+"""Test KVF301, KVF302, KVF303, KVF340 and KVF367: NixlConnector and MooncakeConnector on the real scheduler."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -82,9 +82,9 @@ def test_a_promise_needs_a_peer(name: str, once: Once) -> None:
     ("annotation", "good", "wrong"), [(list[int], [1, 2], [[1, 2]]), ("BlockIds", [[1, 2]], [1, 2])]
 )
 def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
-    """Up to vLLM 0.15 blocks are one list (nixl_connector.py 0.15.1:755), later one for each group. KVF301 knows both.
+    """Up to vLLM 0.15, blocks are one list (nixl_connector.py 0.15.1:755). Later releases have a list for each group.
 
-    KVF301 must refuse a list of the wrong form here, because the worker of this stub does not.
+    KVF301 knows both forms. It must refuse the wrong form here, because the stub has no worker that fails the load.
     """
 
     class NixlConnectorScheduler:
@@ -104,7 +104,7 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
         assert hook(NixlConnectorScheduler(), request, 0) == promised
 
 
-#: {request of decode: prefill}: a request, the same again, a second answer (n > 1), a request with another prefill.
+#: {request of decode: its prefill}. The second request repeats the first. The third asks for a second answer (n > 1).
 ASKED = {"r-00000001": "p-1", "r-00000002": "p-1", "1_r-00000003": "p-1", "s-00000004": "p-2"}
 
 
@@ -138,7 +138,7 @@ def test_one_load_for_each_prefill(connector: str, statuses: list[str], computed
 
 @answers(["AssertionError", 0.0], ["", 3.0])
 def test_statistics_of_a_connector_without_metrics() -> list[object]:
-    """NIXL and Mooncake report statistics in a MultiConnector. Return the error, and NIXL's failed transfers."""
+    """NIXL and Mooncake report statistics in a MultiConnector. Return the error, and the number of failed transfers."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector

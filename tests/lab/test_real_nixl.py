@@ -1,4 +1,4 @@
-"""Real NIXL over UCX behaves like the lab's model of NIXL in each step. With NIXL, the lab finds planted faults too."""
+"""Real NIXL over UCX behaves like the lab's model of NIXL in each step. The lab also finds faults with real NIXL."""
 
 from collections.abc import Callable
 from math import inf

@@ -44,7 +44,7 @@ def _measured() -> dict[str, Any]:
 
 
 def _played_twice() -> list[list[int]]:
-    """Play eight seeds twice. Return the steps of both runs, for seeds without evictions and with equal ITS_OWN."""
+    """Play eight seeds twice. Return both numbers of steps, for seeds with no evictions and equal counters ITS_OWN."""
     run = late.Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
     own = [[[each.counts[name] for name in ITS_OWN] for each in both] for both in twice]

@@ -18,7 +18,7 @@ from kvfix_tools.lab.scenario import Scenario, find, scenarios
 from kvfix_tools.lab.scenarios import lookups, pairs
 from tests.conftest import RELEASES, ROOT, Fresh, Once, run_forked
 
-#: Releases of LMCache in which a bug appears or disappears, and the newest. `make matrix` plays all releases.
+#: Releases of LMCache in which a bug appears or disappears, and the newest release. `make matrix` plays all releases.
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
 SLUGS = [scenario.slug for scenario in scenarios()]
 
@@ -66,12 +66,12 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
     if not find(slug).fixes:
-        # The bug has no fix, so the outcome is as without fixes, unless another bug ended that schedule earlier.
+        # The bug has no fix, so fixes do not change the outcome, unless another bug ended the schedule without fixes.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
     if each["outcome"] == "clean" and each["expected"] == "violated":
-        # A pair of engines may store nothing, but have a lease or an abort. A session has counted inputs.
+        # A pair of engines may store nothing, but then it has a lease or an abort. A session has inputs.
         done = ("stored_tokens", "finished", "leases", "aborted", "aborts", "inputs")
         assert sum(each["counts"].get(name, 0) for name in done) > 0, "nothing was tested"
 
@@ -160,7 +160,7 @@ def test_the_list_as_json_and_as_a_table_that_is_piped(fresh: Fresh) -> None:
         assert line.rstrip().endswith(scenario.title)
 
 
-#: The error message of the bug report. A user searches for it, so it must be on one line.
+#: The error message of the bug report. Users search for this message, so it must be on one line.
 REPORTED = (
     "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache hits "
     "subtracts last token to recalculate logits)"

@@ -1,4 +1,4 @@
-"""A patched copy of a release, in which untouched files are links, and the functions that run on the copy."""
+"""Make a patched copy of a release, in which untouched files are links, and try the patch on the copy."""
 
 import ast
 import functools
@@ -35,7 +35,7 @@ def touched(patch: str) -> list[str]:
 
 
 def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
-    """Copy the released files that the patch changes, of the package and its tests, into `folder`."""
+    """Copy each file that the patch changes into `folder`, from the released package or from its tests."""
     for file in touched(patch.read_text()):
         for place in released:
             if (place / file).exists():
@@ -44,14 +44,14 @@ def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
 
 
 def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
-    """Make `folder` the release with the patch applied. Raise AssertionError if it does not apply cleanly."""
+    """Fill `folder` with the patched release. Raise AssertionError if the patch does not apply cleanly."""
     git_apply(patch, released, folder)
     link(released, folder)
     return folder
 
 
 def git_apply(patch: Path, released: Sequence[Path], folder: Path, *options: str) -> str:
-    """Apply the patch to a copy of the files in `folder`, and return what git prints."""
+    """Copy the files that the patch changes into `folder`, and patch the copies. Return the output of git."""
     folder.mkdir(parents=True, exist_ok=True)
     copy(patch, released, folder)
     done = subprocess.run(
@@ -76,7 +76,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """Import the touched modules again, from the folder, and the modules of _OURS that import a touched module."""
+    """Remove touched modules, and modules of _OURS that import them. Then Python imports them again from the folder."""
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
@@ -106,9 +106,9 @@ _OURS = (
     "lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.",
     "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.", "vllm.v1.kv_cache_spec_registry",
 )  # fmt: skip
-#: A package that re-exports names of its modules. In these modules the lab has replaced time and threads.
+#: This package re-exports names of its modules. The lab has replaced time and threads in these modules.
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-#: In this module the lab has replaced asyncio and the settings: with these, upstream's tests would wait for minutes.
+#: The lab has replaced asyncio and the settings of this module, with which upstream's tests would wait for minutes.
 _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 
@@ -118,13 +118,13 @@ def _is_test(module: str) -> bool:
 
 
 def _is_own(path: Path, folder: Path) -> bool:
-    """Return True if the path is not a link to the release, and not below one."""
+    """Return True if the path is neither a link to the release nor below a link."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
 @contextmanager
 def fuzzer(fixes: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield functions of the lab that draw and play a schedule, with these fixes. The engines log nothing."""
+    """Apply these fixes, and yield the lab's functions that draw and play a schedule. The engines log nothing."""
     from kvfix_tools.lab import runner
 
     with runner.applied(bool(fixes), only=list(fixes)):
@@ -135,7 +135,7 @@ def fuzzer(fixes: Sequence[str] = ()) -> Iterator[Any]:
 
 
 def prepare(lmcache: str, connectors: list[str]) -> None:
-    """Import and play once, for all patches of a release. lmcache: folder of the LMCache release."""
+    """Import the lab and play each connector, before all forks of a release. lmcache: folder of the LMCache release."""
     from kvfix_tools.lab import runner
 
     runner.prepare(lmcache)
@@ -148,7 +148,7 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 def tried(folder: str, dist: str, tests: list[str], code: str, played: list[str], fixes: list[str]) -> dict[str, Any]:
     """Return all results of the release in this folder. tests: files of regression tests.
 
-    code: the fix that the patch replaces; "" without a patch. fixes: for the random schedules without faults.
+    code: the fix that the patch replaces; "" without a patch. fixes: applied to random schedules without faults.
     """
     place = Path(folder)
     prefer(place)
@@ -175,8 +175,8 @@ def _imports_of_ours() -> dict[str, frozenset[str]]:
 
 @functools.cache
 def _imports(file: Path) -> frozenset[str]:
-    """Return all names that this module imports, except for types: modules, and attributes that may be modules."""
-    if file.suffix != ".py" or file.name == "__init__.py":  # a package does not count, only its modules
+    """Return all modules and attributes that this module imports, except imports that only type checkers run."""
+    if file.suffix != ".py" or file.name == "__init__.py":  # imports of __init__.py do not count
         return frozenset()
     found = set()
     for node in _run_nodes(ast.parse(file.read_text())):
@@ -188,7 +188,7 @@ def _imports(file: Path) -> frozenset[str]:
 
 
 def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes except those only for type checkers."""
+    """Yield all nodes, except code that only type checkers run."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
             yield node
@@ -221,7 +221,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # theirs() lacks this plugin: with it, vLLM's tests of MooncakeConnector would end early without a message.
+    # theirs() does not load this plugin: vLLM's tests of MooncakeConnector would end early without a message.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 
@@ -236,14 +236,14 @@ def theirs(place: str, dist: str, tests: list[str]) -> dict[str, str]:
         prefer(folder)
     outcomes = folder / "outcomes"
     outcomes.unlink(missing_ok=True)
-    os.environ.pop("PYTEST_XDIST_WORKER", None)  # the parent's; the plugin writes only in the first worker
+    os.environ.pop("PYTEST_XDIST_WORKER", None)  # inherited: the plugin would write only in the first worker
     os.environ["KVFIX_PEERS"] = json.dumps({"mode": "", "outcomes": str(outcomes), "dist": dist})
     _run(folder, ["-p", "maintain.peers_plugin", *tests], plugins=[])
     return peers.read(outcomes)
 
 
 def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
-    """Run pytest with upstream's package `tests`."""
+    """Run pytest with upstream's package `tests` in place of ours."""
     import pytest
 
     own = {name: module for name, module in sys.modules.items() if _is_test(name)}
@@ -265,7 +265,7 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
 
 
 def status_of(code: str, dist: str) -> str:
-    """Return the status of the patched copy, by fingerprint and probe, in a process that has imported it."""
+    """Return kvfix's status of a fix, by fingerprint and probe. This process has imported the patched copy."""
     known = catalogue.find(code)
     assert known is not None
 
@@ -296,7 +296,7 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[
 
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
-    """Return all events. A promise of 0 is the same event with and without a lookup."""
+    """Return all events. Make a promise of 0 after a lookup equal to a promise of 0 without a lookup."""
     log = [
         (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
         for step, event in done.log

@@ -27,14 +27,14 @@ from tests.upstream import patched
 
 #: The newest LMCache with which vLLM's copy of the multi-process connector works.
 FOR_IN_TREE = "0.4.6"
-#: {start of the codes of fixes for a vLLM connector: the lab's connector that runs this code}. Longer starts first.
+#: {start of fix codes for a vLLM connector: the lab's connector that runs the fixed code}. Longer starts come first.
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
-#: {fix of code below the cache engine, which the lab replaces: mode of test_async_release that shows the bug}
+#: {fix of LMCache's cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 #: {(code, dist): why events differ between patch and fix}. The scenarios are clean, and plain schedules do not differ.
 DIFFERS = {("KVF036", "lmcache"): "the patch also answers a lookup that is sent again after a timeout, as KVF011 does"}
 
-#: The process of a release runs this once, for all patches.
+#: The process of a release runs this code once, for all patches.
 FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {connectors!r})"
 
 
@@ -105,21 +105,21 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return the right digests of plain schedules with a fix's patch: those without fixes, or with kvfix's fix."""
+        """Return the digests that the patch must have: without fixes, or with a fix that changes healthy schedules."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
 
 
 def regression_tests(row: upstream.Ready) -> list[str]:
-    """Return test files that the patch adds or changes, and files that only these tests import."""
+    """Return the test files that the patch adds or changes."""
     touched = (Path(file) for file in patched.touched(row.path.read_text()))
     return [str(file) for file in touched if file.parts[0] == "tests" and file.name.startswith("test_")]
 
 
 @pytest.fixture(scope="module")
 def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """Yield one release at a time: each needs almost a gigabyte."""
+    """Yield one release at a time, because the process of a release needs almost a gigabyte."""
     made = Release(request.param, tmp_path_factory.mktemp("unpatched"))
     yield made
     made.fork_server.close()
@@ -172,7 +172,7 @@ def has_no_probe(row: upstream.Ready) -> bool:
 
 
 def test_every_fix_has_a_patch_or_a_reason() -> None:
-    """The newest releases, which are installed here, decide. A function that is right there needs no patch."""
+    """Check the installed releases, which are the newest. A function without a bug in these releases needs no patch."""
     wrong = {
         (known.code, target.dist)
         for known in catalogue.fixes()
@@ -198,7 +198,7 @@ TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 
 
 def theirs(row: upstream.Ready) -> list[str]:
-    """Return upstream's test files that import a changed file; if they are more than MANY, those named after one."""
+    """Return upstream's tests that import a changed file; of more than MANY, only those named after a changed file."""
     if not released_tests(row).is_dir():
         return []
     files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
@@ -230,6 +230,6 @@ def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -
         assert found, f"{tests} do not run"
         return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
 
-    # One file at a time: some files disturb others.
+    # Run one file at a time, because some files disturb other files.
     for file in {name.partition("::")[0] for name in failing(folder, theirs(row))}:
         assert failing(folder, [file]) <= failing(tmp_path / "released", [file])
