@@ -30,8 +30,6 @@ CONTEXT = multiprocessing.get_context("forkserver")
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 #: The folder of the models that upstream's tests look up.
 HUB = Path(__file__).parent.parent / ".cache/peers/hub"
-
-
 #: With this variable in a program's environment, the processes that vLLM starts are forked too.
 FORK_WORKERS = "KVFIX_TEST_FORK"
 
@@ -60,8 +58,7 @@ class Forked:
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        code: int | None = self._process.exitcode
-        return code
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)

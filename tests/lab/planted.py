@@ -84,8 +84,7 @@ def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
 
 def noted(engine: Any) -> dict[Any, Any]:
     """Return a dictionary in which a planted fault can keep notes about this engine."""
-    notes: dict[Any, Any] = vars(engine).setdefault("noted_by_fault", {})
-    return notes
+    return vars(engine).setdefault("noted_by_fault", {})
 
 
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:

@@ -44,9 +44,7 @@ def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: floa
         released(dealer, option, value + 1000 * longer)
 
     vars(mooncake_network)["Dealer"].setsockopt = setsockopt
-    scenario = find("mooncake-write-outlives-load")
-    assert scenario
-    return sorted({each.code for each in scenario.played().findings})
+    return sorted({each.code for each in find("mooncake-write-outlives-load").played().findings})
 
 
 RANKS = replace(OPTIONS, prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail", delay=8)

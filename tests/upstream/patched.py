@@ -266,15 +266,13 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
 
 def status_of(code: str, dist: str) -> str:
     """Return kvfix's status of a fix, by fingerprint and probe. This process has imported the patched copy."""
-    known = catalogue.find(code)
-    assert known is not None
 
     def judge(target: Target) -> applicability.Applicability:
         if installed_source.source_file(target.dist, target.module) is None:  # this release has no such module
             return applicability.judge(target)
         return applicability.judge_live(target, import_module(target.module))
 
-    (row,) = (row for row in catalogue.rows_of(known, judge) if row.dist == dist)
+    (row,) = (row for row in catalogue.rows_of(catalogue.find(code), judge) if row.dist == dist)
     return f"{row.verdict}: {row.reason}"
 
 
