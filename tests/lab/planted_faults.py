@@ -177,11 +177,9 @@ def loads_are_dropped(engine: Any, build: Any, output: Any) -> Any:
 
 def _stored(start_later: int, end_later: int) -> Any:
     """Return a fault that reports each store with a later start and end."""
-
-    def stored(_: Any, report: Any, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
-        report(name, tokens, start + start_later, end + end_later)
-
-    return stored
+    return lambda _, report, name, tokens, start, end, rank=0: report(
+        name, tokens, start + start_later, end + end_later
+    )
 
 
 row("store_has_a_gap", "request_events.stored", _stored(32, 32), "KVR007", on=MP)

@@ -124,10 +124,7 @@ BLOCKS: dict[str, tuple[str, Any, str, tuple[str, ...], dict[str, Any]]] = {
 
 
 def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
-    def transfer(_: Any, original: Any, *arguments: Any) -> Any:
-        return original(*arguments[:place], changed(arguments[place]), *arguments[place + 1 :])
-
-    return transfer
+    return lambda _, original, *given: original(*given[:place], changed(given[place]), *given[place + 1 :])
 
 
 for name, (method, changed, text, on, options) in BLOCKS.items():
