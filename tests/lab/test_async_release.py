@@ -27,7 +27,7 @@ class Engine(NamedTuple):
     keys: Any
     mode: str
 
-    def _move(self, kind: str, name: str, skip: int = 0, **more: Any) -> Any:
+    def move(self, kind: str, name: str, skip: int = 0, **more: Any) -> Any:
         import torch
 
         mask = torch.ones(64, dtype=torch.bool)
@@ -36,15 +36,11 @@ class Engine(NamedTuple):
         return move(TOKENS, mask=mask, req_id=name, kvcaches=[], slot_mapping=torch.arange(64), **more)
 
     def store(self) -> None:
-        deque(self._move("store", "first", offset=0) or ())
-
-    def layers(self, name: str) -> Iterator[Any]:
-        loaded: Iterator[Any] = self._move("retrieve", name)
-        return loaded
+        deque(self.move("store", "first", offset=0) or ())
 
     def load(self, name: str, skip: int = 0) -> int:
         """Load, and return the number of loaded tokens. skip: number of tokens that vLLM already has."""
-        loaded = self._move("retrieve", name, skip)
+        loaded = self.move("retrieve", name, skip)
         return int((last(loaded) if self.mode == "layers" else loaded).sum())
 
     def look_up(self, name: str) -> None:
@@ -156,10 +152,10 @@ def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
     made.store()
     for name in "rso":
         made.look_up(name)
-    first, second = (made.layers(name) for name in "rs")
+    first, second = (made.move("retrieve", name) for name in "rs")
     next(first), next(second)
     last(first)
-    second.close()  # type: ignore[attr-defined]
+    second.close()
     for name in "rs":
         made.cache_engine.lookup_unpin(name)
     return sorted(set(made.pins()))
@@ -244,17 +240,11 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
     worker = Worker()
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]
-    loaded = []
     engine = worker.engine.cache_engine
-    load = engine.retrieve_layer
-
-    def recorded(tokens: Any, *args: Any, **more: Any) -> Any:
-        loaded.append(more.get("request_configs"))
-        return load(tokens, *args, **more)
-
-    engine.retrieve_layer = recorded
+    load = engine.retrieve_layer = mock.Mock(wraps=engine.retrieve_layer)
     worker.step({"another": "b", "again": "a"}, load=True)
-    return [*found, [configs["lmcache.tag.kvfix"] for configs in loaded if configs], engine.retrieve_layer is recorded]
+    loaded = [call.kwargs.get("request_configs") for call in load.call_args_list]
+    return [*found, [configs["lmcache.tag.kvfix"] for configs in loaded if configs], engine.retrieve_layer is load]
 
 
 @answers([0] * 4, [1] * 4)
