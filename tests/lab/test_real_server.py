@@ -1,5 +1,6 @@
 """The lab with a real `lmcache server`: stores, loads and locks are right, and each planted fault is found."""
 
+from contextlib import closing
 from math import inf
 from typing import Any
 
@@ -27,20 +28,14 @@ def play_all() -> dict[str, Any]:
         server = server_process.of_this_process()
     except OSError as error:
         return {"why": str(error)}
-    try:
-        return _measured()
-    finally:
-        server.close()
-
-
-def _measured() -> dict[str, Any]:
-    return {
-        **late.fuzz(late.Run("mp", True, real_server=True), SEEDS, inf, shrinking=0).as_json(),
-        "same": _played_twice(),
-        "sound": {name: played("mp-real", name, False) for name in PLANTED},
-        "slow": {fixes: _slow(fixes) for fixes in ("as released", "fixed")},
-        "faults": {name: played("mp-real", name) for name in PLANTED},
-    }
+    with closing(server):
+        return {
+            **late.fuzz(late.Run("mp", True, real_server=True), SEEDS, inf, shrinking=0).as_json(),
+            "same": _played_twice(),
+            "sound": {name: played("mp-real", name, False) for name in PLANTED},
+            "slow": {fixes: _slow(fixes) for fixes in ("as released", "fixed")},
+            "faults": {name: played("mp-real", name) for name in PLANTED},
+        }
 
 
 def _played_twice() -> list[list[int]]:
