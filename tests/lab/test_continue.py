@@ -30,7 +30,7 @@ def saved(engine: str, steps: int = 0) -> dict[str, Any]:
         rules = sorted({found.code for found in fuzz.play(short).findings})
     before = {row["id"]: [row["computed"], row["blocks"]] for row in state["scheduler"]["requests"]}
     return {
-        **json.loads(json.dumps(done.as_json({}))),
+        **done.as_json({}),
         "before": before, "steps": len(done.schedule.steps), "short": len(short.steps), "rules": rules,
     }  # fmt: skip
 
@@ -40,8 +40,7 @@ def of_watchdog(engine: str) -> dict[str, Any]:
     from kvfix_tools.lab import continue_state
 
     done = continue_state.continued(Path(test_watchdog.wedge(engine)["line"].rpartition(": ")[2]))
-    answer: dict[str, Any] = json.loads(json.dumps(done.as_json({})))
-    return answer
+    return done.as_json({})
 
 
 def test_a_reservation_deadlock_is_stuck_and_moves_with_the_fix(once: Once) -> None:
