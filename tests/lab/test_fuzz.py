@@ -15,7 +15,8 @@ import pytest
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.options import SERVER_CHUNK, WITH_RANKS, Options
 from tests import late
-from tests.conftest import RELEASES, ROOT, Fresh, Once
+from tests.conftest import RELEASES, Fresh, Once
+from tests.diagnose.lines import site_packages
 from tests.healthy import own_blocks
 
 #: The only finding of plain schedules with LMCache 0.5.6. The bug also has a scenario.
@@ -58,8 +59,6 @@ NEVER = {
 CONNECTORS = ["v1", "mp", "offloading"]
 #: Counters that may be 0 or not. For example, a session with OffloadingConnector locks requests out in few seeds.
 RARE = {"locked_out_by_session", "aborted_loading"}
-#: Path of vLLM's copy of LMCache's multi-process connector.
-COPY = "distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
 
 
 def ran(connector: str, seeds: range, fixes: bool = False, plain: bool = False, **more: Any) -> Any:
@@ -248,7 +247,7 @@ for arguments in {cases!r}:
 
 def test_vllms_copy_and_later_releases_have_other_arguments() -> None:
     """The text of a refusal (options.KNOWN) names lines of vLLM and LMCache. These lines have the named code."""
-    (copied,) = ROOT.glob(f".venv/lib/python*/site-packages/vllm/{COPY}")
+    copied = site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
     theirs = [RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")]
     own, early, late = (file.read_text().splitlines() for file in (copied, *theirs))
     assert (own[119], own[130]) == ("    parallel_strategy = ParallelStrategy(", "        server_url=server_url,")
