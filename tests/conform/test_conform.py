@@ -2,11 +2,11 @@
 
 import io
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 from xml.etree import ElementTree
 
@@ -47,12 +47,9 @@ def commanded(name: str) -> Any:
     from kvfix_tools.conform import command
 
     given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, "0:6", True)
-    file = Path(os.environ.get("TMPDIR", "/tmp"), f"conform-{os.getpid()}.xml")
-    with redirect_stdout(io.StringIO()) as printed:
-        code = command.conform(*given, json=True, junit=file)
-    junit = file.read_text()
-    file.unlink()
-    return {**json.loads(printed.getvalue()), "code": code, "junit": junit}
+    with redirect_stdout(io.StringIO()) as printed, NamedTemporaryFile() as junit:
+        code = command.conform(*given, json=True, junit=Path(junit.name))
+        return {**json.loads(printed.getvalue()), "code": code, "junit": junit.read().decode()}
 
 
 def faults() -> Any:
