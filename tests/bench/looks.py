@@ -99,9 +99,8 @@ def measure() -> Iterator[Row]:
         assert not wrong, wrong[:3]
     took = [sum(each.get("milliseconds", 0.0) for each in look.processes) for look in looks]
     yield Row("a look, reads of all threads", mean(took), "ms", f"{quantiles(took, n=100)[98]:.1f} ms in one of 100", 5)
-    context = (
-        f"{len(stops)} of {1000 * median(stops):.2f} ms, {1000 * quantiles(stops, n=100)[98]:.1f} ms in one of 100"
-    )
+    longest = 1000 * quantiles(stops, n=100)[98]
+    context = f"{len(stops)} of {1000 * median(stops):.2f} ms, {longest:.1f} ms in one of 100"
     yield Row("a stop of a thread", 1000 * mean(stops), "ms", context, 2)
     whole = seconds[1] - seconds[0]
     shares = [100 * sum(each) / whole for each in (stops, runs)]

@@ -69,9 +69,8 @@ def measure() -> Iterator[Row]:
             own, all_of_it = own_seconds(servers[mode]) - before[mode], sum(took[mode])
             context = f"{own:.2f} s of {all_of_it:.0f} s in which requests ran"
             yield Row(f"vllm serve in {mode}, kvfix itself", 100 * own / all_of_it, "%", context, at_most=percent)
-            ratios = [
-                plain / fixed for plain, fixed in zip(in_all_orders(took[""]), in_all_orders(took[mode]), strict=True)
-            ]
+            pairs = zip(in_all_orders(took[""]), in_all_orders(took[mode]), strict=True)
+            ratios = [plain / fixed for plain, fixed in pairs]
             error = stdev(ratios) / sqrt(len(ratios))
             context = f"standard error {error:.4f}; {TURNS} runs of each, {SHORT} requests; {speed}"
             least = round(1 - percent / 100 - 2 * error, 4)
