@@ -226,19 +226,15 @@ def play_replaced() -> dict[str, Any]:
         is_only_copy = sum(each[0] is fix for each in every) == 1
         for target in wrong:
             import_module(target.module)
-        with runner.quiet():
-            kvfix.apply(only=[fix.code])
+        with runner.applied(True, only=[fix.code]):
             found[f"{fix.code} {copy} whole"] = wrapped(fix, wrong)
-            kvfix.revert()
         as_released = played(fix, copy, fixes=False)
         for target in wrong:
             with replaced(fix, target):
-                with runner.quiet():
-                    kvfix.apply(only=[fix.code])
+                with runner.applied(True, only=[fix.code]):
                     others = wrapped(fix, [each for each in wrong if is_only_copy or target.copy in ("", each.copy)])
                     states = {row.verdict for row in kvfix.status() if row.code == fix.code}
                     named = [row.reason for row in kvfix.status() if target.function in row.reason]
-                    kvfix.revert()
                 others = [*others, *([] if named and "refused" in states else [f"status says {states}"])]
                 now = played(fix, copy, fixes=True)
                 found[f"{fix.code} {target.name}"] = [others, [each for each in now if each not in as_released]]
