@@ -32,12 +32,10 @@ result = [sum(own), thread_time() - started]
 
 
 def measure() -> Iterator[Row]:
-    bare, with_kvfix = [], []
-    for _ in range(PAIRS):  # in turn, so that a slow moment of the machine slows down both
-        bare.append(run("pass"))
-        with_kvfix.append(run("import kvfix; kvfix.apply()"))
-    added = median(with_kvfix) - median(bare)
-    yield Row("import kvfix; kvfix.apply()", added, "ms", f"python -c pass {median(bare):.1f} ms", at_most=15)
+    # in turn, so that a slow moment of the machine slows down both
+    times = [(run("pass"), run("import kvfix; kvfix.apply()")) for _ in range(PAIRS)]
+    bare, with_kvfix = map(median, zip(*times, strict=True))
+    yield Row("import kvfix; kvfix.apply()", with_kvfix - bare, "ms", f"python -c pass {bare:.1f} ms", at_most=15)
     figures = [Fresh(limit=None)(WHOLE) for _ in range(IMPORTS)]
     share = median(own / (total - own) * 100 for own, total in figures)
     total = median(total for _, total in figures)
