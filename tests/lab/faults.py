@@ -250,9 +250,7 @@ def faults(draws: int, seed: int = 0, seeds: int = 0, only: Sequence[str] = (), 
     from kvfix import catalogue
 
     chance, done, worse = random.Random(seed), Counter[str](), []
-    for fix in catalogue.fixes():
-        if only and fix.code not in only:
-            continue
+    for fix in (each for each in catalogue.fixes() if not only or each.code in only):
         of_all = (counted(fix, case) for case in cases(fix, seeds))
         plays = list(itertools.islice((each for each in of_all if each.lines), draws))  # one draw needs one play
         for number in range(draws if plays else 0):
