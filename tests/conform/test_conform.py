@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvfix_tools.conform import verdicts
+from kvfix_tools.conform import command, verdicts
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from kvfix_tools.lab.options import Options
 from tests.conftest import RELEASES, Fresh, Once, run_forked
@@ -44,8 +44,6 @@ def subject(name: str) -> Any:
 
 def commanded(name: str) -> Any:
     """Return the result of the command for this connector."""
-    from kvfix_tools.conform import command
-
     given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, "0:6", True)
     with redirect_stdout(io.StringIO()) as printed, NamedTemporaryFile() as junit:
         code = command.conform(*given, json=True, junit=Path(junit.name))
@@ -54,13 +52,10 @@ def commanded(name: str) -> Any:
 
 def faults() -> Any:
     """Return for each connector: violations of its rule in a scenario, and the number of steps of the scenario."""
-    from kvfix_tools.conform import command
-    from kvfix_tools.conform.verdicts import Run
-
     found = {}
     with command.chosen(fixes=True):
         for name, rule in FAULTS.items():
-            run = Run(subject(name))
+            run = verdicts.Run(subject(name))
             for each in SCENARIOS:
                 if each.rule in (rule, "granted", "aborted"):
                     run.scenario(each.name)
@@ -73,8 +68,6 @@ def faults() -> Any:
 
 def says() -> Any:
     """Return the output for a connector that stores nothing, for a missing connector, and for a violation."""
-    from kvfix_tools.conform import command, verdicts
-
     with command.chosen(fixes=True):
         nothing = verdicts.run(subject("StoresNothing"), 0, range(0))
         nowhere = verdicts.run(subject("Nowhere"), 0, range(0))
@@ -146,8 +139,6 @@ def test_every_scenario_is_about_a_rule() -> None:
 
 
 def test_wrong_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvfix_tools.conform import command
-
     assert command.conform("a:B", "[1]", "", 0.0, "0:0", True, json=True, junit=None) == 2
     assert "JSON object" in capsys.readouterr().err
 
