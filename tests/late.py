@@ -1,13 +1,17 @@
-"""Names of the lab whose modules import vLLM. A fork imports a module at the first use. pytest itself imports none."""
+"""Names and modules of the lab that import vLLM. A fork imports them at their first use. pytest itself imports none."""
 
 from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    "EngineDied": "engine.lab_engine", "LabEngine": "engine.lab_engine", "Pair": "pair.pair", "play": "fuzz.fuzz",
-    "move": "fuzz.fuzz", "Run": "fuzz.fuzz_run", "fuzz": "fuzz.fuzz_run",
+    "EngineDied": "engine.lab_engine", "LabEngine": "engine.lab_engine", "STEP": "engine.lab_engine",
+    "LOOKUP_TIMEOUT": "engine.request_events", "vllm_objects": "engine.vllm_objects", "Pair": "pair.pair",
+    "Neighbours": "pair.pair", "pair_engine": "pair.pair_engine", "play": "fuzz.fuzz", "move": "fuzz.fuzz",
+    "Run": "fuzz.fuzz_run", "fuzz": "fuzz.fuzz_run", "continue_state": "continue_state",
+    "nixl_real": "connectors.nixl_real", "mooncake_network": "connectors.mooncake_network",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(import_module(f"kvfix_tools.lab.{_MODULES[name]}"), name)
+    module = import_module(f"kvfix_tools.lab.{_MODULES[name]}")
+    return getattr(module, name, module)

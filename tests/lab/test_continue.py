@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools.lab import runner
+from tests import late
 from tests.conftest import RELEASES, Once
 from tests.engine_state import test_watchdog, wedged
 
@@ -15,19 +17,16 @@ NEWEST = RELEASES / "0.5.6"
 
 def saved(engine: str, steps: int = 0) -> dict[str, Any]:
     """Make `steps` steps, save the engine's state as `kvfix look --save` does, and return the lab's results for it."""
-    from kvfix_tools.lab import continue_state, runner
-    from kvfix_tools.lab.fuzz import fuzz
-
     with runner.applied(fixes=False):
         lab = getattr(wedged, engine)()
         lab.step(steps)
         state = wedged.look(lab, full=True)
     file = Path(tempfile.mkdtemp()) / "look.json"
     file.write_text(json.dumps({"schema": 1, "kind": "look", "processes": [state]}))
-    done = continue_state.continued(file)
-    short = continue_state.shortest(done, 20.0)
+    done = late.continue_state.continued(file)
+    short = late.continue_state.shortest(done, 20.0)
     with runner.applied(fixes=False):
-        rules = sorted({found.code for found in fuzz.play(short).findings})
+        rules = sorted({found.code for found in late.play(short).findings})
     before = {row["id"]: [row["computed"], row["blocks"]] for row in state["scheduler"]["requests"]}
     return {
         **done.as_json({}),
@@ -37,10 +36,7 @@ def saved(engine: str, steps: int = 0) -> dict[str, Any]:
 
 def of_watchdog(engine: str) -> dict[str, Any]:
     """Let the watchdog report this engine. Return the lab's results for the file that the watchdog wrote."""
-    from kvfix_tools.lab import continue_state
-
-    done = continue_state.continued(Path(test_watchdog.wedge(engine)["line"].rpartition(": ")[2]))
-    return done.as_json({})
+    return late.continue_state.continued(Path(test_watchdog.wedge(engine)["line"].rpartition(": ")[2])).as_json({})
 
 
 def test_a_reservation_deadlock_is_stuck_and_moves_with_the_fix(once: Once) -> None:
@@ -66,9 +62,7 @@ def test_an_engine_that_works_moves(steps: int, once: Once) -> None:
 
 
 def test_a_file_without_a_state(tmp_path: Path) -> None:
-    from kvfix_tools.lab import continue_state
-
     file = tmp_path / "look.json"
     file.write_text('{"schema": 1, "kind": "look", "processes": []}')
     with pytest.raises(ValueError, match="state of 0 schedulers, but the lab needs one"):
-        continue_state.continued(file)
+        late.continue_state.continued(file)

@@ -94,9 +94,6 @@ def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> 
 @answers([True, True])
 def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
     """While one engine waits for a lookup, the clock of both engines advances, so a lease can end meanwhile."""
-    from kvfix_tools.lab.engine.lab_engine import STEP
-    from kvfix_tools.lab.engine.request_events import LOOKUP_TIMEOUT
-
     options = Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
     pair = late.Pair(options)
     pair.on("decode", "lookups_fail", 1)
@@ -105,8 +102,8 @@ def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
     while not pair.decode.counts["lookups_unanswered"]:
         pair.step()
         steps += 1
-    waited = round(pair.seconds - before - steps * STEP, 3)
-    return [waited == LOOKUP_TIMEOUT, pair.decode.request_events.seconds == pair.seconds]
+    waited = round(pair.seconds - before - steps * late.STEP, 3)
+    return [waited == late.LOOKUP_TIMEOUT, pair.decode.request_events.seconds == pair.seconds]
 
 
 WAYS: dict[str, dict[str, Any]] = {

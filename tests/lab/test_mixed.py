@@ -38,14 +38,11 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
     """Two engines share a cache. If one has KVF017, neither loads the other's stores. Return the loaded tokens."""
-    from kvfix_tools.lab.pair import pair_engine
-    from kvfix_tools.lab.pair.pair import Neighbours
-
     loaded = []
-    with pair_engine.fixes_in(fixes_in):
+    with late.pair_engine.fixes_in(fixes_in):
         kvfix.apply(only=only)
         for order in (1, -1):
-            first, second = Neighbours(Options(chunk_size=64, max_num_batched_tokens=512)).engines[::order]
+            first, second = late.Neighbours(Options(chunk_size=64, max_num_batched_tokens=512)).engines[::order]
             for engine, name in ((first, "a"), (second, "b")):
                 with engine.running():
                     engine.serve(name, prompt(200), cache_salt="tenant")  # KVF017 puts the salt into the keys
@@ -60,9 +57,8 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
     """Return the engines in which functions ran with the fixes, and those in which functions ran without fixes."""
-    from kvfix_tools.lab.pair import pair_engine
-
     ran: tuple[set[str], set[str]] = set(), set()
+    pair_engine = late.pair_engine
     choose = pair_engine._in_one
 
     def noting(inner: Any, fixed: Any) -> Any:
@@ -101,11 +97,9 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
     """Return whether the seed has violations, and whether the release lacks some or all of these violations."""
-    from kvfix_tools.lab.pair import pair_engine
-
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])
-    with pair_engine.fixes_in("prefill"):
+    with late.pair_engine.fixes_in("prefill"):
         kvfix.apply(only=[code])
         violations = late.play(schedule).violations
         by_itself = run.not_as_released(schedule, violations)

@@ -36,14 +36,12 @@ def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> li
 @answers(also="answer")
 def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: float) -> list[str]:
     """Check the workaround for KVF906: a longer timeout in decode, which changes only how long decode waits."""
-    from kvfix_tools.lab.connectors import mooncake_network
-
-    released = mooncake_network.Dealer.setsockopt
+    released = late.mooncake_network.Dealer.setsockopt
 
     def setsockopt(dealer: Any, option: int, value: float) -> None:
         released(dealer, option, value + 1000 * longer)
 
-    vars(mooncake_network)["Dealer"].setsockopt = setsockopt
+    late.mooncake_network.Dealer.setsockopt = setsockopt
     return sorted({each.code for each in find("mooncake-write-outlives-load").played().findings})
 
 

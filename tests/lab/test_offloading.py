@@ -31,10 +31,8 @@ def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-    from kvfix_tools.lab.engine import vllm_objects
-
     options = Options(connector="offloading", block_size=16, num_blocks=32, extra={"blocks_per_chunk": 1})
-    config = vllm_objects.vllm_config(options)
+    config = late.vllm_objects.vllm_config(options)
     config.cache_config.prefix_match_unit = 8
     attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
     recurrent = MambaSpec(block_size=16, shapes=((16, 64),), dtypes=(torch.float32,), mamba_cache_mode="align")
@@ -45,7 +43,7 @@ def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
     assert scheduler.config.supports_partial_tail
     found: list[Any] = []
     for number, limit in enumerate(LIMITS):
-        request = vllm_objects.request(Options(block_size=8), f"r{number}", prompt(TOKENS, number), 4)
+        request = late.vllm_objects.request(Options(block_size=8), f"r{number}", prompt(TOKENS, number), 4)
         request.kv_transfer_params = {} if limit is None else {"max_offload_tokens": limit}
         connector.on_new_request(request)
         status = scheduler._req_status[request.request_id]

@@ -8,6 +8,7 @@ import pytest
 from kvfix.fixes.nixl import kvf301_nixl_promise_without_blocks
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
+from tests import late
 from tests.conftest import RELEASES, Once, answers
 
 FROM_PREFILL = {"do_remote_prefill": True, "remote_engine_id": "prefill"}
@@ -27,13 +28,11 @@ def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple
     """Return a scheduler with this connector, and its requests. params: {name of a request: parameters}."""
     from vllm.config import KVTransferConfig
 
-    from kvfix_tools.lab.engine import vllm_objects
-
     options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)
-    config = vllm_objects.vllm_config(options)
+    config = late.vllm_objects.vllm_config(options)
     config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role=role)
-    scheduler = vllm_objects.scheduler(options, config)
-    requests = [vllm_objects.request(options, name, prompt(64), 4) for name in params]
+    scheduler = late.vllm_objects.scheduler(options, config)
+    requests = [late.vllm_objects.request(options, name, prompt(64), 4) for name in params]
     for request in requests:
         request.kv_transfer_params = dict(params[request.request_id])
         scheduler.add_request(request)
@@ -143,9 +142,7 @@ def test_statistics_of_a_connector_without_metrics() -> list[object]:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from kvfix_tools.lab.engine import vllm_objects
-
-    config = vllm_objects.vllm_config(Options())
+    config = late.vllm_objects.vllm_config(Options())
     children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("NixlConnector", "MooncakeConnector")]
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}

@@ -10,6 +10,7 @@ import pytest
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.options import BY_NIXL
+from tests import late
 from tests.conftest import RELEASES, Once
 from tests.lab.planted import played, wrap
 from tests.lab.planted_in_pairs import read_the_next_block
@@ -26,9 +27,8 @@ def outcomes(real: bool) -> dict[str, Any]:
     import numpy
 
     from kvfix_tools.lab.connectors.nixl_network import Network
-    from kvfix_tools.lab.connectors.nixl_real import RealNetwork
 
-    network = (RealNetwork if real else Network)(delay=1)
+    network = (late.nixl_real.RealNetwork if real else Network)(delay=1)
     here, there = network.agent(""), network.agent("")
     memories = [numpy.arange(n, n + 8 * 64, dtype=numpy.int64).reshape(8, 64) for n in (1000, 5000)]
     for agent, memory in zip((here, there), memories, strict=True):
@@ -131,9 +131,7 @@ FAULTS = {each.__name__: each for each in (read_the_next_block, not_whole)}
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
     """Play the setup with each of these faults in both agents ("": no fault). Return findings and counters."""
-    from kvfix_tools.lab.connectors.nixl_real import RealNetwork
-
-    agent_of, done = RealNetwork.agent, []
+    agent_of, done = late.nixl_real.RealNetwork.agent, []
     for name in names:
 
         def agent(network: Any, *arguments: Any, name: str = name) -> Any:
@@ -142,7 +140,7 @@ def planted(connector: str, *names: str) -> list[dict[str, Any]]:
                 FAULTS[name](made)
             return made
 
-        with mock.patch.object(RealNetwork, "agent", agent):
+        with mock.patch.object(late.nixl_real.RealNetwork, "agent", agent):
             done.append(played(connector, real_transfers=True))
     return done
 
@@ -161,18 +159,15 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
 
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
     """Compare NIXL with its model. fault: let NIXL move other blocks than the model does."""
-    from kvfix_tools.lab.connectors import nixl_real
-    from kvfix_tools.lab.fuzz import fuzz_run
-
-    prepare = nixl_real.RealAgent.prepare
+    prepare = late.nixl_real.RealAgent.prepare
 
     def elsewhere(agent: Any, handle: int, operation: str, *lists: Any) -> None:
         local, here, remote, there, notice = lists
         prepare(agent, handle, operation, local, list(here)[::-1], remote, there, notice)
 
-    run = fuzz_run.Run(connector, fixes, real_transfers=True)
-    with mock.patch.object(nixl_real.RealAgent, "prepare", elsewhere if fault else prepare):
-        return fuzz_run.fuzz(run, range(*SEEDS[connector]), inf, shrinking=0).as_json()
+    run = late.Run(connector, fixes, real_transfers=True)
+    with mock.patch.object(late.nixl_real.RealAgent, "prepare", elsewhere if fault else prepare):
+        return late.fuzz(run, range(*SEEDS[connector]), inf, shrinking=0).as_json()
 
 
 @REAL

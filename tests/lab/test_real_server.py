@@ -8,6 +8,7 @@ import pytest
 
 from kvfix_tools.lab import runner
 from kvfix_tools.lab import steps as do
+from kvfix_tools.lab.connectors import server_process
 from kvfix_tools.lab.options import SERVER_CHUNK, Options
 from kvfix_tools.lab.steps import prompt
 from tests import late
@@ -22,8 +23,6 @@ ITS_OWN = "evicted_by_server", "lookups_unanswered", "loads_failed"
 
 def play_all() -> dict[str, Any]:
     """Play everything with one server. Return {"why": error} if the server does not start."""
-    from kvfix_tools.lab.connectors import server_process
-
     try:
         server = server_process.of_this_process()
     except OSError as error:
