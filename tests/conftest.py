@@ -46,7 +46,6 @@ def release(name: str) -> Path:
     return path
 
 
-#: The folder of the vLLM plugin of the test suite.
 PLUGIN = ROOT / "tests/engine/plugin"
 
 
@@ -189,7 +188,6 @@ class Once:
         return result
 
     def both(self, function: Callable[..., Any], lmcache: Path, *arguments: Any) -> list[Any]:
-        """Return two answers: without and with the fixes."""
         return [self(function, lmcache, *arguments, fixes=each) for each in (False, True)]
 
     def _asked(self, code: str, lmcache: Path) -> tuple[Any, str]:

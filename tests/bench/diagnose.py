@@ -87,7 +87,6 @@ def row(what: str, found: dict[str, Any], peer: float, most: float) -> Row:
 
 
 def stream() -> Iterator[Row]:
-    """Measure the reading of all FIXTURES through standard input."""
     with tempfile.NamedTemporaryFile() as log:
         for name in FIXTURES:
             log.writelines(lives(name, int(GIGABYTES * 1e9 / len(FIXTURES))))

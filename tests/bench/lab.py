@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from tests.bench import Row
 from tests.conftest import RELEASES, Fresh
 
-#: Number of measured schedules.
 SCHEDULES = 200
 SPEED = """
 import gc, time

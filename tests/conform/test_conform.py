@@ -43,7 +43,6 @@ def subject(name: str) -> Any:
 
 
 def commanded(name: str) -> Any:
-    """Return the result of the command for this connector."""
     given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, "0:6", True)
     with redirect_stdout(io.StringIO()) as printed, NamedTemporaryFile() as junit:
         code = command.conform(*given, json=True, junit=Path(junit.name))

@@ -76,7 +76,6 @@ PLAN = Plan()
 
 @contextmanager
 def planned(*plan: Any) -> Iterator[None]:
-    """Set PLAN to this plan in a context."""
     PLAN.__init__(*plan)  # type: ignore[misc]
     try:
         yield

@@ -244,7 +244,6 @@ row(
 
 @fault("KVR006", "KVR010", "LAB003", on=SIMPLE, at=BUILD)
 def a_load_is_lost(engine: Any, build: Any, output: Any) -> Any:
-    """Drop the loads from the metadata for the worker."""
     metadata = build(output)
     metadata.load_cpu_blocks, metadata.load_event = [], -1
     return metadata
@@ -271,7 +270,6 @@ row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False
 
 @fault("LAB001 store", at=BUILD, **DRAFTS)
 def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: Any) -> Any:
-    """Append the scheduled drafts to the request's tokens while the connector builds its metadata."""
     known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
     for name, drafts in output.scheduled_spec_decode_tokens.items():
         engine.requests[name]._all_token_ids += drafts
@@ -284,7 +282,6 @@ def drafts_are_stored_before_they_are_accepted(engine: Any, build: Any, output: 
 
 @fault("LAB001 the step reads", at="scheduler.update_from_output", **DRAFTS)
 def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer: Any) -> Any:
-    """Let the scheduler count the tokens of rejected drafts as computed."""
     computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
     outputs = update(output, answer)
     for name, tokens in computed.items():

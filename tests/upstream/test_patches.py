@@ -105,7 +105,6 @@ class Release:
 
 
 def regression_tests(row: upstream.Ready) -> list[str]:
-    """Return the test files that the patch adds or changes."""
     touched = (Path(file) for file in patched.touched(row.path.read_text()))
     return [str(file) for file in touched if file.parts[0] == "tests" and file.name.startswith("test_")]
 
