@@ -161,8 +161,9 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 )
 
 
-def policies() -> list[str]:
-    """Add, look up and end a request with each entry of RIGHT and MALFORMED. Return the policies or exceptions."""
+@answers([True, ["AttributeError", "TypeError"]], [True, ["CHUNK_LEVEL"]])
+def test_malformed_parameters_end_no_engine() -> list[Any]:
+    """Add, look up and end requests. Return whether those of RIGHT get their policy, and the answers for MALFORMED."""
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 
@@ -182,12 +183,5 @@ def policies() -> list[str]:
         except Exception as error:  # noqa: BLE001 - EngineCore would die of it
             policy = type(error).__name__
         found.append(policy)
-    return found
-
-
-def test_malformed_parameters_end_no_engine(once: Once) -> None:
-    released, fixed = once.both(policies, RELEASES / "0.5.6")
     right = [policy for _, policy in RIGHT]
-    assert (released[: len(right)], fixed[: len(right)]) == (right, right)
-    assert set(released[len(right) :]) == {"AttributeError", "TypeError"}
-    assert set(fixed[len(right) :]) == {"CHUNK_LEVEL"}
+    return [found[: len(right)] == right, sorted(set(found[len(right) :]))]
