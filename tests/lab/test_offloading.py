@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import kvfix
+from kvfix.ledger.events import Asked, Granted, LoadDue, Stored
 from kvfix.session import session
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.fuzz.schedule import Schedule
@@ -14,7 +15,7 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.runner import applied
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import RELEASES, Once, answers
+from tests.conftest import answers
 from tests.lab.planted import SETUPS, counted, schedule_offloading, steps
 
 #: TOKENS: length of the prompt. LIMITS: `max_offload_tokens` of each request: not set, 0, a part or all of the prompt.
@@ -88,11 +89,16 @@ def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
     return [f"{found.code} {found.message}" for found in done.findings]
 
 
-def recorded() -> list[Any]:
-    """Return the events that kvfix records for a request that loads: its lookups, loads and stores."""
+@answers([[300, 0, 288, 288, True], [["Granted", 288], ["LoadDue", 0, 288]], True])
+def test_the_reader_knows_loads_and_stores() -> list[Any]:
+    """Return the recorded lookup and load of a request, and whether all its recorded stores have tokens."""
     kvfix.apply("observe", only=[])
     schedule_offloading(late.LabEngine(SIMPLE))
-    return [(type(each.event).__name__, *each.event[1:]) for each in session.events if each.event.request == "again"]
+    events = [each.event for each in session.events if each.event.request == "again"]
+    asked = next(each for each in events if isinstance(each, Asked) and each.promised)
+    load = [[type(each).__name__, *each[1:3]] for each in events if isinstance(each, (Granted, LoadDue))]
+    stored = [each.start < each.end for each in events if isinstance(each, Stored)]
+    return [asked[1:6], load[:2], set(stored) == {True}]
 
 
 @answers([[], []], [[0, 1], [0]], fixes=["KVF370"])
@@ -127,18 +133,6 @@ def test_a_full_disk_ends_no_thread() -> list[Any]:
     with suppress(OSError):
         backend._store_loop(torch.device("cpu"), stream)
     return [[number for number, _ in worker._store_events], sorted(getattr(worker._store_events, "failed", ()))]
-
-
-def test_the_reader_knows_loads_and_stores(once: Once) -> None:
-    events = [tuple(each) for each in once(recorded, RELEASES / "0.5.6")]
-    asked = next(each for each in events if each[0] == "Asked" and each[4])
-    _, total, computed, hit, promised, asynchronous = asked[:6]
-    assert (total, computed, hit, promised, asynchronous) == (300, 0, 288, 288, True)
-    order = [each[:3] for each in events if each[0] in ("Granted", "LoadDue")]
-    assert order[:2] == [("Granted", 288), ("LoadDue", 0, 288)]
-    stored = [each[1:3] for each in events if each[0] == "Stored"]
-    assert stored
-    assert all(start < end for start, end in stored)
 
 
 #: Parameters of a request that OffloadingConnector's p2p tier reads (KVF335). The lab does not have this tier.
