@@ -85,22 +85,17 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
 
     KVF301 knows both forms. It must refuse the wrong form here, because the stub has no worker that fails the load.
     """
-
-    class NixlConnectorScheduler:
-        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-            return 32, True
-
-        def update_state_after_alloc(self) -> None: ...
-
-        def request_finished(self, request: Any, block_ids: Any) -> None: ...
-
-    NixlConnectorScheduler.request_finished.__annotations__["block_ids"] = annotation
-    made: Any = kvf301_nixl_promise_without_blocks.FIX.targets[0].fix
-    wrap = made(SimpleNamespace(__name__="", NixlConnectorScheduler=NixlConnectorScheduler))
-    hook = wrap(NixlConnectorScheduler.get_num_new_matched_tokens)
+    scheduler = SimpleNamespace(
+        get_num_new_matched_tokens=lambda self, request, num_computed_tokens: (32, True),
+        update_state_after_alloc=lambda self: None,
+        request_finished=SimpleNamespace(__annotations__={"block_ids": annotation}),
+    )
+    module = SimpleNamespace(__name__="", NixlConnectorScheduler=scheduler)
+    wrap = kvf301_nixl_promise_without_blocks.FIX.targets[0].fix(module)
+    hook = wrap(scheduler.get_num_new_matched_tokens)
     for blocks, promised in ((good, (32, True)), (wrong, (0, False)), ([], (0, False))):
         request = SimpleNamespace(kv_transfer_params={**NIXL, "remote_block_ids": blocks})
-        assert hook(NixlConnectorScheduler(), request, 0) == promised
+        assert hook(scheduler, request, 0) == promised
 
 
 #: {request of decode: its prefill}. The second request repeats the first. The third asks for a second answer (n > 1).
