@@ -156,9 +156,9 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
     ("nixl-pull", "check", range(64), "peer_ranks", OF_RANKS),
     ("nixl-push", "check", range(119), "peer_ranks", OF_RANKS),
     *((connector, "check", range(70), "windows", OF_GROUPS) for connector in WITH_RANKS),
-    # four equal seeds: if the threads of a tier ran freely, only some lookups would find a file
+    # the same seed four times: without control of the threads of a tier, a lookup would find a file in some runs only
     ("offloading", "fix", (102,) * 4, "", ()),
-    # seeds with a false LAB026 in an earlier lab, or with a request that is sent again after its abort (KVF363)
+    # seeds for which the lab once reported a false LAB026, or which send a request again after its abort (KVF363)
     ("mooncake", "check", (664, 1255, 1302), "", ()),
 ]
 

@@ -1,4 +1,4 @@
-"""The audit of hits (`audit=0.001`): vLLM computes a hit, and the worker compares the result with the cached KV.
+"""The audit of hits (`audit=0.001`): vLLM computes the tokens of a hit, and the worker compares them with the cache.
 
 Scheduler and worker choose requests by a hash of the request id, so both choose the same requests without a message:
 
@@ -140,7 +140,7 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
 
 
 def limits(names: Sequence[str], dtype: Any) -> list[float]:
-    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1), from layer 0 on.
+    """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1).
 
     One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
     attention, projection, two in the MLP, residual. The squares of independent errors add up. So the KV of a layer is

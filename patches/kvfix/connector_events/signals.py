@@ -1,6 +1,7 @@
 """Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1. Announce this process to `kvfix dump`.
 
-A process keeps its own handler for SIGUSR2. kvfix's handler logs nothing, because it may interrupt a log call.
+If the process has a handler for SIGUSR2, kvfix does not replace it. The handler of kvfix logs nothing, because it may
+interrupt a log call.
 """
 
 import atexit

@@ -29,7 +29,7 @@ LONGEST = 40
 
 
 class Violation(Exception):
-    """Raised in mode `strict`: a rule of the KV-cache accounting is violated. `finding` has rule and arithmetic."""
+    """Raised in mode `strict`: a rule about KV-cache tokens is violated. `finding` has the rule and the numbers."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(f"kvfix {finding}")

@@ -1,4 +1,4 @@
-"""Code that MooncakeConnector's fixes share: ended loads of one message, calls in the sender's loop, and stubs."""
+"""Shared code of MooncakeConnector's fixes: which loads a message has ended, calls in the sender's loop, and stubs."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Code that the fixes of vLLM's connectors for CPU memory share. It handles failed copies and their reports."""
+"""Shared code of the fixes for vLLM's offloading connectors. It handles failed copies and their reports."""
 
 from collections.abc import Callable, Collection
 
@@ -65,7 +65,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata, so that a worker knows that the scheduler handles failed copies, and reports them."""
+    """Mark the metadata: the scheduler handles failed copies. A worker that finds the mark reports its own."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:

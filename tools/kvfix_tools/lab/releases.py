@@ -1,4 +1,4 @@
-"""The releases that the lab plays, the options drawn with a release, and the arguments that its classes accept."""
+"""The releases that the lab plays, the options that the fuzzer draws with each, and the arguments of their classes."""
 
 import ast
 import functools
@@ -45,7 +45,7 @@ _DRAWN = {
 #: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: releases whose
 #: transfer context waits for its stores on CUDA (LMCacheDrivenTransferContext.flush_inflight_stores, empty in 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
-#: The lab plays a connector outside `KNOWN` on these releases, which call hooks in the lab's order, with its tensors.
+#: The lab plays a connector outside `KNOWN` on these releases, which call the hooks in the lab's order.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
 
 

@@ -19,7 +19,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 @fix_after(when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs[request.request_id]
-    if spec.lmcache_cached_tokens == request.num_tokens:  # the load is not capped: it has all tokens except the last
+    if spec.lmcache_cached_tokens == request.num_tokens:  # LMCache has all tokens: the load is not capped
         return promised
     due: int = spec.lmcache_cached_tokens - num_computed_tokens
     return max(0, due)

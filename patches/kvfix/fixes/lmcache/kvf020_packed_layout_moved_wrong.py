@@ -152,7 +152,7 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """Return the widest integer type that divides rows of `row` bytes, for fewer elements. It fits every KV dtype."""
+    """Return the widest integer type that divides rows of `row` bytes: it fits every KV dtype and shortens copies."""
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

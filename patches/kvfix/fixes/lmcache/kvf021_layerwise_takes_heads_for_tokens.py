@@ -51,7 +51,7 @@ FIX = Fix(
     ),
     effect="wrong output",
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    # The operation cannot answer "not moved", and a worker must not raise. So an error keeps the operation's answer.
+    # The operation cannot answer "not moved", and a worker must not raise: after an error, LMCache's operation runs.
     on_fault="original",
     attaches=AT_START,  # KV stored before the fix would be loaded in the other order
 )
