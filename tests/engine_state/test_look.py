@@ -23,7 +23,7 @@ from tests.dump.test_dump import hanging
 
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
 #: A program of plain Python that waits.
-READY = "import time; print('ready', flush=True); time.sleep(600)"
+READY = "import signal; print('ready', flush=True); signal.pause()"
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_there_is_no_such_process() -> None:
     assert look(4_190_000, "--core", "file").returncode == 2
 
 
-@pytest.mark.parametrize("command", [(sys.executable, "-c", READY), ("sh", "-c", "echo ready; exec sleep 600")])
+@pytest.mark.parametrize("command", [(sys.executable, "-c", READY), ("sh", "-c", "echo ready; exec tail -f /dev/null")])
 def test_a_process_without_vllm_is_not_stopped(command: tuple[str, ...], tmp_path: Path) -> None:
     with running(tmp_path, *command) as process:
         done = look(process.pid)

@@ -177,7 +177,7 @@ def test_a_process_that_ends_meanwhile() -> None:
 
 
 def test_the_process_survives_the_end_of_kvfix_look(tmp_path: Path) -> None:
-    """If `kvfix look` ends during a call, the called thread continues. A breakpoint that nobody traces would end it."""
+    """If `kvfix look` ends during a call, the called thread continues. A breakpoint without a tracer would end it."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = "import sys; from kvfix_tools.look import inject; inject.run(int(sys.argv[1]), sys.argv[2], seconds=60)"

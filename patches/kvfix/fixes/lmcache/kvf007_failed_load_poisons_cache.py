@@ -82,7 +82,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
-# A step that computes nothing saves nothing. But vLLM also asks for the failed blocks of such a step. So count it.
+# A step that computes nothing saves nothing. But vLLM also asks for its failed blocks. So count this step.
 @fix_after(
     when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
     on_fault=_closed.set_to("_kvfix_failed", None),
