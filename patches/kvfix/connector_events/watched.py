@@ -9,7 +9,7 @@ from _thread import get_ident
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvfix import clock, scheduling
+from kvfix import clock
 from kvfix.connector_events import readers, recorder, violations, windows
 from kvfix.connector_events.peers import Leases
 from kvfix.engine_state import place
@@ -251,14 +251,13 @@ class WatchedConnector:
         for new in output.scheduled_new_reqs:
             self._admitted.add(new.req_id)
             self._record(ev.Scheduled(new.req_id, new.num_computed_tokens, tokens[new.req_id], None, True))
-        resumed = scheduling.resumed(output)
-        recorded = transferred.union(resumed)
+        cached = output.scheduled_cached_reqs
+        recorded = transferred.union(cached.resumed_req_ids)
         if recorded:
-            cached = output.scheduled_cached_reqs
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if name in recorded:
                     self._admitted.add(name)
-                    self._record(ev.Scheduled(name, computed, tokens[name], None, name in resumed))
+                    self._record(ev.Scheduled(name, computed, tokens[name], None, name in cached.resumed_req_ids))
 
     def _due_to_load(self, name: str, start: int, end: int) -> None:
         reader = self.reader

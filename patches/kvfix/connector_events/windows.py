@@ -7,7 +7,6 @@ request, in the step of the store and in the next step. After that the scheduler
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvfix import scheduling
 from kvfix.ledger import events as ev
 
 
@@ -89,10 +88,10 @@ class Stores:
 
     def _written(self, metadata: Any, output: Any) -> set[int]:
         """Return the blocks that this step, or a load that begins with this step, writes to."""
-        resumed, cached = scheduling.resumed(output), output.scheduled_cached_reqs
+        cached = output.scheduled_cached_reqs
         blocks = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         for name, groups, done in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            blocks.append((groups or (), done if name in resumed else 0))
+            blocks.append((groups or (), done if name in cached.resumed_req_ids else 0))
         loads = (meta.op for meta in metadata.requests if meta.direction == "RETRIEVE")
         blocks += [(op.block_ids, getattr(op, "skip_first_n_tokens", 0)) for op in loads]
         return {

@@ -1,4 +1,4 @@
-"""Code that the fixes of in-process LMCache share: fetched chunks of a lookup, skipped stores, layerwise calls."""
+"""Code that the fixes of in-process LMCache share: fetched chunks, skipped stores, steps in flight, layerwise calls."""
 
 import sys
 from collections.abc import Callable
@@ -31,6 +31,12 @@ def _done_events(engine: Any) -> Any:
 
 def _chunk(fetched: Any) -> Any:
     return fetched[1] if isinstance(fetched, tuple) else fetched  # after 0.3.10: a pair (key, chunk)
+
+
+def most_in_flight(config: Any) -> int:
+    """Return the maximum number of scheduled steps whose output vLLM does not have yet."""
+    batches: int | None = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
+    return batches or 1 + bool(config.scheduler_config.async_scheduling)
 
 
 def unpin(chunk: Any) -> None:

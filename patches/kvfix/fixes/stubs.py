@@ -138,7 +138,6 @@ def step(
     cached = SimpleNamespace(
         req_ids=known, num_computed_tokens=[computed for _ in known], resumed_req_ids=set(known) if resumed else set(),
         new_block_ids=[None if blocks is None else (blocks,) for _ in known],
-        resumed_from_preemption=[resumed for _ in known],
     )  # fmt: skip
     return SimpleNamespace(
         finished_req_ids=set(), scheduled_new_reqs=[] if new is None else [new], scheduled_cached_reqs=cached,

@@ -19,16 +19,14 @@ while the hook runs, and later the hit again. A granted load is not changed, exc
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """
 
-from kvfix import scheduling
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, fix_around, note, stubs
 
 
-# vLLM 0.11 has no `resumed_req_ids`: the wrapper then always looks for resumed requests.
-@fix_around(when=lambda impl, output, *_, **__: getattr(output.scheduled_cached_reqs, "resumed_req_ids", True))
+@fix_around(when=lambda impl, output, *_, **__: output.scheduled_cached_reqs.resumed_req_ids)
 def fix(impl: Any, scheduler_output: Any) -> Steps:
     as_hit = []
     try:
-        for name in scheduling.resumed(scheduler_output):
+        for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
             computed = request.num_computed_tokens
             until = computed + scheduler_output.num_scheduled_tokens[name]

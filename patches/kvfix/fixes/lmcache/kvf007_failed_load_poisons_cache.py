@@ -21,7 +21,6 @@ does not know which saves were skipped. To save all tokens again costs little, b
 
 from collections import deque
 
-from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
 from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_before, note, stubs
 
@@ -34,7 +33,7 @@ class Failed:
     """
 
     def __init__(self, config: Any) -> None:
-        self._steps: deque[tuple[Any, set[int]]] = deque(maxlen=scheduling.most_in_flight(config))
+        self._steps: deque[tuple[Any, set[int]]] = deque(maxlen=_lmcache.most_in_flight(config))
 
     def add(self, metadata: Any, blocks: set[int]) -> None:
         if not self._steps or self._steps[0][0] is not metadata:

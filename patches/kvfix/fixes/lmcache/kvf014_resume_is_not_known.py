@@ -10,7 +10,6 @@ blocks under the keys of the resumed request (0.3.9 vllm_v1_adapter.py, `build_c
 Fix: The fix promises nothing to a resumed request, and resets the tracker to vLLM's computed tokens and the new blocks.
 """
 
-from kvfix import scheduling
 from kvfix.fixes import _closed
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_around, fix_before, instead, note, stubs
 
@@ -22,7 +21,7 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Any:
 
 @fix_before(on_fault=_closed.save_nothing_more)
 def fix_metadata(impl: Any, scheduler_output: Any) -> None:
-    for name in scheduling.resumed(scheduler_output):
+    for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
         tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
         tracker.token_ids = list(request.all_token_ids[: request.num_computed_tokens])
         tracker.allocated_block_ids = []

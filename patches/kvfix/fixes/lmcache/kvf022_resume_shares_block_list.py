@@ -21,7 +21,6 @@ step resumes. (A wrapper of `update` would cost a sixth of the time of a step wi
 
 import inspect
 
-from kvfix import scheduling
 from kvfix.fixes.api import LMCACHE_V1, REQUEST_TRACKER, Any, Fix, fix_after, note, stubs
 
 
@@ -33,7 +32,7 @@ def _own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
 
 @fix_after(on_fault=_own_lists)
 def fix(impl: Any, answer: Any, scheduler_output: Any) -> None:
-    for name in scheduling.resumed(scheduler_output):
+    for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
         tracker = impl._request_trackers.get(name)
         if tracker is not None:
             note(__name__, f"request {name} is resumed")

@@ -24,7 +24,6 @@ default, the request ends with an error at prefill. Do not set `recompute` on a 
 
 import copy
 
-from kvfix import scheduling
 from kvfix.fixes import _closed, _lmcache, _scheduler
 from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, stubs
 
@@ -38,7 +37,7 @@ class Unsaved:
     """The saves that wait for the reports of all ranks: one save per request, with all tokens of the request."""
 
     def __init__(self, config: Any) -> None:
-        self.in_flight = scheduling.most_in_flight(config)
+        self.in_flight = _lmcache.most_in_flight(config)
         self.step = 0
         #: The first step whose saves need not wait.
         self.open_from = 0
@@ -48,7 +47,8 @@ class Unsaved:
     def take(self, scheduler_output: Any) -> dict[str, Any]:
         """Return the waiting saves of the requests in this step: only these requests still have their blocks."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
-        for name in again.union(scheduling.resumed(scheduler_output), scheduler_output.finished_req_ids):
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        for name in again.union(resumed, scheduler_output.finished_req_ids):
             self.saves.pop(name, None)
         names = self.saves.keys() & scheduler_output.num_scheduled_tokens
         due = sorted(name for name in names if self.saves[name][0] <= self.step)

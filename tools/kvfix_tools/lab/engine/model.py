@@ -8,7 +8,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvfix import scheduling
 from kvfix_tools.lab.engine.kv_layout import KVGroup
 from kvfix_tools.lab.engine.memory import GARBAGE, VOCABULARY, Prefix, Slots, first_difference, next_token
 from kvfix_tools.lab.engine.vllm_objects import sampled
@@ -38,13 +37,13 @@ class Group:
         for name in output.finished_req_ids:
             self._blocks.pop(name, None)
             self.rows.pop(name, None)
-        resumed = scheduling.resumed(output)
+        cached = output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
         for name in [name for name in self.rows if name not in output.num_scheduled_tokens or name in resumed]:
             del self.rows[name]
         for new in output.scheduled_new_reqs:
             self._blocks[new.req_id] = self._own(new.block_ids[self.group.number])
             self.rows[new.req_id] = list(new.block_ids[self.group.number])
-        cached = output.scheduled_cached_reqs
         for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
             blocks = groups[self.group.number] if groups is not None else []
             if name in resumed:
@@ -92,7 +91,8 @@ class StateGroup(Group):
     def begin(self, output: Any) -> None:
         super().begin(output)
         new = [request.req_id for request in output.scheduled_new_reqs]
-        for name in (*output.finished_req_ids, *(output.preempted_req_ids or ()), *scheduling.resumed(output), *new):
+        resumed, preempted = output.scheduled_cached_reqs.resumed_req_ids, output.preempted_req_ids or ()
+        for name in (*output.finished_req_ids, *preempted, *resumed, *new):
             self._last.pop(name, None)
 
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
@@ -148,7 +148,8 @@ class Drafter:
     def begin(self, output: Any) -> None:
         self.starts, self._next_starts = self._next_starts, {}
         self._last, self._proposed = self._proposed, {}
-        for name in (*scheduling.resumed(output), *(new.req_id for new in output.scheduled_new_reqs)):
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for name in (*resumed, *(new.req_id for new in output.scheduled_new_reqs)):
             self.starts.pop(name, None)
             self._last.pop(name, None)
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kvfix import scheduling
 from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import Finding, Ledger, liveness
 from kvfix.ledger import events as ev
@@ -183,7 +182,7 @@ class RequestEvents:
                 self.add(ev.Preempted(name))
 
     def scheduled(self, output: Any, metadata: Any) -> None:
-        first = {new.req_id for new in output.scheduled_new_reqs}.union(scheduling.resumed(output))
+        first = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         reader = self._connector.reader
         for name, start, end in reader.loads(metadata) or []:
             self._arrived.pop(name, None)
