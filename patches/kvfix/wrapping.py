@@ -119,8 +119,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     the function with those arguments instead of the caller's. A return before the yield skips the function. If the
     function raises, its exception goes to the caller and the generator is closed (use `finally`). The fix has acted if
     it changes the arguments or the answer, or skips the call.
-    on_fault: (arguments of the caller) -> the answer if the wrapper's code raises. If the code raises before the yield,
-    the function is not called.
+    on_fault: (arguments of the caller) -> the answer if the code raises. Before the yield, this replaces the call.
     """
 
     def wrap(function: Function) -> Function:

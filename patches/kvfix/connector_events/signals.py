@@ -1,7 +1,6 @@
 """Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1. Announce this process to `kvfix dump`.
 
-If the process has a handler for SIGUSR2, kvfix does not replace it. The handler of kvfix logs nothing, because it may
-interrupt a log call.
+kvfix keeps a SIGUSR2 handler that the process has. The handler of kvfix logs nothing: it may interrupt a log call.
 """
 
 import atexit

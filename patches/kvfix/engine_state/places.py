@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-#: Hooks of vLLM's connectors (v1/base.py 0.33.0). If a connector's class has `get_transfer_results` (since vLLM 0.32),
-#: vLLM calls it instead of `get_finished`.
+#: Hooks of vLLM's connectors (v1/base.py 0.33.0). Since vLLM 0.32, `get_transfer_results` can replace `get_finished`.
 HOOKS = (
     "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
     "request_finished", "request_finished_all_groups", "on_new_request", "reset_cache", "register_kv_caches",

@@ -6,10 +6,9 @@ cpu memory is under pressure. Waiting for 0.1 seconds before retrying.` vLLM log
 Cause: `allocate` evicts only chunks of the CPU cache itself. There is nothing to evict if every chunk is pinned, or
 with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
 
-Fix: A load waits for at most ten seconds for all its chunks together. Then the load gets no memory and fails, and vLLM
-computes its tokens itself. `allocate` does not know for which load it is called. So the limit holds for the thread that
-loads. After a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that
-gets no memory returns no chunk, instead of raising AssertionError.
+Fix: A load waits at most ten seconds for all its chunks. Then the load fails, and vLLM computes its tokens. `allocate`
+does not know its load, so the limit holds for the thread. After a minute the thread may wait for ten seconds again. A
+store does not wait. A load from disk that gets no memory returns no chunk, instead of raising AssertionError.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 - Remove when: `allocate` has a timeout.

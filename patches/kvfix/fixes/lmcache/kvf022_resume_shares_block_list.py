@@ -9,8 +9,7 @@ runs in the scheduler's process by default (`uni`), so tracker and worker keep t
 the new blocks to it (:1422), so from the second step on the list has each new block twice.
 
 The slots of the tracker then hold other tokens, and LMCache stores the KV of these tokens under valid keys. If a
-request skips a step, the worker fills its row of the block table from the list, and then reads and writes wrong
-blocks.
+request skips a step, the worker fills its row of the block table from the list, and uses wrong blocks.
 
 Fix: After `build_connector_meta`, before the worker runs, the fix copies the list of blocks for each request that this
 step resumes. (A wrapper of `update` would cost a sixth of the time of a step with 256 requests.)

@@ -16,8 +16,7 @@ empty LMCache's cache: it is in other processes, on disk or in a shared store. T
 - empty LMCache's disk and shared store, and restart the processes
 
 Then call `reset_prefix_cache()` without the connector, which empties vLLM's own cache.
-- Releases: vLLM 0.15.1 to 0.33.0, with one of these connectors: LMCache's in-process connector, LMCache's multi-process
-  connector before 0.5.6, or vLLM's copy of the multi-process connector.
+- Releases: vLLM 0.15.1 to 0.33.0, with LMCache in process, LMCache multi-process up to 0.5.5, or vLLM's copy of it.
 - Remove when: LMCache's connectors have a `reset_cache` that empties the cache.
 """
 

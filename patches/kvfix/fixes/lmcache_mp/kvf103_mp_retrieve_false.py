@@ -8,8 +8,7 @@ Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the block
 0.5.4:1635-1648). The function reports the load to vLLM as done, and `get_block_ids_with_load_errors` reports no block.
 
 Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM
-then follows `kv_load_failure_policy`: With `fail` (the default) vLLM ends the request with an error. With `recompute`
-vLLM computes the tokens again. The fix wraps `submit_retrieve_request`.
+then ends the request with an error, or computes the tokens again (`kv_load_failure_policy`).
 - Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's copy. Earlier releases cannot report failed blocks.
 - Upstream: https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
 """

@@ -12,10 +12,9 @@ At the end of a request, vLLM also frees the blocks before the window at once (s
 other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
-Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has already freed. When a
-freed block is in use again in a step, the fix sets a flag in the step's metadata. LMCache sets the same flag after a
-preemption. The workers then wait for the stores in flight before anything is written. They wait at most LMCache's own
-`mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
+Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has freed. When a freed
+block is in use again in a step, the fix sets the flag in the metadata that LMCache sets after a preemption. The workers
+then first wait for the stores in flight, for each store at most LMCache's `mq_timeout`. Up to 0.5.5 this needs KVF106.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
 - Remove when: vLLM keeps a block, or LMCache holds it, until it is stored.
 """

@@ -7,10 +7,9 @@ Cause: `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to cl
 answers True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights is under a valid
 key. The lookup of a waiting request also locks the chunks that it finds. These chunks are loaded after the reset.
 
-Fix: The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. The servers
-still clear the chunks that have no lock. Call the reset again when the requests have ended. LMCache never clears the L2
-of a server (`--l2-adapter`, v1/distributed/storage_manager.py:1244-1255). The answer is still True, because the
-connector cannot know about the L2. Empty the L2 yourself.
+Fix: The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. Call the reset
+again when the requests have ended. LMCache never clears the L2 of a server (`--l2-adapter`,
+v1/distributed/storage_manager.py:1244-1255). The answer is still True, so empty the L2 yourself.
 - Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`: KVF029.
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """

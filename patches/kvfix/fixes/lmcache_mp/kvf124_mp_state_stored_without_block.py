@@ -14,8 +14,7 @@ late, and stores a block that already belongs to another request.
 
 Fix: The fix acts after the hooks that add stores to the step's metadata. Take a chunk that ends neither where the step
 begins nor where the step ends. The fix sets all blocks of this chunk in the state group to null. The server then leaves
-the state out, and no hit ends there. This works with `lmcache server --separate-object-groups`. Without this option,
-see KVF125.
+the state out, and no hit ends there. This needs `lmcache server --separate-object-groups`. Without it, see KVF125.
 - Releases: LMCache 0.5.4 to 0.5.6. According to their source code, 0.4.7 to 0.5.3 have the bug too. The server of 0.4.7
   to 0.5.3 stores null blocks of every model (KVF125).
 - Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.

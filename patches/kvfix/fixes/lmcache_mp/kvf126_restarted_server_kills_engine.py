@@ -5,9 +5,8 @@ Symptom:
 - Engine: no line for 300 seconds, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError.
 - With LMCache-driven transfer, no hits until the engine restarts: `Rejecting STORE for unregistered GPU instance ID`.
 
-Cause: A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590). Pings
-are 10 seconds apart (`lmcache.mp.heartbeat_interval`), and the new server answers pings of a worker that it does not
-know. So nobody notices a restart between two pings.
+Cause: A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590).
+Nobody notices a restart between two pings (`lmcache.mp.heartbeat_interval`, 10 s): the new server answers any worker.
 
 The new server raises at the worker's next store, and sends no answer (multiprocess/transport/zmq_impl/mq.py 0.5.6:725).
 With engine-driven transfer the worker waits for that answer in the step, for 300 seconds (`lmcache.mp.mq_timeout`).

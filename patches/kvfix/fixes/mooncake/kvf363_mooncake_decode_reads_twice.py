@@ -4,11 +4,10 @@ Symptom: A router sends a decode request again with the same transfer_id, or a c
 The second request takes eight minutes, or waits for ever in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired
 before sending on P side`, or nothing.
 
-Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687). Prefill frees them
-even while a write to the second request is in flight, and this write then reads KV of other requests. A second request
-that is aborted before it is scheduled counts as one that has read the blocks. If prefill gets the second request after
-it has freed the blocks, it waits 480 s for a prefill of that transfer_id (:1566). Otherwise prefill leaves the request
-out of its answer (:1621), and decode waits for ever.
+Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687), even while a write
+to the second request is in flight. This write then reads KV of other requests. A second request that is aborted before
+it is scheduled counts as a reader. If prefill gets the second request afterwards, it waits 480 s for a prefill of that
+transfer_id (:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
 
 Fix: Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id
 computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know

@@ -7,8 +7,7 @@ Cause: If a transfer no longer exists when its turn comes, the prefill engine na
 failed (mooncake_connector.py 0.32.0:1621). The decode engine handles only the requests that are named
 (process_pulling_result, :2402), and ends the connection after the last answer.
 
-Fix: After the last answer, a request that no answer has named counts as failed. The decode engine computes the prompt
-itself, or fails the request, as kv_load_failure_policy says.
+Fix: After the last answer, a request that no answer has named counts as failed. kv_load_failure_policy then decides.
 - Upstream: None known; fixed in 0.33.0, which counts a request that the last answer leaves out as failed.
 """
 

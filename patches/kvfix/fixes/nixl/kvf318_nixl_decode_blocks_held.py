@@ -2,11 +2,10 @@
 
 Symptom: The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there. No request runs.
 
-Cause: With `bidirectional_kv_xfer` request_finished keeps the blocks of every request with `kv_transfer_params`, so
-that the next turn's prefill can read them (pull_scheduler.py 0.32.0:247-278). The worker starts a lease only for
-requests that it knows to be in a batch. update_state_after_alloc tells the worker only about requests with
-`do_remote_prefill` or `do_remote_decode` (:121-124). A router that lets a decode engine compute a prompt sends neither.
-The lease of this request never begins, and never ends.
+Cause: With `bidirectional_kv_xfer` request_finished keeps the blocks of every request with `kv_transfer_params`, for
+the next turn's prefill (pull_scheduler.py 0.32.0:247-278). The worker starts a lease only for requests that were in a
+batch. update_state_after_alloc tells the worker only about requests with `do_remote_prefill` or `do_remote_decode`
+(:121-124). If decode itself computes a prompt, the router sends neither. So the lease never begins, and never ends.
 
 Fix: After update_state_after_alloc, the fix adds to the metadata every request whose blocks will be kept.
 - Remove when: vLLM keeps only the blocks of requests that the worker knows.

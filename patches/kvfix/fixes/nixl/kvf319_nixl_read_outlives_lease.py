@@ -3,11 +3,10 @@
 Symptom: The prefill engine logs `Releasing expired KV blocks for request ...`, and `Potentially invalid KV blocks for
 unrecognized request ... were retrieved by a decode worker. They may have expired.` The decode engine logs nothing.
 
-Cause: The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default). The prefill engine keeps them
-longer if the decode engine renews the lease with heartbeats (base_worker.py 0.32.0:3014). If the router or one of the
-engines hangs for longer, the prefill engine frees the blocks. The decode engine does not know when the lease ends. vLLM
-sets `remote_blocks_expiry_time` only for the other direction, where prefill reads from decode (pull_scheduler.py
-0.32.0:271). NIXL reads the blocks in any case.
+Cause: The prefill engine keeps the blocks for `kv_lease_duration` (30 s by default), and longer if the decode engine
+renews the lease with heartbeats (base_worker.py 0.32.0:3014). If the router or an engine hangs for longer, the blocks
+are freed. The decode engine does not know when the lease ends. vLLM sets `remote_blocks_expiry_time` only for the other
+direction, where prefill reads from decode (pull_scheduler.py 0.32.0:271). NIXL reads the blocks in any case.
 
 Fix: The prefill engine tells the decode engine when the lease ends. The decode engine also counts the heartbeats that
 it has sent before the lease was over. A read that ends after the lease fails, and `kv_load_failure_policy` decides.

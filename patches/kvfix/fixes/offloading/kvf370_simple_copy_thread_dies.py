@@ -11,8 +11,7 @@ thread records no event for the failed copy, nor for any later copy. The worker 
 Fix: The thread continues. The worker's report names the copies that failed:
 
 - A failed store ends. Its blocks become free, and no request finds them.
-- The worker reports a failed load as failed. vLLM then computes the tokens or ends the request
-  (`kv_load_failure_policy`). No request finds the blocks that could not be loaded.
+- The worker reports a failed load: `kv_load_failure_policy` decides. No request finds the blocks that were not loaded.
 
 - Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
 - Remove when: `_copy_loop` catches what a copy raises, and the worker reports it.

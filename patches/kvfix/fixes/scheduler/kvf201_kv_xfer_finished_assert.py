@@ -8,13 +8,11 @@ Cause: A connector that keeps the blocks of a finished request makes two reports
 its load. One report says that the load is done, the other that nothing remains to store. At the first report the
 scheduler frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the second report vLLM asserts.
 
-If the report about the store comes first, the load still writes into blocks that other requests have by then. Those
-requests return wrong text, without an error.
+If the report about the store comes first, the load still writes into blocks of other requests, and their text is wrong.
 
 Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
 reports about unknown requests, and about requests that are neither finished nor waiting for a load.
-- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. For releases before 0.26.0, only the code
-  was read, nothing was run.
+- Releases: vLLM 0.11.2 to 0.33.0, with connectors that store asynchronously. Before 0.26.0, only the code was read.
 - Upstream: https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
 - Remove when: vLLM counts the reports of a finished request.
 """

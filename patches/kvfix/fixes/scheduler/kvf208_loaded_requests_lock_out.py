@@ -15,8 +15,7 @@ of the queue has not loaded yet: vLLM reserves blocks for every load in flight.
 Fix: The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step, the
 fix lets another request run before this request: the first one for which enough blocks are free.
 
-Mixed roll-out: The fix acts in one engine. Engines with and without the fix work together. The fix is opt-in because it
-changes the order of waiting requests after a step in which no request could run.
+Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it reorders waiting requests.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues: KVF903.
 - Upstream: https://github.com/vllm-project/vllm/pull/45406 describes the bug.
   https://github.com/vllm-project/vllm/pull/57841 is about the case without priorities, which 0.32.0 solves.

@@ -12,8 +12,7 @@ request must be enough for another one to run. The newest loaded request that is
 after a failed load. vLLM computes this request later. The fix acts only if LMCacheMPConnector is the only connector.
 Only this connector accepts a request whose computed tokens are zero again. So the fix does not act in a MultiConnector.
 
-Mixed roll-out: The fix acts in one engine: engines with and without it work together. The fix is opt-in because it
-takes the blocks of a loaded request, whose prompt vLLM then computes.
+Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because vLLM computes a loaded prompt.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
 - Remove when: vLLM counts a session's blocks as reserved, or a loaded request can return its blocks.

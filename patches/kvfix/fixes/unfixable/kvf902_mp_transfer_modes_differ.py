@@ -1,8 +1,7 @@
 """The worker blocks for 300 seconds and dies: worker and server use different transfer modes, and neither reports it.
 
-Symptom: The worker does not start: it blocks for 300 seconds (`mq_timeout`) and dies. The server sends no answer. The
-server logs `No handler registered for operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler
-registered for request type ...`.
+Symptom: The worker blocks for `mq_timeout` and dies. The server sends no answer, and logs `No handler registered for
+operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler registered for request type ...`.
 
 Cause: The server loads the handlers of one mode (`--supported-transfer-mode`). The worker chooses its mode by its
 device, or by `lmcache.mp.mp_transfer_mode` or LMCACHE_MP_TRANSFER_MODE. A request without a handler gets no reply. Each
