@@ -73,7 +73,7 @@ def judge(target: Target) -> Applicability:
         return _judge_absent(target, path, same_file)
     if found not in prints:
         where = f"the code of {target.function} in {path} matches no known release"
-        if not target.can_be_probed:
+        if target.probe is None:
             return Applicability("refused", f"{where}, and no behaviour probe can judge it")
         return Applicability(
             "unknown", f"{where}; the behaviour probe decides in the process that imports it (kvfix status --probe)"
@@ -150,7 +150,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     elif by_file.state != "unknown":
         return by_file
     what = by_file.reason.partition(";")[0]
-    if not target.can_be_probed:
+    if target.probe is None:
         return Applicability("refused", f"{what}, and no behaviour probe can judge it")
     try:
         with _silent(module):

@@ -19,7 +19,6 @@ import pytest
 
 import kvfix
 from kvfix import applicability, catalogue, installed_source
-from kvfix.fixes import stubs
 from kvfix.fixes.record import Fix, Target
 from kvfix.session import session
 from kvfix_tools.lab import runner
@@ -182,7 +181,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
     code = inner.__code__.replace(co_filename="/site/patched.py")
     other = FunctionType(code, inner.__globals__, name, inner.__defaults__, inner.__closure__)
     other.__kwdefaults__, other.__module__ = inner.__kwdefaults__, "site_patch"
-    same = [replace(each, probe=stubs.cannot_tell) if each.name == target.name else each for each in fix.targets]
+    same = [replace(each, probe=None) if each.name == target.name else each for each in fix.targets]
     with (
         mock.patch.object(owner, name, staticmethod(other) if is_static else other),
         mock.patch.dict(vars(fix), targets=tuple(same)),

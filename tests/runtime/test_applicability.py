@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from kvfix.applicability import Applicability, decide
-from kvfix.fixes import stubs
 from kvfix.fixes.record import Fix, Owner, Target
 from kvfix.wrapping import after
 
@@ -15,7 +14,7 @@ THEIRS = Owner("lmcache", "lmcache.two", "Two")
 
 
 def target(owner: Owner, name: str, **more: Any) -> Target:
-    return owner.target(name, broken=">=1", probe=stubs.cannot_tell, fix=lambda module: after(lambda *_: 0), **more)
+    return owner.target(name, broken=">=1", fix=lambda module: after(lambda *_: 0), **more)
 
 
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)

@@ -81,7 +81,7 @@ def targets(dist: str, release: str) -> list[tuple[str, Target]]:
         (found.code, target)
         for found in catalogue.fixes()
         for target in found.targets
-        if target.dist == dist and target.can_be_probed and found.code not in UNFIT
+        if target.dist == dist and target.probe is not None and found.code not in UNFIT
         if not (is_early and found.code >= "KVF100")
     ]
 

@@ -14,7 +14,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from kvfix import applicability
-from kvfix.fixes import code_and_slug, stubs
+from kvfix.fixes import code_and_slug
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
@@ -49,7 +49,7 @@ class Target:
     broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the fingerprints of these releases
         (fingerprints.json) with the installed function, never the installed version number.
     probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. kvfix runs it
-        only on code that no release has. It takes milliseconds. If it raises, kvfix refuses the fix.
+        only on code that no release has. It takes milliseconds. If it raises or is None, kvfix refuses the fix.
     fix: (module) -> wrapper of the function (kvfix.wrapping). kvfix calls it after the import of the module, if the fix
         applies. With None, the target only shows if the bug is there: a helper in the module fixes it, or nothing can.
     order: position of its wrapper around the function. The wrapper with the lowest order is next to the function.
@@ -62,7 +62,7 @@ class Target:
     module: str
     function: str
     broken: str
-    probe: Probe
+    probe: Probe | None
     fix: Fixing | None
     order: int = 0
     helper: bool = False
@@ -71,11 +71,6 @@ class Target:
     @property
     def name(self) -> str:
         return f"{self.module}:{self.function}"
-
-    @property
-    def can_be_probed(self) -> bool:
-        """True if the behaviour probe can judge code that no release has."""
-        return self.probe.__name__ != "cannot_tell"
 
 
 class Owner:
@@ -93,7 +88,7 @@ class Owner:
     def target(self, function: str, **more: Any) -> Target:
         """Return the target for this function. more: fields of `Target`. Omit `probe` if no stub can show the bug."""
         full_name = f"{self.name}.{function}" if self.name else function
-        return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": stubs.cannot_tell, **more})
+        return Target(self.dist, self.module, full_name, **{"copy": self.copy, "probe": None, **more})
 
     @property
     def imported(self) -> Any:

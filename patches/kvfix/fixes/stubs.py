@@ -6,15 +6,10 @@ The module imports nothing that the engine has not imported: a probe runs in a p
 import threading
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 NAME = "kvfix-probe"
 Stub = SimpleNamespace
-
-
-def cannot_tell(hook: Callable[..., Any], module: ModuleType) -> NoReturn:
-    """Raise: no stub can show in milliseconds a bug that needs a full cache, a wait or another process."""
-    raise NotImplementedError("no probe for this fix")
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
