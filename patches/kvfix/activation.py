@@ -182,7 +182,7 @@ def _settle(modules: dict[ModuleType, bool]) -> None:
 
 def _watch(module: ModuleType) -> None:
     """Add the wrappers of the connector events, or remove the wrappers of an earlier configuration."""
-    if (session.config is not None and session.config.watches) or "kvfix.connector_events" in sys.modules:
+    if session.mode != "fix" or "kvfix.connector_events" in sys.modules:
         from kvfix import connector_events
 
         connector_events.settle(module)

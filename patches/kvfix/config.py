@@ -76,11 +76,6 @@ class Config:
         audit = f" audit={self.audit}" if self.audit else ""
         return self.mode + only + skip + plus + (" layers=yes" if self.layers else "") + audit
 
-    @property
-    def watches(self) -> bool:
-        """True if kvfix watches connector hooks. Otherwise it does not import `kvfix.connector_events`."""
-        return self.mode != "fix"
-
     def takes(self, code: str, opt_in: bool = False) -> bool:
         """Return True if this fix is wanted. An opt-in fix must be named."""
         if code in self.skip:

@@ -38,7 +38,7 @@ _errors: dict[int, BaseException | None] = {}
 
 def settle(module: ModuleType) -> None:
     """Add the wrappers to this module, or remove all wrappers if the configuration needs none. Idempotent."""
-    if session.config is None or not session.config.watches:
+    if session.mode == "fix":
         remove_all()
     elif hasattr(module, "Scheduler"):
         for name in _SCHEDULER:

@@ -146,7 +146,7 @@ def reported() -> Iterator[list[Finding]]:
 
 def let_leaks_be_reported(engine: "LabEngine") -> None:
     """If kvfix watches the engine, make steps until kvfix has checked the last requests for leaks."""
-    if session.config is not None and session.config.watches:
+    if session.mode != "fix":
         engine.step(AFTER)
 
 

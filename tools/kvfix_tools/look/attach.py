@@ -117,7 +117,7 @@ def attach(pid: int, mode: str, only: Names, idle: bool, wait: float, json: bool
         engine.ask(pids, "attach", str(config), idle and pids is schedulers, until=("attached",))
     before = [name for each in schedulers for name in engine.answers[each].get("before", ())]
     kept = {each: dict(engine.answers[each]) for each in workers}
-    if config.watches:
+    if config.mode != "fix":
         engine.ask(workers, "attached", before, until=("attached",))
         engine.answers.update(kept)
     return _show(engine, pid, "attached", json)

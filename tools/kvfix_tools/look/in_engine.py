@@ -62,12 +62,12 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
     why = "cannot be attached to a running engine: start the engine with kvfix"
     wanted = (fix for fix in catalogue.fixes() if fix.attaches == AT_START and config.takes(fix.code, fix.opt_in))
     session.held_back = {fix.code: why for fix in wanted if not _is_applied(fix)}
-    watched, applied = session.config is not None and session.config.watches, _for_new_requests()
+    watched, applied = session.mode != "fix", _for_new_requests()
     activation.activate(config)
-    if _for_new_requests() - applied or (config.watches and not watched):
+    if _for_new_requests() - applied or (config.mode != "fix" and not watched):
         # A worker does not know the requests. Until `attached` brings their ids, all requests count as older.
         session.before = frozenset(requests) if scheduler is not None else _Everything()
-    if config.watches:
+    if config.mode != "fix":
         watch_connectors()
     return {**state(), "state": "attached", "requests": len(requests), "before": requests}
 
