@@ -68,8 +68,9 @@ def remove_all() -> None:
             function.clear()
         session.outcomes.clear()
         session.judged.clear()
-    for fix in catalogue.loaded():
-        fix.let_go()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvfix.fixes.") and hasattr(module, "FIX"):
+            module.FIX.let_go()
 
 
 def _settle(fix: Fix, imported: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,12 +52,6 @@ def modules_of_fixes() -> dict[str, list[str]]:
         for module in {target.module for target in fix.targets} if fix is not None else ():
             found.setdefault(module, []).append(name)
     return {module: sorted(names) for module, names in found.items()}
-
-
-def loaded() -> list[Fix]:
-    """Return the fixes whose modules are loaded in this process."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("kvfix.fixes.")]
-    return [module.FIX for module in modules if hasattr(module, "FIX")]
 
 
 @functools.cache
