@@ -16,8 +16,6 @@ from kvfix.fixes.record import Fix, Target
 from kvfix.session import session
 from kvfix.wrapping import WrappedFunction, Wrapper
 
-#: Order of a wrapper that is outside of the wrappers of all fixes.
-OUTERMOST = 1000
 _HALF_IMPORTED = Applicability(
     "refused", "its module is half imported; call kvfix.apply() before the import, or once more after it"
 )
@@ -51,7 +49,7 @@ def attach(holder: type, name: str, key: str, wrapper: Wrapper) -> None:
         if function is None or function.owner is not owner:
             function = session.wrapped[at] = WrappedFunction(owner, name, vars(owner)[name])
         if key not in function:
-            function.add(key, OUTERMOST, wrapper)
+            function.add(key, 1000, wrapper)  # outermost
 
 
 def detach(key: str) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 from kvfix import engine_log
 from kvfix.session import session
 
-#: Characters of a request id in a log line.
-_ID = 80
 _PLAIN = (int, bool, str, float, type(None))
 
 
@@ -79,7 +77,7 @@ def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str)
     ids = (getattr(each, "request_id", None) or getattr(each, "req_id", None) for each in args[1:])
     request = next((each for each in ids if each and isinstance(each, str)), "")
     parts = [name, what or ("" if name else "an object was corrected in place")]
-    return ": ".join(part for part in parts if part) + (f" (request {request[:_ID]!r})" if request else "")
+    return ": ".join(part for part in parts if part) + (f" (request {request[:80]!r})" if request else "")
 
 
 def _short(value: Any) -> str:

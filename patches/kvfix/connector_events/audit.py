@@ -30,8 +30,6 @@ _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enab
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
 #: Value of a difference if the cache has NaN, or if vLLM has only zeros and the cache does not.
 _NO_NUMBER = 1e9
-#: The precision of TF32, in which a GPU may compute float32.
-_TF32 = 2.0**-10
 
 
 class NotAudited(Exception):
@@ -149,7 +147,7 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
     """
     import torch
 
-    eps = max(torch.finfo(dtype).eps, _TF32)
+    eps = max(torch.finfo(dtype).eps, 2.0**-10)  # a GPU may compute float32 in TF32
     found = [re.search(r"\.(\d+)\.", name) for name in names]
     depths = [int(match[1]) if match else number for number, match in enumerate(found)]
     return [8 * eps * (depth + 1) ** 0.5 for depth in depths]

@@ -16,7 +16,6 @@ from typing import Any
 from kvfix.connector_events import recorder, violations
 from kvfix.session import session
 
-AT_EXIT = "KVFIX_DUMP_AT_EXIT"
 SIGNAL = signal.SIGUSR2
 #: First characters of the lines that the watchdog reads from the file of another process.
 _ASKED = (b'{"kind":"state"', b'{"kind":"stacks"')
@@ -27,7 +26,7 @@ def install() -> None:
     if session.signal_installed or threading.current_thread() is not threading.main_thread():
         return
     session.signal_installed = True
-    if os.environ.get(AT_EXIT, "") not in ("", "0"):
+    if os.environ.get("KVFIX_DUMP_AT_EXIT", "") not in ("", "0"):
         atexit.register(violations.written, recorder.write, "exit")
     if signal.getsignal(SIGNAL) in (signal.SIG_DFL, _on_signal):
         signal.signal(SIGNAL, _on_signal)

@@ -30,8 +30,6 @@ from kvfix.session import session
 
 #: Environment variable: seconds without any progress; 0 turns the watchdog off. DEFAULT: the seconds if it is not set.
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
-#: Number of looks within SECONDS.
-_LOOKS = 12
 #: Maximum tries to read a state outside of the scheduler's functions, and seconds between two tries.
 _TRIES, _PAUSE = 200, 0.003
 #: If the main thread is in the same call at this number of tries, that call stands still. `_look` uses the last state.
@@ -68,7 +66,7 @@ def _limit() -> float:
 
 
 class Watchdog:
-    """Look at the engine at intervals, and report each standstill once. limit: seconds without progress."""
+    """Look at the engine 12 times within `limit` seconds. Report each standstill once: no progress for this time."""
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -83,7 +81,7 @@ class Watchdog:
         self._steps = 0
 
     def run(self) -> None:
-        while not self.stopped.wait(self._limit / _LOOKS):
+        while not self.stopped.wait(self._limit / 12):
             engine_log.guarded("kvfix.connector_events.watchdog", self._look_once)
 
     def _look_once(self) -> None:

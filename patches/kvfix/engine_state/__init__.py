@@ -10,7 +10,7 @@ prompts or host names. None: not known. Times are seconds before the look.
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
      "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"},
      "kvfix": {"mode": "observe", "version": "0.1.0", "fixes": ["KVF001"]} or None,
-     "stack": ["recv (zmq/sugar/socket.py:980)", ...],  of the main thread, innermost first
+     "stack": ["recv (zmq/sugar/socket.py:980)", ...],  of the main thread: the 24 innermost calls
      "hook": "get_num_new_matched_tokens",              hook of a connector on that stack; "" if none
      "in_step": True,                                   the scheduler is inside a step: its queues are not complete
      "scheduler": {...} or None,                        see scheduler.py
@@ -44,10 +44,6 @@ from . import scheduler as schedulers
 
 #: The version of this format. It increases when a name is removed or changes its meaning.
 SCHEMA = 1
-
-
-#: Number of calls of the main thread in a state.
-_SHOWN = 24
 
 
 def collect(
@@ -87,7 +83,7 @@ def collect(
         "wall": time.time_ns(),
         "versions": read("versions", places.versions),
         "kvfix": read("kvfix", places.kvfix),
-        "stack": read("stack", places.stack, calls[:_SHOWN]),
+        "stack": read("stack", places.stack, calls[:24]),
         "hook": read("hook", places.hook, calls),
         "in_step": read("in_step", places.in_step, calls),
         "scheduler": read("scheduler", schedulers.read, scheduler, engine, rows, events, full),

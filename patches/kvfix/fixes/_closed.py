@@ -9,9 +9,6 @@ from typing import Any
 
 from kvfix.wrapping import GO_ON
 
-#: More tokens than any request has. LMCache stores nothing more of a request with this count of stored tokens.
-_ALL = 1 << 40
-
 
 def no_hit(*_: Any, **__: Any) -> int:
     """Answer LMCache's `get_num_new_matched_tokens` or `lookup`: nothing is found."""
@@ -125,7 +122,7 @@ def _stored(connector: Any, names: Iterable[str]) -> None:
 def all_is_stored(tracker: Any) -> None:
     """Store nothing more for the request of this tracker."""
     counts = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
-    setattr(tracker, counts, _ALL)
+    setattr(tracker, counts, 1 << 40)  # more than any request has
 
 
 def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:

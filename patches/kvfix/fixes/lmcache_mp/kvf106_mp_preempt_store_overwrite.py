@@ -21,8 +21,6 @@ from contextlib import nullcontext
 from kvfix.fixes import _mp, api
 from kvfix.fixes.api import GO_ON, Any, Fix, fix_after, fix_before, multi_process, note, stubs
 
-#: Maximum seconds to wait for each store after an error of this fix.
-_LONGEST_WAIT = 10.0
 _TRANSFER = "lmcache.v1.multiprocess.transfer_context.worker_transfer"
 
 
@@ -41,7 +39,7 @@ mark = fix_after(when=_some_preempted, on_fault=_mark)(_mark)
 def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
     if getattr(connector, "worker_adapter", None) is not None:
         for store in list(connector.worker_adapter.store_futures.values()):
-            store.wait(timeout=_LONGEST_WAIT)
+            store.wait(timeout=10.0)
     return GO_ON
 
 

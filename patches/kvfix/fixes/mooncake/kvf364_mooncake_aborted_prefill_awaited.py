@@ -19,9 +19,6 @@ import asyncio
 from kvfix.fixes import _mooncake, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, note, stubs
 
-#: More sends than a transfer ever has, so that a dropped transfer is never reported as sent.
-_NEVER = 1 << 30
-
 
 @fix_around(when=lambda worker, metadata: metadata.reqs_not_processed and not worker.is_kv_consumer)
 def start_load_kv(worker: Any, metadata: Any) -> Steps:
@@ -49,7 +46,7 @@ def _drop(worker: Any, transfer: str) -> None:
         )
     elif dropped.ready.is_set():  # it is sent for another request, or was dropped before
         return
-    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
+    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], 1 << 30  # more sends than it ever has
     dropped.ready.set()
     note(__name__, f"the transfer {transfer} is answered as failed")
     worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)
