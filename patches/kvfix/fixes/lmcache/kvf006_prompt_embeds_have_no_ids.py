@@ -41,13 +41,9 @@ def fix_metadata(adapter: Any) -> Wrapper:
         return metadata
 
     # If `inside` fails, the function gets no ids and raises. If `outside` fails, KV of zeros could be stored.
-    inside = around(build_connector_meta, when=_has_new)
-    outside = after(leave_out, when=lambda impl, metadata, *more: _has_new(impl, *more), on_fault=_closed.drop_saves)
+    inside = around(build_connector_meta, when=lambda impl, output, *_, **__: output.scheduled_new_reqs)
+    outside = after(leave_out, when=lambda impl, meta, out, *_: out.scheduled_new_reqs, on_fault=_closed.drop_saves)
     return lambda function: outside(inside(function))
-
-
-def _has_new(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    return scheduler_output.scheduled_new_reqs
 
 
 def _with_zeros(new_request: Any) -> Any:

@@ -15,21 +15,17 @@ Fix: The clean-up releases only chunks that `retrieve` has not released. The fix
 from _thread import get_ident
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from kvfix.fixes import _lmcache
 from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_around, replaced
 
 
-def _noting(call: Callable[[], Any], names: set[int], name: int) -> Callable[[], Any]:
-    """Wrap `call`, and add the name to the set if this thread calls it. Other threads may use the chunk too."""
-    thread = get_ident()
-
-    def noted() -> Any:
-        if get_ident() == thread:
-            names.add(name)
-        return call()
-
-    return noted
+def _noted(call: Callable[[], Any], names: set[int], name: int, thread: int) -> Any:
+    """Call the function. Add the name to the set if this is the thread. Other threads may use the chunk too."""
+    if get_ident() == thread:
+        names.add(name)
+    return call()
 
 
 @fix_around()
@@ -39,11 +35,12 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
     chunks = {id(chunk): chunk for chunk in _lmcache.fetched(engine, lookup_id)} if consumes else {}
     if not chunks:
         return (yield)
-    released, unpinned = set[int](), set[int]()
+    released, unpinned, thread = set[int](), set[int](), get_ident()
     try:
         with ExitStack() as stack:
             for name, chunk in chunks.items():
-                down, unpin = _noting(chunk.ref_count_down, released, name), _noting(chunk.unpin, unpinned, name)
+                down = partial(_noted, chunk.ref_count_down, released, name, thread)
+                unpin = partial(_noted, chunk.unpin, unpinned, name, thread)
                 stack.enter_context(replaced(chunk, ref_count_down=down, unpin=unpin))
             return (yield)
     finally:

@@ -45,7 +45,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
         vars(connector).setdefault(_LOOKING, {})[name] = free
         # The hook would end the session and the lookup. `fix_step` ends them later.
         ends = ("cleanup_lookup_result", "end_session")
-        with replaced(adapter, **{end: _except_for(name, getattr(adapter, end)) for end in ends}):
+        with replaced(adapter, **{end: functools.partial(_end_others, name, getattr(adapter, end)) for end in ends}):
             return (yield)
     if locked:
         note(__name__, f"request {name} was aborted with {locked} locked tokens: its locks are released")
@@ -54,13 +54,9 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     return (yield)
 
 
-def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
+def _end_others(name: str, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `end` for all requests except this one. The id may be a positional or a keyword argument."""
-
-    def except_for(*args: Any, **kwargs: Any) -> Any:
-        return None if name in (*args, *kwargs.values()) else end(*args, **kwargs)
-
-    return except_for
+    return None if name in (*args, *kwargs.values()) else end(*args, **kwargs)
 
 
 @fix_before(when=lambda connector, *_: getattr(connector, _LOOKING, None))

@@ -13,7 +13,7 @@ the request are done. An earlier store that has already ended no longer marks th
 - Remove when: The worker keeps all stores of a request.
 """
 
-from collections.abc import Callable
+import functools
 
 from kvfix.fixes import _mp
 from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, Steps, View, fix_around, note, stubs
@@ -25,19 +25,16 @@ def both(first: Any, second: Any) -> Any:
     A request may have 1,000 stores in flight, so the future asks them in a loop, without nested calls.
     """
     stores = [*getattr(first, "_kvfix_stores", (first,)), second]
+    asks = {name: functools.partial(_ask, stores, name) for name in ("query", "wait", "result")}
+    return View(second, _kvfix_stores=stores, **asks)
 
-    def each(name: str) -> Callable[..., Any]:
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            answer = None
-            for store in stores:
-                answer = getattr(store, name)(*args, **kwargs)
-                if not answer:
-                    break
-            return answer
 
-        return ask
-
-    return View(second, _kvfix_stores=stores, **{name: each(name) for name in ("query", "wait", "result")})
+def _ask(stores: list[Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    for store in stores:
+        answer = getattr(store, name)(*args, **kwargs)
+        if not answer:
+            break
+    return answer
 
 
 @fix_around()

@@ -19,6 +19,7 @@ Fix: The thread continues. The worker's report names the copies that failed:
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
@@ -105,12 +106,9 @@ def _noting_gpu(q: Any, device: Any, load_stream: Any, store_stream: Any, *more:
     return queue, given, lambda taken: store_stream if taken[3] else load_stream
 
 
-def _noting_disk(name: str) -> Callable[..., Any]:
-    def noting(backend: Any, device: Any, stream: Any) -> tuple[Any, ...]:
-        queue = _Noting(getattr(backend, name))
-        return queue, (View(backend, **{name: queue}), device, stream), lambda taken: stream
-
-    return noting
+def _noting_disk(name: str, backend: Any, device: Any, stream: Any) -> tuple[Any, ...]:
+    queue = _Noting(getattr(backend, name))
+    return queue, (View(backend, **{name: queue}), device, stream), lambda taken: stream
 
 
 @fix_before()
@@ -197,8 +195,8 @@ def _process_store_event(scheduler: Any, event: int) -> Steps:
 FIX = Fix(
     # 0.26.0 has the bug too, but its workers cannot name failed loads, and the functions below differ.
     api.SIMPLE_COPIES._copy_loop(broken=">=0.32", fix=_survives(4, 4, _noting_gpu), helper=True),
-    api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_store_queue"))),
-    api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, _noting_disk("_load_queue"))),
+    api.SIMPLE_DISK._store_loop(broken=">=0.32", fix=_survives(3, 2, partial(_noting_disk, "_store_queue"))),
+    api.SIMPLE_DISK._load_loop(broken=">=0.32", fix=_survives(3, 2, partial(_noting_disk, "_load_queue"))),
     api.SIMPLE_WORKER.register_kv_caches(broken=">=0.32", fix=register_kv_caches, helper=True),
     api.SIMPLE_WORKER.bind_connector_metadata(broken=">=0.32", fix=bind_connector_metadata, helper=True),
     api.SIMPLE_SCHEDULER.build_connector_meta(broken=">=0.32", fix=tells_worker, helper=True),
