@@ -6,7 +6,7 @@ filled in, because releases and callers differ in what they pass by name.
 `when` takes the parameters of the wrapper's code. The wrapper runs its code only if `when` returns true.
 
 If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
-answer. ORIGINAL, the default, gives the function's own answer. Fixes of crashes, leaks and hangs use it. A fix of wrong
+answer. The default, None, gives the function's own answer. Fixes of crashes, leaks and hangs use it. A fix of wrong
 KV fails closed instead: its `on_fault` reports a failed load, skips a store or promises nothing. If `on_fault` has made
 the call safe, it returns GO_ON. `kvfix.fixes._closed` has the answers that several fixes share.
 """
@@ -23,9 +23,6 @@ from kvfix import engine_log, metrics
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: For `on_fault`: the function's own answer.
-ORIGINAL = None
-
 #: `on_fault` returns this if the function is safe to call now. If the function was called already, its answer is kept.
 GO_ON = object()
 
@@ -35,8 +32,8 @@ class _Code:
 
     __slots__ = ("on_fault", "tally", "where")
 
-    def __init__(self, where: str, on_fault: Function | None) -> None:
-        self.where = where
+    def __init__(self, code: Function, on_fault: Function | None) -> None:
+        self.where = f"{code.__module__}.{code.__name__}"
         self.on_fault = on_fault
         self.tally = metrics.composing
 
@@ -54,7 +51,7 @@ class _Code:
             return GO_ON
 
 
-def before(prepare: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
+def before(prepare: Function, when: Function | None = None, on_fault: Function | None = None) -> Wrapper:
     """Call `prepare` before the function.
 
     prepare: (instance, *arguments). If its result is true, the fix has acted.
@@ -62,7 +59,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """
 
     def wrap(function: Function) -> Function:
-        by_position, code = positional(function), _Code(_where(prepare), on_fault)
+        by_position, code = positional(function), _Code(prepare, on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +78,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     return wrap
 
 
-def after(change: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
+def after(change: Function, when: Function | None = None, on_fault: Function | None = None) -> Wrapper:
     """Call the function, then change its answer.
 
     change: (instance, answer, *arguments) -> the right answer, or None (no change). A new answer counts as an action.
@@ -89,7 +86,7 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
     """
 
     def wrap(function: Function) -> Function:
-        by_position, code = positional(function), _Code(_where(change), on_fault)
+        by_position, code = positional(function), _Code(change, on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +108,7 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
     return wrap
 
 
-def around(steps: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
+def around(steps: Function, when: Function | None = None, on_fault: Function | None = None) -> Wrapper:
     """Run code before and after the function, in a generator that yields once.
 
     steps: (instance, *arguments) -> a generator, or None if there is nothing to do. The code before `answer = yield`
@@ -123,7 +120,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     """
 
     def wrap(function: Function) -> Function:
-        by_position, code = positional(function), _Code(_where(steps), on_fault)
+        by_position, code = positional(function), _Code(steps, on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -273,10 +270,6 @@ def _other_kind(original: Any) -> str:
     if inspect.iscoroutinefunction(original) or inspect.isasyncgenfunction(original):
         return "an async function"
     return "" if callable(original) else f"a {type(original).__name__}"
-
-
-def _where(function: Function) -> str:
-    return f"{function.__module__}.{function.__name__}"
 
 
 def positional(function: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:

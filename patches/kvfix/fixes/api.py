@@ -14,9 +14,9 @@ from typing import Any
 
 from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.fixes.record import AT_START, NEW_REQUESTS, PRIVATE, Fix, Fixing, Function, Owner, Probe, Target, Wrapper
+from kvfix.fixes.record import AT_START, NEW_REQUESTS, PRIVATE, Fix, Fixing, Owner, Probe, Target
 from kvfix.metrics import note
-from kvfix.wrapping import GO_ON, View, after, around, before, instead, positional, replaced
+from kvfix.wrapping import GO_ON, Function, View, Wrapper, after, around, before, instead, positional, replaced
 
 __all__ = (
     "AT_START", "GO_ON", "NEW_REQUESTS", "PRIVATE", "Any", "Fix", "Fixing", "Function", "Owner", "Probe", "Target",
