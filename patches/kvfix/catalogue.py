@@ -101,7 +101,11 @@ def _outcome(fix: Fix, decision: Decision) -> Applicability:
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:
-        return _unfixable(fix, decision.outcome.reason)
+        harmless, reason = fix.harmless(), decision.outcome.reason
+        if harmless:
+            return Applicability("not-affected", f"{reason}; {harmless}")
+        first = " ".join(fix.section("Workaround").partition("\n\n")[0].split())
+        return Applicability("unfixable", f"{reason}, and cannot be fixed from outside: {first}")
     states = {session.outcomes[target].state for target in decision.wrapped if target in session.outcomes}
     if "applied" in states:
         return decision.outcome._replace(state="applied")
@@ -122,12 +126,3 @@ def rows_handling(finding: Finding) -> list[FixRow]:
         for row in rows_of(fix)
         if row.verdict in ("applied", "applicable", "opt-in", "refused", "unknown", "unfixable")
     ]
-
-
-def _unfixable(fix: Fix, reason: str) -> Applicability:
-    """Return the state of a bug that the installed code has and that no wrapper can fix."""
-    harmless = fix.harmless()
-    if harmless:
-        return Applicability("not-affected", f"{reason}; {harmless}")
-    first = " ".join(fix.section("Workaround").partition("\n\n")[0].split())
-    return Applicability("unfixable", f"{reason}, and cannot be fixed from outside: {first}")

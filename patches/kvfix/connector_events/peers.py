@@ -121,10 +121,6 @@ class Mooncake(_Peer):
         return found if isinstance(found, str) and len(found) <= LONGEST else ""
 
 
-#: {`_TRANSFER_MODE` of a NixlConnector: its reader}
-OF_NIXL = {"pull": Nixl, "push": NixlPush}
-
-
 class Leases:
     """The leases of one worker, until their end is reported. extension: seconds that a renewal adds."""
 

@@ -23,7 +23,8 @@ def reader(connector: Any) -> Reader:
         return SimpleOffload(connector)
     side = scheduler or worker
     if hasattr(side, "_nixl_handshake_listener_t") or hasattr(side, "nixl_wrapper"):
-        return peers.OF_NIXL.get(getattr(side, "_TRANSFER_MODE", ""), Reader)(connector)
+        of_mode = {"pull": peers.Nixl, "push": peers.NixlPush}
+        return of_mode.get(getattr(side, "_TRANSFER_MODE", ""), Reader)(connector)
     if hasattr(side, "_reqs_not_processed") or hasattr(side, "reqs_need_send"):
         return peers.Mooncake(connector)
     return Reader(connector)
