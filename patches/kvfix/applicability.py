@@ -111,10 +111,7 @@ def wrong_releases(target: Target) -> frozenset[str]:
 
 
 def _judge_absent(target: Target, path: Path | None, same_file: str | None = None) -> Applicability:
-    """Judge a function that the installed file does not have. same_file: a release that has the installed file.
-
-    If the release itself does not have the function, it does not have the bug.
-    """
+    """Judge a function that the file lacks. A release without the function has no bug. same_file: a release with it."""
     what = f"{target.function} in {path}" if path is not None else f"the module {target.module}"
     known = fingerprints().get(target.dist, {})
     releases: list[str] = known.get("releases", [])

@@ -95,10 +95,7 @@ def text(words: str) -> str:
 
 
 def _without_users(found: re.Match[str]) -> str:
-    """Return a word without the user and the password of each URL in it.
-
-    A password may have characters that are not valid in a URL: so everything up to the last @ is hidden.
-    """
+    """Hide user and password in each URL of a word: up to the last @, because a password may have any characters."""
     first, *rest = found[0].split("://")
     return "://".join([first, *map(_without_user, rest)]) if rest else found[0]
 

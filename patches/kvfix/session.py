@@ -108,10 +108,7 @@ class Session:
         self.reports, self.suppressed = 0, None
 
     def _in_child(self) -> None:
-        """Reset the child after a fork: records, files and announcements belong to the parent.
-
-        The child does not have the parent's other threads. One of them may have held the lock.
-        """
+        """Reset a forked child: records and files are the parent's, whose other threads may have held the lock."""
         self.lock = RLock()
         self.restart_recording()
         for tally in self.tallies.values():

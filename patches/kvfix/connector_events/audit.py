@@ -72,10 +72,7 @@ class Audit:
         return []
 
     def _compare(self, meta: Any, start: int) -> Compared | None:
-        """Compare the chunks from token `start` on, up to the first chunk that the cache does not have.
-
-        The result describes the first wrong chunk. If no chunk is wrong, it describes the chunk that differs most.
-        """
+        """Compare the chunks from token `start` on, up to the first chunk that the cache does not have."""
         engine, caches = self.impl.lmcache_engine, self.impl.kv_caches
         if engine is None or engine._is_passive() or len(meta.token_ids) != len(meta.slot_mapping):
             return None

@@ -99,14 +99,11 @@ class NixlPush(Nixl):
 
 
 class Mooncake(_Peer):
-    """vLLM's MooncakeConnector (mooncake/mooncake_connector.py 0.32.0). Prefill writes into the blocks of decode.
-
-    Both instances identify a request by its transfer_id, which comes from the router.
-    """
+    """vLLM's MooncakeConnector (mooncake/mooncake_connector.py 0.32.0). Prefill writes into the blocks of decode."""
 
     relative = True
     _SCHEDULER = ("_reqs_need_recv", "_reqs_need_send")
-    _PEER_REQUEST = "transfer_id"
+    _PEER_REQUEST = "transfer_id"  # from the router, for both instances
 
     def _received(self, metadata: Any) -> Iterable[tuple[str, Any]]:
         return (item for of_engine in metadata.reqs_to_recv.values() for item in of_engine.items())

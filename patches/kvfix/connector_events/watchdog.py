@@ -142,10 +142,7 @@ class Watchdog:
         return True
 
     def _look(self) -> tuple[Look, list[dict[str, Any]]]:
-        """Return the look, and the stacks of the other processes.
-
-        While the scheduler works, its queues are not complete: retry, unless the main thread stays in one call.
-        """
+        """Return the look, and the other processes' stacks. Retry while the scheduler works and changes its queues."""
         held, same = (), 0
         for _ in range(_TRIES):
             inside = _inside(calls := _calls())

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from itertools import dropwhile
 from types import FrameType
 from typing import Any
 
@@ -60,12 +61,9 @@ def frames() -> list[FrameType]:
 
     A thread must not read the frames of another running thread, or Python may crash (python/cpython issue 99110).
     """
-    found = list(outwards(sys._getframe()))
-    while found and _is_ours(found[0]):
-        del found[0]
-    while found and found[0].f_code.co_filename.startswith("<"):  # code that `kvfix look` has injected
-        del found[0]
-    return found
+    outside = dropwhile(_is_ours, outwards(sys._getframe()))
+    # `kvfix look` may have injected code, whose file is "<string>"
+    return list(dropwhile(lambda frame: frame.f_code.co_filename.startswith("<"), outside))
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -183,17 +183,14 @@ def _count(blocks: list[Any]) -> int:
 
 
 def _reserved(scheduler: Any) -> int | None:
-    """Return the blocks that prefills and loads in flight still need; 0 in releases that reserve none. None: not known.
-
-    (`_inflight_prefill_reserved_blocks`, scheduler.py 0.32.0:3088)
-    """
+    """Return the blocks that prefills and loads in flight still need; 0 if the release reserves none. None: unknown."""
     in_flight, managers = list(getattr(scheduler, "_inflight_prefills", ())), _managers(scheduler)
     if not in_flight or not managers:
         return None if in_flight else 0
     spec, most = int(scheduler.num_spec_tokens), int(scheduler.max_model_len)
     more = 1 + spec + int(scheduler.num_lookahead_tokens) if spec else 0
     none: Sequence[Any] = [[] for _ in managers]
-    needed = 0
+    needed = 0  # as `_inflight_prefill_reserved_blocks` computes it (scheduler.py 0.32.0:3088)
     for each in in_flight:
         tokens, done = min(int(each.num_tokens), most) + more, int(each.num_computed_tokens)
         needed += _to_allocate(managers, each, tokens, done, none, done, apply_admission_cap=True)
@@ -232,13 +229,10 @@ def _after_step(scheduler: Any, computed: int, total: int) -> int:
 
 
 def _cached(scheduler: Any, request: Any, none: Sequence[Any]) -> tuple[Sequence[Any], int]:
-    """Return the blocks of the longest cached prefix in each KV group, and its number of tokens.
-
-    The last token of the request is never part of the prefix. vLLM's lookup only reads.
-    """
+    """Return each KV group's blocks of the longest cached prefix, which never has the last token, and its tokens."""
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or getattr(request, "skip_reading_prefix_cache", False):
         return none, 0
     hashes = request.block_hashes if isinstance(request.block_hashes, list) else list(request.block_hashes)
-    found = manager.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)
+    found = manager.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)  # only reads
     return [list(each) for each in found[0]], int(found[1])

@@ -59,9 +59,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Return True if the scheduler or the worker may use more computed tokens than a rollback leaves a request.
-
-    of_stages: also check for pipeline parallelism, with which several chunks of a prompt are in flight."""
+    """Return True if scheduler or worker may use more tokens than a rollback leaves. of_stages: check pipelines too."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
