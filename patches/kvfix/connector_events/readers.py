@@ -125,8 +125,6 @@ class SimpleOffload(Reader):
     """
 
     leaves_out_stored = True
-    #: kvfix drops notes about unknown requests if there are more notes than twice the known requests plus this number.
-    _SPARE = 64
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -169,7 +167,7 @@ class SimpleOffload(Reader):
         return found
 
     def _keep(self, noted: dict[str, int], known: Collection[str]) -> None:
-        if len(noted) > 2 * len(known) + self._SPARE:
+        if len(noted) > 2 * len(known) + 64:
             for name in [name for name in noted if name not in known]:
                 del noted[name]
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from kvfix.fixes import _closed
 from kvfix.fixes.api import Any, Fixing, fix_after, fix_before, note, stubs
 
-#: Maximum number of prefills whose first request is remembered. Their hashes take 1.5 MB.
-_KEPT = 10_000
 _FIRST = "_kvfix_first"
 
 
@@ -26,7 +24,7 @@ def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
     name = hash(request.request_id)
     if known.setdefault(hash(prefill), name) != name:
         return False
-    if len(known) > _KEPT:
+    if len(known) > 10_000:  # their hashes take 1.5 MB
         known.popitem(last=False)
     return True
 

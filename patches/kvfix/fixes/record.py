@@ -30,8 +30,6 @@ MIXED_ROLL_OUT = "Mixed roll-out"
 FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
-#: kvfix was written for this release of vLLM. If it is the first release in a record, no earlier release was tested.
-_WRITTEN_FOR = "0.32.0"
 
 #: The requests to which `kvfix attach` applies a fix. ALL_REQUESTS: most fixes. NEW_REQUESTS: the fix needs notes or
 #: changes from the start of a request, and skips requests that began before (`session.before`). AT_START: no requests,
@@ -213,6 +211,6 @@ class Fix:
         known = [(name, sorted(releases, key=Version)) for name, releases in wrong.items()]
         if fact == "Releases":
             spans = (f"{name} {' to '.join(dict.fromkeys(found[:1] + found[-1:]))}" for name, found in known)
-            is_first = any(found[0] == _WRITTEN_FOR for _, found in known)
+            is_first = any(found[0] == "0.32.0" for _, found in known)  # kvfix was written for this release of vLLM
             return f"{'; '.join(spans)}.{' Earlier releases were not tested.' if is_first else ''}"
         return f"{' and '.join(f'{name} {found[-1]}' for name, found in known)} is no longer in use."

@@ -21,8 +21,6 @@ from kvfix import clock, engine_log
 from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
-#: Seconds after which a thread that has waited for LONGEST_WAIT may again wait for LONGEST_WAIT.
-RESTORED = 60.0
 #: Positions of `eviction` and `busy_loop` among the arguments, in every release.
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
@@ -35,7 +33,7 @@ class _Waits(threading.local):
 
     def begin(self) -> None:
         now = clock.now()
-        self.left = min(LONGEST_WAIT, self.left + (now - self.at) * LONGEST_WAIT / RESTORED)
+        self.left = min(LONGEST_WAIT, self.left + (now - self.at) * LONGEST_WAIT / 60)  # whole after a minute
         self.at = now
 
     def wait(self) -> bool:

@@ -27,8 +27,6 @@ from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around
 
 #: Key in the registration: the time of its end, by the clock of the decode engine's scheduler.
 _UNTIL = "kvfix_until"
-#: Seconds after the end, in which a write that has begun before the end may finish.
-_GRACE = 5.0
 
 
 @fix_after(when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations)
@@ -57,7 +55,7 @@ def get_transfer_results(worker: Any) -> None:
     for name, until in list(worker._kvfix_ends.items()):
         if name not in worker._recving_metadata:
             del worker._kvfix_ends[name]
-        elif now > until + _GRACE:
+        elif now > until + 5.0:  # a write that began before the end may finish
             del worker._kvfix_ends[name]
             note(__name__, f"request {name}: its load has timed out")
             worker._failed_recv_reqs.put(name)

@@ -20,9 +20,6 @@ from contextlib import suppress
 from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import NEW_REQUESTS, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around
 
-#: Maximum number of remembered requests for which only some ranks have registered. The oldest are forgotten.
-MOST = 4096
-
 
 @fix_around(on_fault=_closed.nothing)
 def wait_for_all_ranks(worker: Any, notice: bytes) -> Steps:
@@ -32,7 +29,7 @@ def wait_for_all_ranks(worker: Any, notice: bytes) -> Steps:
         came = vars(worker).setdefault("_kvfix_registered", {})
         came[request] = came.get(request, 0) + 1
         if came[request] < needed:
-            while len(came) > MOST:
+            while len(came) > 4096:  # forget the oldest requests
                 del came[next(iter(came))]
             return None
         del came[request]

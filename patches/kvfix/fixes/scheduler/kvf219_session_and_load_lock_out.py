@@ -21,8 +21,6 @@ Mixed roll-out: Engines with and without the fix work together. The fix is opt-i
 from kvfix.fixes import _mp
 from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note
 
-#: Idle steps before the fix acts. In these steps a connector may still report a load or a store.
-_STEPS = 3
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 
 
@@ -32,7 +30,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     output = yield
     is_idle = not scheduler.running and not output.total_num_scheduled_tokens
     scheduler._kvfix_idle = getattr(scheduler, "_kvfix_idle", 0) + 1 if is_idle else 0
-    if scheduler._kvfix_idle >= _STEPS:
+    if scheduler._kvfix_idle >= 3:  # in earlier steps a connector may still report a load or a store
         scheduler._kvfix_idle = 0
         request = _to_give_back(scheduler)
         if request is not None:
