@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-
 #: Maximum characters in a line, maximum remembered texts, and maximum remembered kinds of lines.
 LONGEST, TEXTS, KINDS = 2000, 1000, 200
 #: After LINES lines of one kind, kvfix logs at most one line of this kind every PAUSE seconds.

@@ -87,10 +87,7 @@ class Offloading(Reader):
         return [(job.req_id, *span(job.dst_spec, self._sizes)) for job in metadata.load_jobs.values()]
 
     def stores(self, metadata: Any) -> Spans:
-        """Leave out stores of ended requests: no step computes these requests any more.
-
-        The end is a lower bound: if a store leaves out blocks, those blocks are not counted.
-        """
+        """Leave out stores of ended requests, which no step computes. The end is a lower bound: holes do not count."""
         statuses = getattr(self._scheduler, "_req_status", {})
         return [
             (job.req_id, *span(job.src_spec, self._sizes))

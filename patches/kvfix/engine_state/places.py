@@ -149,8 +149,7 @@ def _is_engine(found: Any) -> bool:
 
 def worker_connector() -> Any:
     """Return the worker's connector of this process (kv_transfer_state.py 0.32.0:18), or None."""
-    module = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
-    return getattr(module, "_KV_CONNECTOR_AGENT", None)
+    return getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state"), "_KV_CONNECTOR_AGENT", None)
 
 
 def where(error: Exception) -> str:

@@ -159,10 +159,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what its request waits for) of each waiting request.
-
-    vLLM stops at the first request that it has no blocks for. Later requests then wait for blocks, not for lookups.
-    """
+    """Return (row, what its request waits for). Behind a request without blocks, requests wait for blocks too."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):

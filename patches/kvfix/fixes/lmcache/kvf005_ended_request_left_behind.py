@@ -53,10 +53,9 @@ def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
 
 def worker_shows_bug(hook: Any, adapter: Any) -> bool:
     """Tell the worker that a request has ended. With the bug, the worker does not unpin the request."""
-    unpinned: list[Any] = []
-    engine = stubs.Stub(lookup_unpin=unpinned.append)
-    hook(stubs.Stub(lmcache_engine=engine, async_loading=False), {stubs.NAME})
-    return not unpinned
+    unpin = stubs.Calls()
+    hook(stubs.Stub(lmcache_engine=stubs.Stub(lookup_unpin=unpin), async_loading=False), {stubs.NAME})
+    return not unpin
 
 
 FIX = Fix(

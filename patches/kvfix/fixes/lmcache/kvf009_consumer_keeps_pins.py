@@ -22,11 +22,10 @@ def fix(impl: Any, answer: None) -> None:
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """Run a step with one request on a consumer. With the bug, the consumer does not unpin the request."""
-    unpinned: list[Any] = []
-    engine = stubs.Stub(lookup_unpin=unpinned.append)
-    meta = stubs.Stub(req_id=stubs.NAME, save_spec=None)
+    unpin, meta = stubs.Calls(), stubs.Stub(req_id=stubs.NAME, save_spec=None)
+    engine = stubs.Stub(lookup_unpin=unpin)
     hook(stubs.worker_side(adapter, meta, kv_role="kv_consumer", lmcache_engine=engine))
-    return not unpinned
+    return not unpin
 
 
 FIX = Fix(
