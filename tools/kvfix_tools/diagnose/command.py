@@ -21,8 +21,6 @@ FORMATS = ("text", "json", "github")
 _CERTAIN = "certain"
 _WORDS = {"wrong" if each is Severity.WRONG else each.word: each for each in Severity if each is not Severity.NOTE}
 FAIL_ON = (_CERTAIN, *_WORDS)
-#: Minimum size of the input in bytes for a progress bar.
-_LONG = 32 << 20
 _INTERRUPTED = 130
 
 
@@ -145,7 +143,7 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
     total = 0 if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
     # kvfix knows the unpacked size of a compressed file only after reading it.
     packed = any(source.packed for source in sources)
-    shown = sys.stderr.isatty() and total >= _LONG
+    shown = sys.stderr.isatty() and total >= 32 << 20  # bytes
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task("", total=None if packed else total)

@@ -23,8 +23,6 @@ from kvfix_tools.diagnose.texts import WHO
 from kvfix_tools.ledger import RULES
 
 State = TypeVar("State")
-#: Maximum number of lines to keep for --request.
-_REQUEST_LINES = 5000
 #: Maximum number of separate findings. Above it, one finding counts all further crashes of a rule.
 FINDINGS = 1000
 #: Every traceback violates this rule of the ledger. kvfix ignores the rule: other findings report tracebacks.
@@ -93,7 +91,7 @@ class Diagnosis:
         self.counts[name] += 1
         self.first.setdefault(name, line)
         self.last[name] = line
-        if self._request and self._request in line.body and len(self.request_lines) < _REQUEST_LINES:
+        if self._request and self._request in line.body and len(self.request_lines) < 5000:
             self.request_lines.append(line.evidence)
         if line.time is not None:
             self._time = line.time

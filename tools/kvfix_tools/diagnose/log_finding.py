@@ -11,9 +11,6 @@ from kvfix_tools.diagnose.findings import Answer, Severity
 from kvfix_tools.diagnose.log_line import Evidence, LogLine
 from kvfix_tools.diagnose.problems import Problem
 
-#: Maximum number of lines from a line that announces a traceback to the end of this traceback.
-_TRACEBACK = 80
-
 
 class HistoryEvent(NamedTuple):
     """An event of a request's history in words, and the line of the log that shows the event."""
@@ -68,8 +65,7 @@ class LogFinding:
         specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.certain)]
         ends = [each for other in specific for each in other.evidence]
         return bool(self.evidence) and all(
-            any(end.file == each.file and 0 < end.line - each.line <= _TRACEBACK for end in ends)
-            for each in self.evidence
+            any(end.file == each.file and 0 < end.line - each.line <= 80 for end in ends) for each in self.evidence
         )
 
     @property

@@ -211,8 +211,6 @@ _THREAD = re.compile(
     rb'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
 )
 _STACK_FRAME = re.compile(rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*$")
-#: Maximum number of a thread's innermost frames to keep.
-_STACK_FRAMES = 64
 
 
 class Stacks:
@@ -231,7 +229,7 @@ class Stacks:
             frame = _STACK_FRAME.match(text) if self.open is not None else None
             if frame is None:
                 return False, self.end()
-            if len(self._frames) < _STACK_FRAMES:
+            if len(self._frames) < 64:  # the innermost frames come first
                 place = _decoded(frame["file"]), int(frame["line"] or 0), _decoded(frame["function"])
                 self._frames.append(place)
             return True, None

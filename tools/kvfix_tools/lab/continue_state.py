@@ -22,14 +22,10 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.replay_recording import KINDS
 
-#: Tokens that each request generates after the rebuilt state.
-GENERATED = 16
 #: MOST_STEPS: maximum steps to reach one condition. END: maximum steps until all requests have ended.
 MOST_STEPS, END = 400, 4000
 #: Steps in a row without progress after which the lab reports that no request can move.
 STILL = 3
-#: Maximum number of requests to abort. Each run aborts one request.
-TRIED = 20
 _SIZES = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
 
 
@@ -73,7 +69,7 @@ def continued(path: Path) -> Continued:
     schedule = Schedule(options, tuple(builder.steps))
     as_released, with_fixes = _outcome(schedule, False), _outcome(schedule, True)
     waiting = [row["id"] for row in liveness.waiting(engine) if row["id"] in builder.names] if as_released.stuck else []
-    freed = {name: _outcome(schedule, False, name) for name in waiting[:TRIED]}
+    freed = {name: _outcome(schedule, False, name) for name in waiting[:20]}  # each run aborts one
     frees = [name for name, each in freed.items() if not each.stuck and each.ended == each.requests]
     return Continued(schedule, as_released, with_fixes, frees, builder.differs)
 
@@ -189,7 +185,7 @@ class _Builder:
 
     def _admit(self, row: dict[str, Any], tokens: int) -> None:
         room = self.lab.options.max_model_len - tokens
-        self._do("admit", row["id"], self._numbers[row["id"]], max(1, tokens), max(1, min(GENERATED, room)))
+        self._do("admit", row["id"], self._numbers[row["id"]], max(1, tokens), max(1, min(16, room)))
 
     def _until(self, done: Callable[[], bool]) -> None:
         for _ in range(MOST_STEPS):

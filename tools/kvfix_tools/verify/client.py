@@ -14,8 +14,6 @@ from kvfix_tools.verify.prompts import Prompt
 
 TOP = 5  # number of log probabilities to request for each answered token
 SILENCE = 120.0  # maximum seconds without a byte from the server
-#: Maximum seconds until /metrics counts an answered request, because the server updates its metrics after the answer.
-METRICS_LATE = 5.0
 
 
 class Refused(Exception):
@@ -106,7 +104,7 @@ class Server:
         )  # fmt: skip
 
     def metrics_after(self, before: Metrics) -> Metrics:
-        until = time.monotonic() + METRICS_LATE
+        until = time.monotonic() + 5.0
         while True:
             now = self.metrics()
             if now.requests > before.requests or time.monotonic() > until:

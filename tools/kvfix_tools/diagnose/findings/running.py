@@ -106,10 +106,6 @@ def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"{process} is in {in_hook}, {fields['state']} in {function} ({where})", sure=False)
 
 
-#: Maximum number of lines that a finding shows.
-_SHOWN = 4
-
-
 class _TakenForDone(list[LogLine]):
     """Lines about failed loads. The log does not show if its LMCache reports failed loads as done."""
 
@@ -127,7 +123,7 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer |
         return None
     if log.releases.within("lmcache", "<0.5.5"):
         return Answer(sentence)
-    if len(unsure) < _SHOWN:
+    if len(unsure) < 4:  # lines that the finding shows
         unsure.append(line)
     return None
 

@@ -12,9 +12,6 @@ from kvfix_tools.lab.engine import rules
 if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.any_connector import AnyConnector
 
-
-#: Maximum depth of the search in `kept_requests`.
-_DEPTH = 4
 _MANY = (dict, set, frozenset, list, tuple, deque)
 #: Attributes with objects of vLLM, in which `kept_requests` does not search.
 _NOT_ITS_OWN = {"_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager", "_connector_metadata"}
@@ -120,7 +117,7 @@ def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
     packages: set[str] = set()
     while waiting:
         where, each, depth = waiting.pop()
-        if id(each) in seen or depth > _DEPTH:
+        if id(each) in seen or depth > 4:
             continue
         seen.add(id(each))
         if isinstance(each, KVConnectorBase_V1):  # a child of a MultiConnector may be in another package

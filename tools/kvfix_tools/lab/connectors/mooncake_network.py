@@ -24,8 +24,6 @@ from kvfix_tools.lab.engine.byte_memory import Copy
 from kvfix_tools.lab.pair.pair_engine import PairNetwork
 from kvfix_tools.ledger import WriteBegun, WriteEnded
 
-#: Maximum rounds of a loop in one step.
-_MOST = 10_000
 #: Port of a producer's bootstrap server.
 PORT = 8998
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
@@ -43,7 +41,7 @@ class Loop(asyncio.SelectorEventLoop):
         """Allow calls to a closed loop: a coroutine that ends with its engine may still call the loop."""
 
     def go_on(self) -> None:
-        for _ in range(_MOST):
+        for _ in range(10_000):
             self.call_soon(self.stop)
             self.run_forever()
             if not self._ready:  # type: ignore[attr-defined]

@@ -22,10 +22,6 @@ from kvfix_tools.lab.pair.pair_engine import Engines, PairEngine, running
 from kvfix_tools.lab.steps import continued
 
 _ROLES = {"prefill": "producer", "decode": "consumer"}
-#: Steps without an event after which a run ends.
-_IDLE = 64
-#: A run waits step by step for leases that last at most this number of seconds.
-_SOON = 30
 
 
 class _Asked(NamedTuple):
@@ -204,7 +200,7 @@ class Pair(Engines):
             if not self._busy():
                 return
             before = self._state()
-            if idle > _IDLE:
+            if idle > 64:
                 if before == waited:
                     return
                 idle, waited = 0, before
@@ -215,7 +211,7 @@ class Pair(Engines):
     def _leases_end_soon(self) -> bool:
         """Return True if a lease keeps blocks and is short enough that the run waits step by step until it ends."""
         seconds = self.options.extra.get("kv_lease_duration", getattr(self.network, "timeout", 30))
-        return seconds <= _SOON and any(each.connector.leases for each in self.engines)
+        return seconds <= 30 and any(each.connector.leases for each in self.engines)
 
     def _busy(self) -> bool:
         schedulers = [engine.scheduler for engine in self.engines]
