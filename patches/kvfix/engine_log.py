@@ -2,7 +2,7 @@
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
 remembered texts, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
-configured. kvfix imports `logging` with the first line. An import in `kvfix.apply()` would delay each process start.
+configured. kvfix imports `logging` when it logs its first line: `kvfix.apply()` must not delay the start of a process.
 """
 
 from __future__ import annotations

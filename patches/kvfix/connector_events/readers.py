@@ -30,7 +30,7 @@ def reader(connector: Any) -> Reader:
 
 
 def model(connector: Any) -> tuple[int, bool]:
-    """Return `replay` and `divergent` of `kvfix.ledger.events.Asked`, or their defaults if they cannot be read."""
+    """Return (tokens of prefix replay, True if KV groups may have different hits); (0, False) if they are unknown."""
     try:
         groups = getattr(getattr(connector, "_kv_cache_config", None), "kv_cache_groups", None) or ()
         replays = [int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0)) for group in groups]
@@ -88,7 +88,7 @@ class Offloading(Reader):
     def stores(self, metadata: Any) -> Spans:
         """Leave out stores of ended requests: no step computes these requests any more.
 
-        The end is a lower bound: if a store leaves out blocks, those blocks are not counted.
+        The end of a store is a lower bound: blocks that the store leaves out are not counted.
         """
         statuses = getattr(self._scheduler, "_req_status", {})
         return [
@@ -98,7 +98,7 @@ class Offloading(Reader):
         ]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """Leave out requests with jobs in flight: the connector keeps these on purpose."""
+        """Leave out requests with jobs in flight: the connector keeps these requests on purpose."""
         if self._scheduler is not None:
             requests = self._scheduler._req_status.items()
             yield "_req_status", {name for name, status in requests if not status.transfer_jobs}
@@ -124,7 +124,7 @@ class SimpleOffload(Reader):
     """
 
     leaves_out_stored = True
-    #: kvfix drops notes about unknown requests if there are more notes than twice the known requests plus this number.
+    #: If `_computed` or `_stored` has this many requests more than twice the connector's, kvfix removes the others.
     _SPARE = 64
 
     def __init__(self, connector: Any) -> None:
@@ -173,7 +173,7 @@ class SimpleOffload(Reader):
                 del noted[name]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """Leave out requests with a load or store in flight: the connector keeps these on purpose."""
+        """Leave out requests with a load or store in flight: the connector keeps these requests on purpose."""
         if self._manager is not None:
             loads, stores = self._manager._reqs_to_load.items(), self._manager._reqs_to_store.items()
             yield "_pending_cpu_hits", self._manager._pending_cpu_hits

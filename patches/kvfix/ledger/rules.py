@@ -122,7 +122,7 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
 
 @rule("KVR004", "load-differs-from-grant", ev.LoadDue)
 def load_differs(history: History, event: ev.LoadDue) -> Outcome:
-    """A load has the granted tokens, after the computed ones; it may also have the last token of a full hit."""
+    """A load has the granted tokens, after the computed tokens. The load may also have the last token of a full hit."""
     if history.granted is None or history.asked is None:
         if history.recorded_from_start:
             return violated(f"tokens {event.start} to {event.end} are to be loaded, but none were granted")
