@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-#: Maximum characters in a line, maximum remembered texts, and maximum remembered kinds of lines.
+#: kvfix cuts a line to LONGEST characters, and remembers the last TEXTS texts and KINDS kinds of lines.
 LONGEST, TEXTS, KINDS = 2000, 1000, 200
 #: After LINES lines of one kind, kvfix logs at most one line of this kind every PAUSE seconds.
 LINES, PAUSE = 8, 60.0

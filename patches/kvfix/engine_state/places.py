@@ -178,7 +178,7 @@ def kvfix() -> dict[str, Any] | None:
 def recorded() -> dict[str, dict[str, Any]]:
     """Return {request: its state by the recorded events}; {} without a recorder.
 
-    {"asked": computed tokens at the last lookup, "promised" and "granted": tokens or None, "loading": [start, end],
+    {"asked": computed tokens at the last lookup, "promised": tokens, "granted": tokens, "loading": [start, end],
      "loaded": end, "stored": end, "event": name of the last event, "since": seconds since the last event}
     """
     recorder = sys.modules.get("kvfix.connector_events.recorder")

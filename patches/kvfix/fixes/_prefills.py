@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvfix.fixes import _closed
 from kvfix.fixes.api import Any, Fixing, fix_after, fix_before, note, stubs
 
-#: Maximum number of prefills whose first request is remembered. Their hashes take 1.5 MB.
+#: kvfix remembers the first request of at most this many prefills. The hashes take 1.5 MB.
 _KEPT = 10_000
 _FIRST = "_kvfix_first"
 

@@ -88,8 +88,7 @@ def fuzz_connector(
         str,
         typer.Option(
             help="Test a mixed roll-out. both: all engines have fixes. prefill, decode: only this engine of a pair. "
-            "one: only one of two engines that share a cache (v1 or mp). If a seed violates a rule even without any "
-            "fix, it is counted separately."
+            "one: one of two engines with one cache (v1, mp). If a seed fails even without fixes, it counts separately."
         ),
     ] = "both",
     plain: Annotated[bool, typer.Option(help="Use default options, without aborts, failed loads, evictions.")] = False,

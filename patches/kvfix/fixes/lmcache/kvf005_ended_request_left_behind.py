@@ -6,8 +6,8 @@ of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected t
 
 Cause: A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects
 before the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers
-release pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has
-fetched can leak too. They leak if the request is aborted while another connector of a MultiConnector loads for it.
+release pins only for requests that are in a step's metadata. With asynchronous loading, fetched chunks leak too if the
+request is aborted while another connector of a MultiConnector loads for it.
 
 LMCache removes the priority and the decode instance (`disagg_spec`) when it admits a new request, not a resumed one.
 

@@ -1,6 +1,6 @@
 """Wrong text with NixlConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
-Symptom: Requests return wrong text without any message. This happens if the prefill engine has generated more than one
+Symptom: Requests return wrong text without a message. The bug occurs if the prefill engine has generated more than one
 token, or has computed a different prompt than decode. If the prefill engine has fewer blocks than the decode engine
 needs, the decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import NEW_REQUESTS, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around
 
-#: Maximum number of remembered requests for which only some ranks have registered. The oldest are forgotten.
+#: kvfix remembers at most this many requests for which only some ranks have registered, the newest ones.
 MOST = 4096
 
 

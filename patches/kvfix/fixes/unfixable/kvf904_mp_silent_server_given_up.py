@@ -3,7 +3,7 @@
 Symptom: The log has WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server
 is healthy again`. Then running requests, and hits, return wrong text with HTTP 200, until the chunks are evicted.
 
-Cause: As in KVF122, the worker drops the futures of all transfers, and reports the loads as
+Cause: The cause is the same as in KVF122. The worker drops the futures of all transfers, and reports the loads as
 failed and the stores as done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, and a server that was
 only slow runs the transfers afterwards.
 
