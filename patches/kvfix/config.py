@@ -52,7 +52,7 @@ class Config:
 
     @classmethod
     def parse(cls, text: str) -> Config:
-        """Return the configuration for the text that str() returns. Raises ValueError."""
+        """Parse a configuration's text, the reverse of `__str__`. Raises ValueError."""
         mode, *rest = text.split()
         lists: dict[str, list[str]] = {}
         for word in rest:

@@ -2,7 +2,7 @@
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
 remembered texts, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
-configured. kvfix imports `logging` with the first line. An import in `kvfix.apply()` would delay each process start.
+configured. kvfix imports `logging` when it logs its first line: `kvfix.apply()` must not delay the start of a process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-#: Maximum characters in a line, maximum remembered texts, and maximum remembered kinds of lines.
+#: kvfix cuts a line to LONGEST characters, and remembers the last TEXTS texts and KINDS kinds of lines.
 LONGEST, TEXTS, KINDS = 2000, 1000, 200
 #: After LINES lines of one kind, kvfix logs at most one line of this kind every PAUSE seconds.
 LINES, PAUSE = 8, 60.0

@@ -7,7 +7,7 @@ filled in, because releases and callers differ in what they pass by name.
 
 If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
 answer. The default, None, gives the function's own answer. Fixes of crashes, leaks and hangs use it. A fix of wrong
-KV fails closed instead: its `on_fault` reports a failed load, skips a store or promises nothing. If `on_fault` has made
+KV fails closed instead: its `on_fault` reports a failed load, skips a store or promises 0 tokens. If `on_fault` makes
 the call safe, it returns GO_ON. `kvfix.fixes._closed` has the answers that several fixes share.
 """
 

@@ -68,7 +68,7 @@ _LAUNCHED = "The command that you will launch: vllm serve ..., lmcache server ..
 _SERVER = "Read the options and the release of the LMCache server from its HTTP port."
 _FAIL_ON = """certain: exit 1 if a finding is certain. crash, wrong, hang, leak, slow or risk (worst first): exit 1 if a
 finding has this effect or a worse one."""
-_ISSUE = "Write a bug report to post: versions, settings, excerpt, known threads."
+_ISSUE = "Write a bug report to post, with versions, settings, a summary of the log, and links to known issues."
 _DECODE = "Address of a decode instance, if URL is a router of prefill and decode."
 
 
@@ -119,7 +119,7 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 @app.command(rich_help_panel=COMMANDS["search"])
 def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMPTOM)], json: Json = False) -> None:
-    """Describe a symptom: show the three best-matching fixes, known problems and rules, and how to confirm each."""
+    """Show the three entries (fixes, known problems, rules) that best match a symptom, and how to confirm each."""
     from kvfix_tools import search
 
     raise typer.Exit(search.search(text, json))

@@ -15,7 +15,7 @@ from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES
 
-#: Number of candidates to show. Maximum number of words and of characters of the text to use.
+#: Show this many candidates. Use at most this many words, and this many characters, of the text.
 _SHOWN, _WORDS, _CHARACTERS = 3, 200, 64_000
 #: Weights of a word in an entry's title, in its symptom, and in its other text.
 _WEIGHTS = "3.0, 6.0, 1.0"

@@ -1,4 +1,4 @@
-"""Turn the hook calls of a connector into events of the ledger.
+"""Turn the hook calls of a connector into events of `kvfix.ledger`, which checks token counts.
 
 The flight recorder keeps the events, and in modes `check` and `strict` the rules check them. Mode `fix` does not import
 this package. After an error in the package, the engine continues, and kvfix logs the error once.
@@ -24,7 +24,7 @@ from kvfix.session import session
 from kvfix.wrapping import after
 
 KEY = "connector events"
-#: Key of the audit's wrapper. The key sorts before KEY, so that the outer wrapper records the answer of the audit.
+#: Wrappers of a function nest in the order of their keys, the first innermost. So KEY's wrapper records AUDIT's answer.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"

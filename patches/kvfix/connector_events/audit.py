@@ -2,9 +2,9 @@
 
 Scheduler and worker choose requests by a hash of the request id, so both choose the same requests without a message:
 
-- The scheduler promises nothing to a chosen request. It changes LMCache's record of the request to a miss: the cache
-  has no more tokens than vLLM. So vLLM computes the tokens. The worker releases the lookup's pins and stores the chunks
-  again. LMCache's memory skips a chunk that it has; a disk or a remote cache may write the chunk again.
+- For a chosen request the connector promises 0 tokens. kvfix changes LMCache's record of the request to a miss, as if
+  the cache had no more tokens than vLLM. So vLLM computes the tokens. The worker releases the lookup's pins and stores
+  the chunks again. LMCache's memory skips a chunk that it has; a disk or a remote cache may write the chunk again.
 - Before this store, while the request holds its blocks, the worker compares each chunk in the cache with the KV that
   vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. If LMCache's code
   read the tensors, a bug in that code (KVF020) would be on both sides of the comparison.

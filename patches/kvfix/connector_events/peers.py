@@ -16,7 +16,7 @@ from kvfix.wrapping import after, around
 
 #: Attribute of a worker: its Leases.
 _HELD = "_kvfix_leases"
-#: Maximum characters of an id from a request's body.
+#: kvfix ignores a longer id in a request's body. The limit is in characters.
 LONGEST = 256
 
 

@@ -31,7 +31,7 @@ def reader(connector: Any) -> Reader:
 
 
 def model(connector: Any) -> tuple[int, bool]:
-    """Return `replay` and `divergent` of `kvfix.ledger.events.Asked`, or their defaults if they cannot be read."""
+    """Return (tokens of prefix replay, True if KV groups may have different hits); (0, False) if they are unknown."""
     try:
         groups = getattr(getattr(connector, "_kv_cache_config", None), "kv_cache_groups", None) or ()
         replays = [int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0)) for group in groups]
@@ -87,7 +87,10 @@ class Offloading(Reader):
         return [(job.req_id, *span(job.dst_spec, self._sizes)) for job in metadata.load_jobs.values()]
 
     def stores(self, metadata: Any) -> Spans:
-        """Leave out stores of ended requests, which no step computes. The end is a lower bound: holes do not count."""
+        """Leave out stores of ended requests, which no step computes any more.
+
+        The end of a store is a lower bound: blocks that the store leaves out are not counted.
+        """
         statuses = getattr(self._scheduler, "_req_status", {})
         return [
             (job.req_id, *span(job.src_spec, self._sizes))
@@ -96,7 +99,7 @@ class Offloading(Reader):
         ]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """Leave out requests with jobs in flight: the connector keeps these on purpose."""
+        """Leave out requests with jobs in flight: the connector keeps these requests on purpose."""
         if self._scheduler is not None:
             requests = self._scheduler._req_status.items()
             yield "_req_status", {name for name, status in requests if not status.transfer_jobs}
@@ -169,7 +172,7 @@ class SimpleOffload(Reader):
                 del noted[name]
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """Leave out requests with a load or store in flight: the connector keeps these on purpose."""
+        """Leave out requests with a load or store in flight: the connector keeps these requests on purpose."""
         if self._manager is not None:
             loads, stores = self._manager._reqs_to_load.items(), self._manager._reqs_to_store.items()
             yield "_pending_cpu_hits", self._manager._pending_cpu_hits

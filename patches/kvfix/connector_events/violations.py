@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 #: Environment variable: path of a file. Each line has a finding to suppress: `KVR009` or `KVR009 _requests_priority*`.
 SUPPRESS = "KVFIX_SUPPRESS"
-#: Maximum dumps of one process, and seconds between two dumps of the same kind.
+#: A process writes at most this many dumps, and pauses this many seconds between two dumps of the same kind.
 DUMPS, PAUSE = 16, 60.0
 RULE = "=" * 80
-#: Maximum events of the history in a report.
+#: A report shows at most this many events of the history.
 LONGEST = 40
 
 

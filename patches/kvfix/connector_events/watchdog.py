@@ -30,9 +30,9 @@ from kvfix.session import session
 
 #: Environment variable: seconds without any progress; 0 turns the watchdog off. DEFAULT: the seconds if it is not set.
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
-#: Maximum tries to read a state outside of the scheduler's functions, and seconds between two tries.
+#: A look tries up to _TRIES times to read the state while no function of the scheduler runs, every _PAUSE seconds.
 _TRIES, _PAUSE = 200, 0.003
-#: If the main thread is in the same call at this number of tries, that call stands still. `_look` uses the last state.
+#: If the main thread stays in one call for this number of tries, `_look` stops and takes the state of the last try.
 _STANDS = 50
 #: Scheduler functions that EngineCore's step calls. While the step runs none of them, it waits for the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
@@ -91,13 +91,13 @@ class Watchdog:
             self._told = found
 
     def is_due(self) -> tuple[Any, ...]:
-        """Return the item of `_standing` that has lasted for `limit` seconds, or (). Callers must repeat this call."""
+        """Return the item of `_standing` that lasted `limit` seconds, or (). Each look must call this, to set times."""
         now = self._clock()
         self._since = {each: self._since.get(each, now) for each in self._standing()}
         return next((each for each, since in self._since.items() if now - since >= self._limit), ())
 
     def _standing(self) -> Iterator[tuple[Any, ...]]:
-        """Yield one item for each standstill: a call, or the requests. One standstill has equal items at all looks."""
+        """Yield an item for each standstill (a call or the requests). All looks of a standstill give equal items."""
         inside = _inside(calls := _calls())
         if inside:
             yield inside
@@ -118,7 +118,7 @@ class Watchdog:
                 if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
-        computing = steps == self._steps and _is_with_workers(calls)  # steps that end without progress compute nothing
+        computing = steps == self._steps and _is_with_workers(calls)  # workers are idle if steps end without progress
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 

@@ -1,4 +1,4 @@
-"""One watched connector of this process: its hook calls become events of the ledger.
+"""Turn the hook calls of one connector into events of `kvfix.ledger`, which checks the token counts.
 
 `before_HOOK` and `after_HOOK` run before and after the hook HOOK (`_around`). They take the hook's own parameters
 (vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 #: Steps and seconds after which an ended request is checked for leaks: its transfers and lookups have ended by then.
 STEPS, SECONDS = 32, 3.0
-#: The metadata of the step after a grant should have the load. A request is stuck if this number of steps lack it.
+#: After vLLM has allocated blocks, the load should be in the next step. If so many steps lack it, a request is stuck.
 PATIENCE = 8
-#: Maximum kept requests with a lookup that was never answered.
+#: Of the requests whose lookup was never answered, kvfix remembers at most this number.
 GIVEN_UP = 1024
 
 
@@ -57,19 +57,19 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        #: {request: its last Asked event without a grant} in the scheduler, {request: its last transfer} in the worker.
+        #: Scheduler: {request without new blocks: its last lookup (Asked)}. Worker: {request: its last transfer}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
-        #: {request with a granted load: its blocks}
+        #: {request for whose load vLLM has allocated blocks: all blocks of the request}
         self._blocks: dict[str, set[int]] = {}
-        #: None if the model has neither sliding windows nor states.
+        #: None if no store can lose the blocks of a sliding window or of a recurrent (Mamba) state.
         self._windows = windows.stores(connector)
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
         #: Requests whose lookup is in flight or timed out: LMCache may keep their state until the answer arrives.
         self._unanswered: set[str] = set()
-        #: {request: step of the grant}, for asynchronous loads that are not in the metadata of a step yet.
+        #: {request: step in which vLLM allocated its blocks}, for asynchronous loads that no metadata have yet.
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()
@@ -89,7 +89,7 @@ class WatchedConnector:
                 self._give_up(name)
         if name not in self._hits:
             self._reads_from(request)
-        if name in self._admitted:  # early releases do not report preemptions
+        if name in self._admitted:  # old versions of vLLM do not report preemptions
             self._preempted(name)
         hit = self.reader.hit(name)
         self._hits[name] = hit or 0
@@ -118,7 +118,7 @@ class WatchedConnector:
         self.steps += 1
         self.stepped = self.running[get_ident()][1]
         for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
-            if name in self._admitted:  # else the preemption was between steps, and is recorded at the next lookup
+            if name in self._admitted:  # otherwise a lookup has recorded the preemption already
                 self._preempted(name)
         loads, stores = self.reader.loads(answer), self.reader.stores(answer)
         for name, start, end in loads or ():
@@ -223,7 +223,7 @@ class WatchedConnector:
         received = answer.finished_recving - answer.failed_recving
         self.after_get_finished((answer.finished_sending, received), finished_req_ids)
 
-    # ------------------------------------------------------------------ both
+    # ------------------------------------------------------------------ hooks of both roles
 
     def raised(self, hook: str, error: Exception, arguments: tuple[Any, ...]) -> None:
         name = getattr(arguments[0], "request_id", "") if arguments else ""

@@ -1,7 +1,7 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
-Such blocks belong to a sliding window or hold a state (Mamba). kvfix compares a store's blocks with vLLM's list for the
-request, in the step of the store and in the next step. After that the scheduler cannot know if the store has ended.
+Such blocks belong to a sliding window or hold a recurrent (Mamba) state. kvfix compares a store's blocks with vLLM's
+list for the request, in the step of the store and in the next step. Later, the scheduler cannot know if the store runs.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Read(NamedTuple):
 
 
 def stores(connector: Any) -> "Stores | None":
-    """Return a Stores; None with one KV group, without windows and states, or without `bind_kv_cache_manager`."""
+    """Return a Stores; None if there is nothing to check, or if the connector has no KV cache manager of vLLM."""
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
     if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):

@@ -5,7 +5,7 @@ no new module, does not wait and does not raise. The modules of this package imp
 other, by relative names, because `kvfix look` loads them in a process without kvfix.
 
 The state has counts, ids of requests and numbers of blocks; with `full`, also hashes of blocks. It has no tokens,
-prompts or host names. None: not known. Times are seconds before the look.
+prompts or host names. None: not known. Times are seconds before the call.
 
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
      "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"},
@@ -106,7 +106,7 @@ def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _by_request(connectors: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return {request: its row}. If several connectors have a row, take the row with the largest promise."""
+    """Return {request: its row}. If several connectors have a row, take the row with the most promised tokens."""
     found: dict[str, dict[str, Any]] = {}
     for connector in connectors:
         for name, row in (connector.get("requests") or {}).items():

@@ -127,7 +127,7 @@ class V1(Reader):
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
-    """Return the row of a request without a promise (`kvfix.engine_state` describes rows)."""
+    """Return the row of a request with unknown promised tokens (`kvfix.engine_state` describes rows)."""
     unknown = dict.fromkeys(("promised", "granted", "stored", "since"))
     return {"hit": hit, "lookup": lookup, "phase": "", **unknown}
 
@@ -165,7 +165,7 @@ class MP(Reader):
     _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
 
     def hit(self, request: str) -> int | None:
-        """Return None also while the server does not answer pings: the connector then promises nothing."""
+        """Return None also while the server does not answer pings: the connector then promises 0 tokens."""
         adapter = self.connector.scheduler_adapter
         found = adapter._finished_lookup_results.get(request) if getattr(adapter, "is_healthy", True) else None
         return found if isinstance(found, int) else None

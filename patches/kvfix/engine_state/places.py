@@ -32,7 +32,7 @@ _ENGINE = ("run_busy_loop", "step", "step_with_batch_queue", "_process_engine_st
 _STEP = ("schedule", "update_from_output", "finish_requests", "add_request", "reset_prefix_cache")
 #: A function on a stack: (name, file, line).
 Call = tuple[str, str, int]
-#: `stacks` has at most this number of threads, the newest ones, and of each thread at most this number of inner calls.
+#: `stacks` returns at most this many threads (the newest), and at most this many calls of each (the innermost).
 MOST = 100
 #: A thread and a call in the text of faulthandler.
 _THREAD = re.compile(r"hread 0x0*([0-9a-f]+) .*\n((?:  .*\n)*)")
@@ -174,7 +174,7 @@ def kvfix() -> dict[str, Any] | None:
 def recorded() -> dict[str, dict[str, Any]]:
     """Return {request: its state by the recorded events}; {} without a recorder.
 
-    {"asked": computed tokens at the last Asked event, "promised", "granted", "loading": [start, end],
+    {"asked": computed tokens at the last lookup, "promised": tokens, "granted": tokens, "loading": [start, end],
      "loaded": end, "stored": end, "event": name of the last event, "since": seconds since the last event}
     """
     recorder = sys.modules.get("kvfix.connector_events.recorder")

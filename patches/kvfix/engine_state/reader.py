@@ -1,7 +1,7 @@
 """The base class of readers, which read a connector's own state and metadata.
 
-A reader changes nothing. The recorder calls it before and after hooks. If the reader raises there, kvfix still records
-the connector, but checks no rule any more. A look may call `add_state` at any point, even inside a step.
+A reader changes nothing. The recorder calls it before and after hooks. If the reader raises there, kvfix records the
+connector, but checks no rule any more. `kvfix look` and the watchdog may call `add_state` at any time, also in a step.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,7 +15,7 @@ PINS = "pins of the worker"
 
 
 class Reader:
-    """The reader for an unknown connector: vLLM's hooks show promises and grants, but neither loads nor stores."""
+    """The reader for an unknown connector. vLLM's hooks show lookups and allocations, but neither loads nor stores."""
 
     #: Tokens of a block, if the metadata have the blocks of a load and not its tokens; else 0.
     whole_blocks = 0
@@ -34,7 +34,7 @@ class Reader:
         self.connector = connector
 
     def add_state(self, state: dict[str, Any]) -> None:
-        """Add fields to the row of the connector (`kvfix.engine_state` describes rows). `state` has class and role."""
+        """Add fields to the row of the connector (`kvfix.engine_state` describes rows), which has class and role."""
 
     def sends(self, request: str) -> bool:
         """Return True if the worker will report this ended request as sent."""
@@ -45,7 +45,7 @@ class Reader:
         return None
 
     def found(self, request: str) -> int:
-        """Return the tokens that the connector regards as stored after a lookup, even if it promised none."""
+        """Return the tokens that the connector regards as stored after a lookup, even if it promised 0 tokens."""
         return 0
 
     def lookup_timeout(self) -> float:

@@ -1,6 +1,6 @@
 """Closed answers, for `on_fault` of the fixes for wrong KV: kvfix gives a closed answer if the code of a fix raises.
 
-A closed answer promises nothing, stores nothing, or reports a load as failed. It shares no code with the fixes.
+A closed answer promises 0 tokens, stores nothing, or reports a load as failed. This module uses no code of the fixes.
 """
 
 import time
@@ -16,12 +16,12 @@ def no_hit(*_: Any, **__: Any) -> int:
 
 
 def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Promise nothing to a request with a remote prefill, so that decode computes its prompt."""
+    """Promise 0 tokens to a request with a remote prefill, so that decode computes its prompt."""
     return (0, False) if _is_local(request) else GO_ON
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Let decode compute the prompt of a new request, before vLLM asks for a promise."""
+    """Let decode compute the prompt of a new request, before vLLM asks how many tokens to load."""
     _is_local(request)
     return GO_ON
 
@@ -141,7 +141,7 @@ def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
             request.drop_stale_output = request.num_stale_output_tokens > 0
     while scheduler.running:
         request = scheduler.running.pop()
-        request._kvfix_compute = True  # KVF205 reads this mark: LMCache then promises nothing
+        request._kvfix_compute = True  # KVF205 reads this mark: LMCache then promises 0 tokens
         try:
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         except TypeError:  # up to 0.31

@@ -1,4 +1,4 @@
-"""Shared code of MooncakeConnector's fixes: which loads a message has ended, calls in the sender's loop, and stubs."""
+"""Shared code of MooncakeConnector's fixes: the loads that a message has ended, calls in the sender's loop, stubs."""
 
 import asyncio
 from collections.abc import Callable

@@ -25,7 +25,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
     The manager then drops the chunks of failed stores. Running requests then offer all of their chunks again. The
     request of a failed load loads nothing more.
-    mark: attribute of the scheduler. It has the failed jobs that not all workers have reported as done.
+    mark: attribute of the scheduler with the failed jobs that not all workers have reported as done.
     find: (scheduler, report) -> jobs whose failure is new.
     """
 

@@ -14,7 +14,7 @@ _FIRST = "_kvfix_first"
 
 
 def is_to_load(request: Any) -> bool:
-    """Return True if the request asks for a remote prefill that was not granted yet."""
+    """Return True if the request asks for a remote prefill and vLLM has not allocated its blocks yet."""
     return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
 
 
@@ -56,14 +56,14 @@ def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[
 
 
 def promised_twice(hook: Any, connector: Any, **params: Any) -> bool:
-    """For probes of `get_num_new_matched_tokens`: return True if two requests for one prefill get a promise."""
+    """For probes of `get_num_new_matched_tokens`: return True if two requests for one prefill get its tokens."""
     given = {"do_remote_prefill": True, **params}
     requests = [stubs.request(32, kv_transfer_params={**given}, request_id=name) for name in ("a", "b")]
     return all(hook(connector, request, 0)[0] for request in requests)
 
 
 def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
-    """For `get_num_new_matched_tokens`: promise nothing if `is_right(connector, request)` returns False."""
+    """For `get_num_new_matched_tokens`: promise 0 tokens if `is_right(connector, request)` returns False."""
 
     @fix_after(when=lambda connector, answer, request, *_: answer[0] and request.kv_transfer_params)
     def get_num_new_matched_tokens(connector: Any, answer: tuple[int, bool], request: Any, *_: Any) -> tuple[int, bool]:
@@ -93,6 +93,6 @@ def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
 def compute(request: Any) -> None:
     """Make the request compute its prompt: remove the remote prefill, as vLLM does after the load.
 
-    Otherwise update_state_after_alloc treats a promise of 0 as a full hit and reports a load, even after an abort.
+    Otherwise update_state_after_alloc treats 0 promised tokens as a full hit and reports a load, even after an abort.
     """
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}

@@ -1,4 +1,4 @@
-"""Code that the fixes for models with sliding windows or states share.
+"""Code that the fixes for models with sliding windows or recurrent (Mamba) states share.
 
 When a step begins, vLLM frees the blocks before the window and replaces them by null block 0
 (v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps its own list of the blocks unchanged.
@@ -75,7 +75,7 @@ def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, *
 def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) -> Any:
     """For probes: return a connector with two KV groups and a request of 1024 tokens.
 
-    window: tokens of the sliding window of the second group; 0: it has states. The first group has full attention.
+    window: tokens of the sliding window of the second group; 0: Mamba states. The first group has full attention.
     groups: blocks of the request in each KV group. computed: tokens that vLLM has. LMCache has none.
     """
     connector, tracker = _mp.tracked(module, stubs.request(1024), num_vllm_hit=computed)

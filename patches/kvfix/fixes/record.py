@@ -31,8 +31,8 @@ FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
-#: The requests to which `kvfix attach` applies a fix. ALL_REQUESTS: most fixes. NEW_REQUESTS: the fix needs notes or
-#: changes from the start of a request, and skips requests that began before (`session.before`). AT_START: no requests,
+#: The requests to which `kvfix attach` applies a fix. ALL_REQUESTS: most fixes. NEW_REQUESTS: the fix must see a
+#: request from its start, and skips requests that began before (`session.before`). AT_START: no requests,
 #: because the fix acts only while the engine starts, or would read cached KV in another way than it was written.
 ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
 
@@ -118,7 +118,7 @@ class Fix:
         key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
     on_fault: the answer if the code of the fix raises. "original": as without the fix. "closed": no wrong KV, but a
-    failed load, a skipped store or no promise. The default is "closed" if a function of the fix has an `on_fault`.
+    failed load, a skipped store, 0 promised tokens. The default is "closed" if a function of the fix has an `on_fault`.
     let_go: for a fix that keeps objects of the engine. kvfix calls it after it has removed the wrappers.
     harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process; "" if it can do harm.
     """

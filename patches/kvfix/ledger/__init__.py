@@ -1,7 +1,7 @@
-"""A ledger of tokens: typed events in, findings out. The package is pure: no vLLM, no LMCache, no torch.
+"""A ledger of tokens: it takes the events of each request and reports violated rules. It imports no vLLM and LMCache.
 
-In every known bug, counts of tokens disagree: computed by vLLM, held by the external cache, promised, granted, loaded
-and stored. Live hooks, log lines, recorded dumps and the lab feed their events to the same model.
+In every known bug, two counts of tokens disagree: computed in vLLM, in the external cache, promised by a lookup, taken
+by vLLM ("granted"), loaded, stored. The events come from live hooks, log lines, recorder files or the lab.
 """
 
 from collections import deque
@@ -47,11 +47,11 @@ class History:
         self.lease_ended: ev.LeaseEnded | None = None
         #: Tokens with KV in vLLM after the last scheduled step.
         self.computed: int | None = None
-        #: The last Asked event since the request began to wait, and what vLLM granted of the promise.
+        #: The last lookup (Asked) since the request began to wait, and how many promised tokens vLLM takes (Granted).
         self.asked: ev.Asked | None = None
         self.granted: ev.Granted | None = None
         self.due: ev.LoadDue | None = None
-        #: True if the request has been in a step since the last grant.
+        #: True if the request has been in a step since the last Granted event.
         self.admitted = False
         #: The last lookup that timed out. `timed_out_again`: True if the lookup directly followed another timeout.
         self.timed_out: ev.TimedOut | None = None

@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     - promised: the answer; None: not known yet, vLLM asks again
     - asynchronous: the load runs between steps
     - replay: vLLM takes only whole blocks of a hit and recomputes up to `replay` tokens (`prefix_replay_tokens`)
-    - divergent: some KV groups may have fewer than `computed` tokens. If nothing is granted, vLLM starts with the
+    - divergent: some KV groups may have fewer than `computed` tokens. If vLLM takes 0 tokens, it starts with the
       tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
     """
 

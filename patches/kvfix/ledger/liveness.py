@@ -1,4 +1,4 @@
-"""Find out from states of `kvfix.engine_state` what requests wait for, and if any can move. This module is pure.
+"""Find out what requests wait for, and if any can move, from the data of `kvfix.engine_state`. This module is pure.
 
 vLLM tries to admit its waiting requests in order and stops at the first request that it has no blocks for (`schedule`,
 the `break` after `allocate_slots`; v1/core/sched/scheduler.py 0.32.0:1275-1282). This request waits until a step of a

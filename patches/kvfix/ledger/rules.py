@@ -59,7 +59,7 @@ def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
     """The answer of `get_num_new_matched_tokens` is at least 0 and leaves one prompt token to compute, for its logits.
 
     0 <= promised <= total - 1 - computed. An asynchronous load may cover the last token too: vLLM then recomputes it
-    (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`). vLLM asserts on a larger promise.
+    (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`). vLLM asserts if more are promised.
     """
     if event.promised is None:
         return None
@@ -76,7 +76,7 @@ def promise_changed(history: History, event: ev.Asked) -> Outcome:
     """The connector promises the same number of tokens each time it is asked about the same state.
 
     vLLM asks in every step until it has blocks for the request. With the same hit and the same computed and total
-    tokens, a different promise cannot be the balance (LMCache issue 2158).
+    tokens, a different number of promised tokens cannot be right (LMCache issue 2158).
     """
     before = history.asked
     if before is None or before.promised is None or event.promised is None or history.granted is not None:
@@ -95,17 +95,17 @@ def promise_changed(history: History, event: ev.Asked) -> Outcome:
 
 @rule("KVR003", "grant-differs-from-promise", ev.Granted)
 def grant_differs(history: History, event: ev.Granted) -> Outcome:
-    """vLLM takes the whole promise or nothing.
+    """vLLM takes all tokens that the connector promised, or none.
 
-    vLLM takes nothing in these cases (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027):
+    vLLM takes 0 tokens in these cases (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027):
 
     - It chose another connector of a MultiConnector.
     - The request asks for prompt_logprobs.
     - vLLM's own prefix hit ends inside a block.
     - vLLM must return the routed experts and lacks those of the hit (`cap_external_hit`, 0.33.0:1189).
 
-    For models with prefix replay, vLLM takes only whole blocks of the promise (0.32.0:993-1005). The record has no
-    block size, so the rule cannot judge a smaller grant.
+    For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). The record has no block
+    size, so the rule cannot judge a smaller number of tokens.
     """
     if event.external == 0:
         return None
@@ -122,7 +122,7 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
 
 @rule("KVR004", "load-differs-from-grant", ev.LoadDue)
 def load_differs(history: History, event: ev.LoadDue) -> Outcome:
-    """A load has the granted tokens, after the computed ones; it may also have the last token of a full hit."""
+    """A load has the tokens that vLLM takes of the hit ("granted"). It may also have the last token of a full hit."""
     if history.granted is None or history.asked is None:
         if history.recorded_from_start:
             return violated(f"tokens {event.start} to {event.end} are to be loaded, but none were granted")
@@ -142,14 +142,14 @@ def load_differs(history: History, event: ev.LoadDue) -> Outcome:
 
 @rule("KVR005", "computed-differs-from-grant", ev.Scheduled)
 def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
-    """An admitted request starts with vLLM's own tokens and the granted tokens.
+    """An admitted request starts with vLLM's own tokens and the tokens that vLLM takes of the hit ("granted").
 
     These differences are correct (vllm/v1/core/sched/scheduler.py 0.32.0):
 
-    - up to one block more, if nothing is granted: the connector gets a prefix hit in whole blocks (971-1027)
+    - up to one block more, if 0 tokens are granted: the connector gets a prefix hit in whole blocks (971-1027)
     - one token less, after a load between steps that covers all tokens
     - up to a window less, with prefix replay (1053-1124, 3159-3170)
-    - fewer tokens, if nothing is granted and the KV groups have different hits: the smallest hit counts (1029-1038)
+    - fewer tokens, if 0 are granted and the KV groups have different hits: the smallest hit counts (1029-1038)
     """
     if not event.first or history.asked is None or history.granted is None:
         return None
@@ -168,7 +168,7 @@ def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
 
 @rule("KVR006", "load-without-start", ev.Scheduled)
 def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
-    """Granted tokens are loaded before a step reads them."""
+    """Tokens that vLLM takes of the hit ("granted") are loaded before a step reads them."""
     if not event.first or history.granted is None or history.granted.external == 0 or history.due is not None:
         return None
     if not history.sees_loads:

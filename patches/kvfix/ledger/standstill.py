@@ -1,7 +1,7 @@
-"""Find out why a running engine stands still, from several looks at its processes. This module is pure.
+"""Find out why a running engine stands still. This module is pure.
 
-A look is the states of all processes (`kvfix.engine_state`), which are read one after the other. A verdict needs two
-looks or more: a report that is on its way at the first look has arrived at the second.
+A look is the data of all processes (`kvfix.engine_state`), which are read one after the other. A verdict needs two
+looks or more: a report that is on its way at the first look has arrived at the second look.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ _OF_SERVER = "result (multiprocess/futures.py:"
 
 
 class Look(NamedTuple):
-    """The states of all processes at one time. at: seconds of any monotonic clock.
+    """The data of all processes at one time. at: seconds of any monotonic clock.
 
     A process that could not be read has no "schema", but {"pid", "name", "silent": reason, "stack", "hook"}.
     """

@@ -34,7 +34,7 @@ def conform(
     lose: Annotated[str, value("MODULE:FUNCTION", _LOSE)] = "",
     seconds: Annotated[float, typer.Option(help="Fuzz for this many seconds after the scenarios.")] = 30.0,
     seeds: Annotated[str, value("A:B", "Draw schedules with these seeds.")] = "0:100000",
-    fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or as released.")] = True,
+    fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or unchanged.")] = True,
     json: Json = False,
     junit: Annotated[Path | None, value("FILE", "Write JUnit XML.")] = None,
 ) -> int:

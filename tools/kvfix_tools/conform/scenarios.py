@@ -63,7 +63,7 @@ _PARAMETERS: tuple[dict[str, Any], ...] = (
 _DRAFTS = {"drafter": "ngram", "drafts": 3, "acceptance": 60}
 
 SCENARIOS = (
-    # Without a failure: stores, promises, grants and loads.
+    # Without a failure: stores, lookups, allocations and loads.
     Scenario("whole-prompt", "granted", "A prompt that ends with a block has a hit for all of it.",
         [do.store("a", prompt(64)), do.admit("b", prompt(64), 4), do.run()]),
     Scenario("part-of-a-prompt", "granted", "A prompt has a hit for its first half.",

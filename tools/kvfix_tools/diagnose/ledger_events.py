@@ -67,7 +67,7 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Lower the promise of the last lookup: LMCache logs a promise before capping it. Return no event."""
+    """Lower the promised tokens of the last lookup: LMCache logs their number before capping it. Return no event."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))
@@ -75,7 +75,7 @@ def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _due(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return the grant and the load. The grant equals the promise: the connector asserts this before it logs."""
+    """Return Granted and LoadDue. vLLM takes all promised tokens: the connector asserts this before it logs."""
     request, computed = fields["request"], fields.get("computed")
     history = ledger.histories.get(request)
     if computed is None or history is None or history.asked is None or history.asked.promised is None:
@@ -102,14 +102,13 @@ def _kv_failing(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return the event of the exception. If its text names a grant, the grant comes first."""
+    """Return the event of the exception. If its text names the tokens that vLLM takes, Granted comes first."""
     request = fields.get("request", "")
     made: list[Event] = []
     history = ledger.histories.get(request)
     if fields["meaning"] == "mismatch" and history is not None and history.asked is not None:
         promised = history.asked.promised
-        # LMCache may have capped the promise after logging the lookup, so a smaller grant may be correct. Only a grant
-        # above the logged promise makes an event.
+        # LMCache may cap the promised tokens after logging them: only more granted than logged tokens make an event.
         if promised is not None and fields["granted"] > promised:
             made.append(ev.Granted(request, fields["granted"]))
     where = fields["frames"][-1][2] if fields["frames"] else "?"

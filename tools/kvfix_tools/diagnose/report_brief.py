@@ -65,7 +65,7 @@ def brief(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return a bug report in Markdown, with the summary and the known threads."""
+    """Return a bug report in Markdown, with the summary of the log and links to known issues."""
     first = findings[0] if findings else None
     threads = dict.fromkeys(thread for found in findings for thread in _threads(log, found))
     parts = [f"# {_title(log, first)[:120]}", "", f"<!-- kvfix-diagnose {kvfix.__version__} -->", ""]

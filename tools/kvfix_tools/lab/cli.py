@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors, without a GPU.", no_args_is_help=True)
 
 LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
-Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or as released.")]
+_CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
+mp-in-tree: vLLM's copy of mp. -multi: also LMCacheConnectorV1. nixl-offload: also OffloadingConnector."""
+Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or LMCache and vLLM unchanged.")]
 
 
 @app.command("list")
@@ -66,7 +68,7 @@ def run_scenarios(
 
 @app.command("fuzz")
 def fuzz_connector(
-    connector: Annotated[str, typer.Option(help=f"Play this connector: {', '.join(CONNECTORS)}.")] = "v1",
+    connector: Annotated[str, typer.Option(help=_CONNECTOR)] = "v1",
     server: Annotated[
         Literal["lab", "real"],
         typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
@@ -86,8 +88,7 @@ def fuzz_connector(
         str,
         typer.Option(
             help="Test a mixed roll-out. both: all engines have fixes. prefill, decode: only this engine of a pair. "
-            "one: only one of two engines that share a cache (v1 or mp). Seeds that violate a rule without "
-            "fixes too are counted separately."
+            "one: one of two engines with one cache (v1, mp). If a seed fails even without fixes, it counts separately."
         ),
     ] = "both",
     plain: Annotated[bool, typer.Option(help="Use default options, without aborts, failed loads, evictions.")] = False,
@@ -188,9 +189,9 @@ def continue_state(
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """Rebuild an engine's state and continue it three times: as released, with the fixes, and with one request aborted.
+    """Rebuild an engine's state, and continue it without and with the fixes. Exit 1 if the run without fixes fails.
 
-    Exit 1 if the run without fixes is stuck or violates a rule.
+    A run fails if it is stuck or violates a rule. A stuck run is repeated, with one waiting request aborted each time.
     """
     with _refusing("continue", file):
         runner.prepare(lmcache_path)
@@ -245,7 +246,7 @@ def _print_results(wanted: list[Scenario], results: list[runner.Result]) -> None
     table = Table(
         box=None, pad_edge=False, header_style="bold", title=_versions(releases.versions()), title_justify="left"
     )
-    for heading in ("scenario", "outcome", "expected as released", "message"):
+    for heading in ("scenario", "outcome", "expected without fixes", "message"):
         table.add_column(heading, overflow="fold")
     for scenario, result in zip(wanted, results, strict=True):
         style = {"violated": "[red]", "clean": "[green]"}.get(result.outcome, "[yellow]")
@@ -275,7 +276,7 @@ def _print_fuzzed(done: "Tally") -> None:
 
 def _print_continued(done: "Continued") -> None:
     console = screen.console()
-    console.print(f"{_versions(releases.versions())}, as released: {done.as_released}", highlight=False)
+    console.print(f"{_versions(releases.versions())}, without fixes: {done.as_released}", highlight=False)
     console.print(f"with the fixes: {done.with_fixes}", highlight=False)
     for name in done.frees:
         console.print(f"all other requests end if {name} is aborted", highlight=False)

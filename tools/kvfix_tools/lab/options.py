@@ -118,7 +118,7 @@ class Options:
     windows: tuple[int, ...] = ()
     #: A block of these KV groups has this many times the tokens of a full-attention block.
     window_blocks: int = 1
-    #: Add a KV group with states to full attention, as for Mamba layers in mode "align". mp only.
+    #: Add a KV group with recurrent states to full attention, as for Mamba layers in mode "align". mp only.
     states: bool = False
     #: The server stores the KV groups of a chunk under separate keys (`--separate-object-groups`).
     separate_object_groups: bool = False

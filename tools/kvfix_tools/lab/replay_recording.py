@@ -1,7 +1,6 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-A record has neither prompts nor the steps in which nothing happened. So the lab makes its own prompts, and makes steps
-until the next event of the record can happen.
+A record has no prompts and no steps without events. So the lab makes prompts, and steps until the next event can occur.
 """
 
 from collections.abc import Callable

@@ -21,8 +21,8 @@ from kvfix_tools.dump import gather
 from kvfix_tools.look import looking, show
 
 SCHEMA = 1
-#: Seconds between two looks. Maximum number of looks without this pause: kvfix looks again at once if the scheduler
-#: is inside a step and has no running request, because the scheduler's queues are incomplete during a step.
+#: kvfix looks every PAUSE seconds. If the scheduler is inside a step and has no running request, its queues are
+#: incomplete: kvfix then looks again at once, at most AGAIN times.
 PAUSE, AGAIN = 1.0, 30
 _LONGEST = 600  # Time limit in seconds. A core file of an engine has many gigabytes.
 _THREAD = re.compile(r"^Traceback for thread (\d+)")

@@ -65,14 +65,14 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run. Only the survey counts NaN, because NaN stays in GPU memory and spoils later rounds."""
+    """The results of a run. Only the first prompts count NaN, as NaN stays in GPU memory and spoils later rounds."""
 
     sizes: Sizes
     judge: Judge
     cases: list[Case]
     preemptions: int
     flushed_by: str
-    not_numbers: int  # prompts of the survey whose answer became NaN with KV from the connector
+    not_numbers: int  # first prompts whose answer became NaN with KV from the connector
     confirmations: list[Confirmation] = field(default_factory=list)
     shared_with: str = ""  # an adapter that got KV of another adapter
 
@@ -262,6 +262,6 @@ def _known(vllm: str) -> list[str]:
             text += [
                 f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released."
                 " KVF020 fixes this:",
-                "    kvfix run -- vllm serve ...; then empty all disks and remote caches; see kvfix explain KVF020.",
+                "    kvfix run -- vllm serve ...; then clear LMCache's disk and remote caches (kvfix explain KVF020).",
             ]
     return text + [f"  {line}" for line in NARROW]

@@ -12,7 +12,7 @@ from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome, by_kind
 
 STORING = 20.0  # Maximum seconds until the last requests' blocks are free: a connector may still store them.
-#: Number of prompts that find the chunk size. Maximum number of tries, because a connector may store the prompts late.
+#: SURVEY prompts find the chunk size, in at most SURVEYS tries: a connector may store the prompts late.
 SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3  # maximum number of kinds to confirm with fresh prompts, the worst kinds first
 FEWEST_CONTROLS = 12  # minimum number of controls to know the noise
@@ -34,7 +34,7 @@ class Rounds:
     subject: Server
     reference: Server
     maker: Maker
-    sizes: Sizes  # if chunk is 0, the survey finds the chunk size
+    sizes: Sizes  # if chunk is 0, the first prompts find the chunk size
     capacity: int  # tokens whose KV fits on the GPU; 0 if unknown
     clients: int
     say: Callable[[str], None]  # shows the progress
@@ -43,7 +43,7 @@ class Rounds:
 
     def run(self, requests: int, others: list[str]) -> Outcome:
         """Run all rounds. others: the base model and its adapters, without the tested model."""
-        self.say("survey: finding the chunk size")
+        self.say("finding the chunk size")
         self._survey()
         cases = self._compute(list(self.maker.prompts(self.maker.kinds(requests), self.sizes)))
         judge = Judge([case.control for case in cases if case.control is not None])

@@ -10,7 +10,7 @@ The log may show a second lookup of the same request: `LMCache hit tokens: 256, 
 
 Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there
 are too few free blocks, vLLM calls the hook again. The second call returns the cached hit, without subtracting the
-computed tokens. It also does not subtract the last token of a fully cached prompt, which vLLM must recompute.
+computed tokens. The call also does not subtract the last token of a fully cached prompt, which vLLM must recompute.
 
 Example: the hit is 256 tokens, and 336 tokens are computed after chunked prefill or a preemption. vLLM grants 256
 tokens in place of 0. The LoadSpec has the correct numbers, so `update_state_after_alloc` finds 256 too many and raises.

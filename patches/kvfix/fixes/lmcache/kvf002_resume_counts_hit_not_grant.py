@@ -14,7 +14,7 @@ vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM reco
 to 0.4.2). Fifth, there is no LoadSpec: this kv_role or lookup client looks nothing up.
 
 Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count
-while the hook runs, and later the hit again. A granted load is not changed, except for the last token of a full hit.
+while the hook runs, and later the hit again. A load is not changed, except for the last token of a full hit.
 - Upstream: None known for current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """

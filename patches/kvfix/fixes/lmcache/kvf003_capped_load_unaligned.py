@@ -26,7 +26,7 @@ def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """80 tokens are computed, the hit is 1280, the cap 1024. The right promise is 944. With the bug it is 1024."""
+    """80 tokens are computed, the hit is 1280, the cap 1024. With the bug, 1024 tokens are promised instead of 944."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(1280), _max_tokens_per_load=1024)
     answer = hook(impl, stubs.request(1500), 80)
     if answer not in (944, 1024):

@@ -6,12 +6,12 @@ of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected t
 
 Cause: A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects
 before the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers
-release pins only for requests that are in a step's metadata. With asynchronous loading, the chunks that LMCache has
-fetched can leak too. They leak if the request is aborted while another connector of a MultiConnector loads for it.
+release pins only for requests that are in a step's metadata. With asynchronous loading, fetched chunks leak too if the
+request is aborted while another connector of a MultiConnector loads for it.
 
-LMCache removes the priority and the decoder (`disagg_spec`) of new requests only. A resumed request leaks both.
+LMCache removes the priority and the decode instance (`disagg_spec`) when it admits a new request, not a resumed one.
 
-Fix: When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit, and the workers its pins.
+Fix: When a request ends, the scheduler role drops its LoadSpec, priority, `disagg_spec` and hit. Workers drop its pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 - Remove when: `request_finished` and `get_finished` release all that the fix releases.
 """
@@ -20,7 +20,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 def _kept(impl: Any) -> Any:
-    """Return dicts that may keep an ended request: the first two before its admission, the last two after a resume."""
+    """Return the three dicts by request id from which LMCache may not have removed an ended request."""
     return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
 
 

@@ -7,8 +7,8 @@ retrieved tokens is less than the expected number of tokens! This should not hap
 Cause: When a load fails, vLLM rolls the request back to its last good token. The connector appends the tokens of the
 next step to the tracker's old tokens. The tracker then has more tokens than the request has slots.
 
-Fix: Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. It cuts
-them to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
+Fix: Before the step's metadata are built, the fix looks for trackers with more tokens than vLLM has computed. The fix
+cuts them to vLLM's computed tokens, and marks these tokens as not saved. LMCache does not store a cached chunk twice.
 - Upstream: https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516 (in 0.4.1).
 """
 

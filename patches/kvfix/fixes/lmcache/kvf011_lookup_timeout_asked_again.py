@@ -35,7 +35,7 @@ fix = fix_around()(_answered)
 
 @fix_around()
 def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Steps:
-    """Do the same as `fix`, for 0.3.10, where `lookup` itself keeps the state."""
+    """Act as `fix` does, in LMCache 0.3.10, where `lookup` itself keeps the state."""
     return _answered(client, lookup_id)
 
 

@@ -8,8 +8,8 @@ hit, LMCache loads nothing. Only a load or the clean-up of an aborted lookup rel
 the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up releases no chunk at all, because it takes a
 pair of key and chunk for a chunk: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
-Fix: At the end of a step LMCache releases the pins of a request. The fix then also releases the chunks that were
-fetched and not loaded. With the fix, a load and a clean-up also release the pins, and a clean-up releases the chunks.
+Fix: At the end of a step LMCache calls `lookup_unpin` for each request of the step. With the fix, this call also
+releases chunks that were fetched and not loaded, and their pins. A load also releases pins, a clean-up chunks and pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
 """
 

@@ -4,13 +4,13 @@ Symptom: LMCache logs at every hit, once for each chunk: `Pin count of MemoryObj
 occurred somewhere.Setting pin count back to 0 as a hack but please find the bug.` Under pressure, LMCache evicts the
 hit of a request before the request loads it: `Num retrieved tokens: 0, num expected tokens: ...`.
 
-Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. `retrieve` (0.5.2 to 0.5.5
-cache_engine.py:935) unpins what it has loaded, and so does `retrieve_layer` with `use_layerwise` (0.4.3 to 0.5.6,
-0.5.6:1139). This unpin is right for chunks read from disk. But chunks of the CPU cache are the same objects that the
-lookup pinned. If another waiting request has a pin on the same chunk, this other request loses its pin.
+Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. In LMCache 0.5.2
+to 0.5.5, `retrieve` unpins the chunks that it has loaded (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer`
+unpins them too (0.5.6:1139). This unpin is right for chunks read from disk. But a chunk of the CPU cache is the object
+that the lookup has pinned. If another waiting request has a pin on the chunk, the other request loses its pin.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
-the load does not release this pin, the fix does. Layerwise loads get the request id (0.5.6 vllm_v1_adapter.py:842).
+the load does not release this pin, the fix does. LMCache passes no request id to `retrieve_layer`: the fix adds the id.
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
   https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.5.6.

@@ -12,7 +12,7 @@ gpu_connectors.py:325). So it uses half of the real distance between slots, and 
 Fix: The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object
 and V into the second, as before vLLM 0.26. Chunks stored without the fix stay wrong: clear the disk and remote caches.
 - Releases: LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later; with `use_gpu_connector_v3` 0.5.0 to 0.5.6. LMCache 0.4.3
-  to 0.4.6 fail on the packed layout. The layerwise connector refuses it. The multi-process mode does not have the bug.
+  to 0.4.6 and the layerwise connector raise an error instead of returning wrong text. The multi-process mode is right.
 - Upstream: https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
   https://github.com/LMCache/LMCache/pull/4887.
 - Remove when: `kvfix roundtrip --backend lmcache --layout packed packed-hnd --no-fixes` passes.
@@ -89,7 +89,7 @@ def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
 
 
 def _parts(connector: Any, memory_obj: Any, more: Any) -> list[tuple[Any, list[Any]]]:
-    """Return the memory object's tensors, each with its layers (V3: layers of a group); [] if the fix moves nothing."""
+    """Return the memory object's tensors, each with the caches of its layers; [] if LMCache's own code must run."""
     caches = more.get("kvcaches")
     if not caches or connector.use_mla or getattr(caches[0], "ndim", 0) != 4:  # only the packed layout has four axes
         return []
@@ -98,7 +98,7 @@ def _parts(connector: Any, memory_obj: Any, more: Any) -> list[tuple[Any, list[A
     try:
         connector.initialize_kvcaches_ptr(**more)
         connector._initialize_kv_cache_pointers()
-    except Exception:  # noqa: BLE001 - V3 refuses this layout (0.5.3 refuses pools), and raises this itself
+    except Exception:  # noqa: BLE001 - V3 does not support this layout: LMCache's code raises this error again
         return []
     groups = connector.metadata.kv_layer_groups_manager.kernel_groups
     return [
@@ -152,7 +152,7 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """Return the widest integer type that divides rows of `row` bytes: it fits every KV dtype and shortens copies."""
+    """Return the widest integer dtype whose size divides `row` bytes, strides and offsets. Larger words copy faster."""
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

@@ -31,7 +31,7 @@ def fix(held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_ma
 def shows_bug(hook: Any, operations: Any) -> bool:
     """Copy the token in slot 1, with two heads and blocks of one token. With the bug, the wrong rows are copied."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
-        return False  # a package re-exports the function (0.5.6): another target has the module that defines it
+        return False  # 0.5.6: this package only re-exports the function, and the last target of FIX tests it
     import torch  # the module has imported it
 
     held, cache = torch.zeros(2, 1, 2), torch.arange(8.0).view(2, 2, 2, 1, 1)

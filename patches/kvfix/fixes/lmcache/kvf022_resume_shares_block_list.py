@@ -1,7 +1,7 @@
 """Preempted requests return wrong text: LMCache's tracker and the worker append to the same list of blocks.
 
 Symptom: Nothing is logged. After preemptions (`Preemptions:` in vLLM's statistics), the preempted requests return wrong
-text. So do other requests that begin with the same tokens, until the chunks are evicted.
+text. Other requests that begin with the same tokens also return wrong text, until the chunks are evicted.
 
 Cause: For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
 vllm_v1_adapter.py:245). The worker keeps the list too (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). A single worker

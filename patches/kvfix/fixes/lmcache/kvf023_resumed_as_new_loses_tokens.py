@@ -1,7 +1,7 @@
 """Preempted requests return wrong text with model runner V2: the load of a resumed request misses its generated tokens.
 
 Symptom: Nothing is logged. With vLLM's model runner V2, after preemptions (`Preemptions:` in vLLM's statistics), the
-preempted requests return wrong text. So do other requests that begin with the same tokens.
+preempted requests return wrong text. Other requests that begin with the same tokens also return wrong text.
 
 Cause: vLLM passes a resumed request to runner V2 as a new one, with all of its tokens in `prefill_token_ids`
 (scheduler.py 0.32.0:1418). The lookup covers all of them, and vLLM counts the hit as computed. But the tracker begins

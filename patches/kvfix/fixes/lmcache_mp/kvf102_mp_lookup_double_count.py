@@ -1,7 +1,7 @@
 """The hit of a prompt never grows past one token: each poll of a waiting request counts the hit again as stored.
 
 Symptom: No error. The external hit of a prompt never grows past the same token, although the prompt is used again and
-again. The chunks after that token are stored, the chunks before it are not. This happens if requests wait for blocks.
+again. Chunks after this token are stored, chunks before it are not. The bug occurs if requests wait for blocks.
 After a miss, the last tokens of a prompt are not stored: as many tokens as vLLM's own prefix cache held.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to

@@ -3,10 +3,10 @@
 Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Every later hit on a chunk with
 these blocks is wrong. Other requests with the same prompt return wrong text, until the chunk is evicted.
 
-Cause: The tracker calculates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:275). It adds the larger of
-the two hits (vLLM's and LMCache's) and the tokens that were scheduled after the lookup. For example, vLLM had 64 tokens
-and the cache 128. The load fails and vLLM continues at 64, but the tracker still counts from 128. When 144 tokens are
-computed, the tracker counts 208. LMCache then stores the tokens 128 to 192.
+Cause: The tracker calculates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:275). The tracker adds the
+larger of the two hits (vLLM's and LMCache's) and the tokens that were scheduled after the lookup. For example, vLLM had
+64 tokens and the cache 128. The load fails and vLLM continues at 64, but the tracker still counts from 128. When 144
+tokens are computed, the tracker counts 208. LMCache then stores the tokens 128 to 192.
 
 Fix: The fix acts before `build_connector_meta`, on a request that is scheduled for the first time since its lookup. If
 the request has fewer computed tokens than the hits of its tracker, the fix makes the tracker count from vLLM's number

@@ -7,9 +7,9 @@ Symptom: EngineCore dies with a bare `AssertionError` at `assert RequestStatus.i
 - a MultiConnector that has chosen another connector
 
 Cause: `update_state_after_alloc` starts a load if the hit is larger than the number of tokens that vLLM has
-(lmcache_mp_connector.py 0.5.4:850). The hook does so even if vLLM granted nothing of the hit (`num_external_tokens` 0).
+(lmcache_mp_connector.py 0.5.4:850). The hook does so even if vLLM takes 0 tokens of the hit (`num_external_tokens`).
 
-Fix: If nothing was granted, the hook sees the hit as tokens that vLLM has. So it starts no load and frees all locks.
+Fix: If vLLM takes 0 tokens, the hook gets the hit as tokens that vLLM has, starts no load and frees all locks.
 - Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 - Remove when: LMCache 0.5.4 is no longer in use.
 """
@@ -41,7 +41,7 @@ def fix(connector: Any, request: Any, blocks: Any, num_external_tokens: int) -> 
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Grant none of 512 found tokens. With the bug, the request waits for a load."""
+    """Let vLLM take 0 of 512 found tokens. With the bug, the request waits for a load."""
     request = stubs.request(2048)
     connector, tracker = _mp.tracked(module, request, num_lmcache_hit=512)
     hook(connector, request, _mp.BLOCKS, 0)

@@ -12,7 +12,7 @@ afterwards. A late load overwrites the KV of the requests that have the blocks b
 these requests under wrong keys. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
 
 Fix: While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered.
-After a preemption the worker waits for the stores in flight. It waits at most `mq_timeout` for each store.
+After a preemption the worker waits for the stores in flight. The worker waits at most `mq_timeout` for each store.
 
 When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
 Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of

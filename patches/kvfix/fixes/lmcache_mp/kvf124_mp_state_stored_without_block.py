@@ -1,7 +1,7 @@
 """Hits return wrong text with Mamba or GDN layers: LMCache stores a null block or another request's block as a state.
 
 Symptom: No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has
-layers of attention and of states (Qwen3-Next, Nemotron-H, Granite 4).
+layers with attention and layers with recurrent states (Qwen3-Next, Nemotron-H, Granite 4).
 
 Cause: With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. For every other block the
 request's list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py

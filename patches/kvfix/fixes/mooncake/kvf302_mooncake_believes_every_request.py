@@ -11,9 +11,9 @@ get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector 
 blocks whether the request names its peer. If the request does not, MooncakeConnector only logs a warning (:1049). If a
 value is not a string, EngineCore dies, or the worker's own loop raises and the load never starts.
 
-Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises no tokens. The
-hooks skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the
-number to the worker as a string, and the load fails in the worker.
+Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The hooks
+skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the number to
+the worker as a string, and the load fails in the worker.
 - Remove when: vLLM checks the parameters before it promises.
 """
 

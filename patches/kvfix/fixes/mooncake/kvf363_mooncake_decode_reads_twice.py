@@ -30,7 +30,7 @@ promise_once, end_once = _prefills.for_the_first(_prefill)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up two requests for one prefill. With the bug, both get a promise."""
+    """Look up two requests for one prefill. With the bug, both get its tokens."""
     connector, peer = _mooncake.scheduler_side("kv_consumer"), dict.fromkeys(_mooncake.PEER, "p")
     return _prefills.promised_twice(hook, connector, **peer)
 

@@ -1,11 +1,11 @@
 """Wrong text with NixlConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
-Symptom: Requests return wrong text without any message. This happens if the prefill engine has generated more than one
+Symptom: Requests return wrong text without a message. The bug occurs if the prefill engine has generated more than one
 token, or has computed a different prompt than decode. If the prefill engine has fewer blocks than the decode engine
 needs, the decode engine's worker dies with `AssertionError` in `_apply_prefix_caching`.
 
 Cause: After a prefix hit, `_apply_prefix_caching` takes the blocks for the rest of the prompt from the end of the
-prefill engine's list (base_worker.py 0.32.0:3461). This is right only if both lists end at the same token. If the
+prefill engine's list (base_worker.py 0.32.0:3461). The pairs are right only if both lists end at the same token. If the
 router does not set `max_tokens` to 1 and the generated tokens need a new block, the prefill engine has one block more.
 
 Fix: Before a read, the fix pairs the blocks from the beginning, after the prefix hit, and does not read blocks beyond

@@ -9,7 +9,7 @@ Cause: get_num_new_matched_tokens promises `remote_num_tokens` as long as the pa
 once (`_remote_blocks_processed`, :135-139). vLLM asks again for a preempted request, and for a request whose load
 failed, and NixlConnector promises the blocks a second time.
 
-Fix: If update_state_after_alloc would start no load, the fix promises nothing, and the request computes its prompt.
+Fix: If update_state_after_alloc would start no load, the fix promises 0 tokens, and the request computes its prompt.
 - Remove when: vLLM checks the parameters in the same way in both functions.
 """
 

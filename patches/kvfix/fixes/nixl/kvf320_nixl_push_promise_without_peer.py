@@ -8,7 +8,7 @@ for a remote prefill, get_num_new_matched_tokens promises the whole prompt (push
 allocation of the blocks, update_state_after_alloc reads the peer's address from the parameters without a check
 (:189-193). The code that builds the metadata reads `remote_request_id` in the same way (metadata.py 0.32.0:330).
 
-Fix: If the parameters do not name a peer, the fix promises nothing, and the request computes its prompt itself.
+Fix: If the parameters do not name a peer, the fix promises 0 tokens, and the request computes its prompt itself.
 - Remove when: vLLM checks the parameters before it promises.
 """
 

@@ -16,9 +16,9 @@ answer (v1/core/sched/scheduler.py 0.32.0:2703).
 Fix: The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. Five
 seconds later the decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
 
-Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone it changes
-nothing. In the decode engine alone it can be worse than no fix. A prefill engine without the fix may write into blocks
-of a load that has timed out. So add the fix to prefill engines first, and remove it from them last.
+Mixed roll-out: The prefill engine and the decode engine must both have the fix. In the prefill engine alone the fix
+changes nothing. In the decode engine alone the fix can be worse than no fix. A prefill engine without the fix may write
+into blocks of a load that has timed out. So add the fix to prefill engines first, and remove it from them last.
 - Remove when: vLLM fails a load whose registration has timed out.
 """
 

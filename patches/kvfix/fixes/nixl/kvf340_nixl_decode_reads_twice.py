@@ -30,7 +30,7 @@ promise_once, arrive_once = _prefills.for_the_first(_prefill)
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Look up two requests for one prefill. With the bug, both get a promise."""
+    """Look up two requests for one prefill. With the bug, both get its tokens."""
     peer = _nixl.remote_prefill(32).kv_transfer_params
     return _prefills.promised_twice(hook, _nixl.scheduler_side(), **peer)
 

@@ -5,13 +5,13 @@ with wrong KV for one token of the window. One prompt in N is affected, where N 
 the router lets the prefill engine generate more than one token, all prompts longer than the window are affected.
 
 Cause: vLLM keeps the part of a window that the next token needs. After a prompt of P tokens, with a window of W, this
-part begins at token P - W + 1. The decode engine loads P tokens and computes the last one again. For this it needs
+part begins at token P - W + 1. The decode engine loads P tokens and computes the last one again. The last token needs
 token `P - W`. If a block begins at token P - W + 1, neither engine has the block before it. Prefill frees this block at
 the request's end (scheduler.py 0.32.0:3025), and decode allocates none for the load (single_type_kv_cache_manager.py
 0.32.0:350). So decode reads the null block.
 
-In models with states, with bounded replay or with MTP modules, prefill stops before the tokens that decode computes
-again (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). For windows it does not stop earlier.
+With Mamba states, bounded replay or MTP modules, prefill stops before the tokens that decode computes
+again (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). For windows, prefill does not stop earlier.
 
 Fix: Prefill stops earlier for windows too: it computes the prompt without its last token, and generates one token.
 

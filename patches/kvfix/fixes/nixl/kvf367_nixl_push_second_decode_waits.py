@@ -21,7 +21,7 @@ from kvfix.fixes.api import NIXL_PUSH_SCHEDULER, Any, Fix, fix_after
 
 @fix_after(when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations)
 def note_first(connector: Any, answer: None, request: Any, *_: Any) -> None:
-    """Note that this request has registered for its prefill."""
+    """Record that this request has registered for its prefill."""
     _prefills.first(connector, _prefill(request), request)
 
 

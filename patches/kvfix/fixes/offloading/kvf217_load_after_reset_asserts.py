@@ -8,7 +8,7 @@ Cause: When a request is preempted, OffloadingConnector waits for its stores in 
 vLLM can admit a request that a reset has preempted between two steps. The job in flight is then its load.
 
 Fix: If a preempted request has a load in flight, the fix hides the request from the hook. The request has no stores to
-wait for, because vLLM grants a load only when the request's stores are done.
+wait for, because vLLM starts a load only when the request's stores are done.
 """
 
 from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, Steps, View, fix_around, stubs

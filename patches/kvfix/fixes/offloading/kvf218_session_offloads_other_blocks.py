@@ -1,7 +1,7 @@
 """Later requests return wrong text: OffloadingConnector stores wrong blocks of a streaming session.
 
 Symptom: Nothing is logged at first. When a session ends, a `KeyError` in `_remove_pending_job` of
-offloading/scheduler.py may end EngineCore. This needs OffloadingConnector, also in MultiConnector, and streaming input.
+offloading/scheduler.py may end EngineCore. The bug needs OffloadingConnector (also in MultiConnector) and streaming.
 
 Cause: When a session gets more input, vLLM schedules it as a new request, with all its blocks. OffloadingConnector
 appends all of them to its list, which has the earlier blocks already (offloading/scheduler.py 0.32.0:1282).

@@ -20,7 +20,7 @@ from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_b
 
 #: Attribute of the worker: the requests whose load failed. Attribute of its report and of the scheduler: failed jobs.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
-#: Attribute of the metadata and of the worker. It shows that the scheduler has its part of the fix.
+#: Attribute of the metadata and of the worker: it shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -35,7 +35,7 @@ def get_finished(worker: Any, finished_req_ids: Any) -> Steps:
 
     def finished() -> Any:
         done = own.get_finished()
-        # If the fix cannot note the failed copies, it returns them unchanged: vLLM asserts, as without the fix.
+        # If the fix cannot record the failed copies, it returns them unchanged: vLLM asserts, as without the fix.
         noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
         return done if noted is None else noted
 

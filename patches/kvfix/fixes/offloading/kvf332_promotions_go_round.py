@@ -1,11 +1,11 @@
 """A request waits for ever if its hit is larger than OffloadingConnector's CPU memory: its chunks evict each other.
 
 Symptom: Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again.
-This needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU memory for the chunks of waiting requests.
+The bug needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU memory for chunks of waiting requests.
 
-Cause: A lookup that finds a chunk in a tier allocates CPU memory for the chunk at once. For this it evicts the least
+Cause: A lookup that finds a chunk in a tier allocates CPU memory for the chunk at once. To do so, it evicts the least
 recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may have just been
-promoted for the same request: nothing protects a found chunk before the load is granted. The lookup answers "not yet"
+promoted for the same request: nothing protects a found chunk before the load begins. The lookup answers "not yet"
 while a chunk is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
 
 Fix: Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted
@@ -30,7 +30,7 @@ def _initiate_promotion(manager: Any, tier_idx: int, key: Any, req_context: Any)
 
 @fix_before(when=lambda manager, keys, req_context, *_, **__: hasattr(req_context, _PROMOTED))
 def prepare_load(manager: Any, keys: Any, req_context: Any) -> None:
-    """Forget the promotions of a request that loads. It may need them again after a preemption."""
+    """Forget the promotions of a request that loads. A preempted request may need them again."""
     vars(req_context).pop(_PROMOTED, None)
 
 

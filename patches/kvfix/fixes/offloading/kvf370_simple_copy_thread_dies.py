@@ -26,7 +26,7 @@ from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after,
 
 #: Attribute of the worker: the requests whose load failed. Attribute of its report and the scheduler: failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
-#: Attribute of the metadata. It shows that the scheduler has its part of the fix.
+#: Attribute of the metadata: it shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -36,7 +36,7 @@ aggregate = _offloading.combines_reports(_STORES, "completed_store_events")
 
 
 class _Noting:
-    """The queue of a copy thread. It remembers the item that was taken last."""
+    """The queue of a copy thread, which remembers the item that was taken last."""
 
     item: Any = None
 

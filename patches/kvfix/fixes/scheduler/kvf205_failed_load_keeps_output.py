@@ -161,7 +161,7 @@ def shows_bug(hook: Any, scheduler: Any) -> bool:
 
 
 def promises(hook: Any, adapter: Any) -> bool:
-    """Look up a request that vLLM must compute. Without the fix, the hit is promised."""
+    """Look up a request that vLLM must compute. Without the fix, the hook promises the hit."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, _kvfix_compute=True), 0))
 

@@ -2,11 +2,11 @@
 
 Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV.
 
-Cause: A step may return more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops the
-tokens after the stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still counts
-them. The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
+Cause: A step returns the accepted drafts and one more token. The turn may end before the last of these tokens. vLLM
+drops tokens after the end (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still
+counts them. The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
 
-Fix: When a turn ends, the fix limits its computed tokens to those before its last token. vLLM drops that token.
+Fix: When a turn ends, the fix lowers `num_computed_tokens` to the tokens before the turn's last token.
 - Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
 - Upstream: None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
 """

@@ -11,7 +11,7 @@ Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole blo
 end with this block is then shortened. The next chunk may only go up to the block's end, so vLLM shortens it to nothing,
 in each step. The hang starts in a step whose token budget does not reach the prompt's end.
 
-Fix: If states are kept, the fix does not shorten a chunk to nothing. Then fewer drafts of the MTP modules are accepted.
+Fix: If Mamba states are kept, the fix does not shorten a chunk to nothing. vLLM then accepts fewer drafts.
 - Remove when: After both cuts, vLLM always schedules the remaining tokens in a later step.
 """
 
@@ -23,7 +23,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replac
 # With one token of lookahead or none, no chunk is shortened.
 @fix_around(when=lambda sched, *_, **__: sched.need_mamba_block_aligned_split and sched.num_prefill_lookahead > 1)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
-    """Wrap `schedule`: a wrapper of `_reserve_prefill_lookahead` would run for each request, also without states."""
+    """Wrap `schedule`: a wrapper of `_reserve_prefill_lookahead` would run for each request, even without Mamba."""
     shortened = scheduler._reserve_prefill_lookahead
 
     def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:

@@ -11,7 +11,7 @@ Symptom: The log alternates between `Running: 0 reqs` and `Running: 1 reqs`. The
 Cause: vLLM admits a load if the blocks for its prompt are free (scheduler.py 0.32.0:1249). The first generated token
 may need one more block. If none is free, the request preempts itself while the last step of its prompt is in flight.
 With a connector that must send the KV to decode (`requires_kv_delivery`), vLLM drops the token that this step generates
-(:836). So the request loads again, into the blocks that it freed. Then another loaded request does the same.
+(:836). So the request loads again, into the blocks that it freed. Then another loaded request preempts itself too.
 
 Other engines are not affected. An engine that also consumes does not preempt a request with a step in flight
 (`defer_block_free`). With speculative decoding a load leaves blocks free (`_spec_decode_step_blocks`).

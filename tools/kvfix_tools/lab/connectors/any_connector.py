@@ -40,7 +40,7 @@ PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """The reader for metadata that kvfix does not know. It reports all tokens that vLLM has granted as loads."""
+    """The reader for metadata that kvfix does not know. It takes all tokens of the hit that vLLM accepts for loads."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -197,7 +197,7 @@ class AnyConnector(Connector):
         return worker
 
     def lose_stored(self) -> None:
-        """A step: the connector loses the stored tokens that vLLM grants next, before it loads them."""
+        """A step: the connector loses the stored tokens of the next load, before it loads them."""
         self.events.may_fail.add("")
         self._to_lose = True
 

@@ -168,7 +168,7 @@ class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(*arguments, **more)
         #: Requests whose KV this connector has: the KV of all full blocks before the last token.
         self.has: set[str] = set()
-        #: {request: (first token, end)} of granted loads that have not ended
+        #: {request: (first token, end)} of loads with allocated blocks that have not ended
         self.loads: dict[str, tuple[int, int]] = {}
         self._computed: dict[str, int] = {}
 

@@ -18,7 +18,7 @@ _NOT_ITS_OWN = {"_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_
 
 
 class Load(NamedTuple):
-    """Granted tokens that are not loaded yet. asynchronous: the load runs between steps."""
+    """Tokens that vLLM takes from the hit and that are not loaded yet. asynchronous: the load runs between steps."""
 
     start: int
     end: int
@@ -30,7 +30,7 @@ class Contract:
 
     def __init__(self, owner: "AnyConnector") -> None:
         self._owner = owner
-        #: {request: (computed tokens, True if its load runs between steps)} of the last promise
+        #: {request: (computed tokens, True if its load runs between steps)} of its last lookup with a hit
         self._promised: dict[str, tuple[int, bool]] = {}
         connector = owner.in_scheduler
         self._ask, self._grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc

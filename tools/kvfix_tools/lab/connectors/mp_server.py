@@ -289,7 +289,7 @@ class Server:
                 self._later.popleft().action()
 
     def give_up(self, rank: int, requests: set[str]) -> None:
-        """Note that the worker reports these loads as failed. The server still makes the loads when they are due."""
+        """Record that the worker reports these loads as failed. The server still makes the loads when they are due."""
         for place, due in enumerate(self._later):
             if due.load is not None and due.load[0] == rank and due.load[1] in requests:
                 self._later[place] = Due(due.step, due.late or due.action)

@@ -1,7 +1,6 @@
 """A MultiConnector: one child connects two engines. The other child is LMCache's "v1" or vLLM's OffloadingConnector.
 
-vLLM asks the children in order and loads with the first one that promises tokens. All children store. Each engine has
-its own cache or CPU memory.
+vLLM loads with the first child that promises tokens. All children store. Each engine has its own cache or CPU memory.
 """
 
 import dataclasses

@@ -138,7 +138,7 @@ class CacheEngine:
             yield start, end, (key, *tags)
 
     def _name(self, call: dict[str, Any]) -> str:
-        """Return the request of a store. Early releases do not pass its id: find the request by its slots."""
+        """Return the request of a store. Old versions of LMCache do not pass its id: find it by its slots."""
         if call.get("req_id"):
             return str(call["req_id"])
         slots = call["slot_mapping"]

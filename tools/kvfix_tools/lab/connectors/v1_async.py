@@ -1,7 +1,7 @@
 """LMCache's asynchronous loading in the lab: the real lookup client and server, with queues instead of sockets.
 
-With `enable_async_loading` the worker answers a lookup after it has fetched the chunks. Until then the connector's
-promise is "not known yet". Client and server run only when the lab calls them, so a schedule always plays the same way.
+With `enable_async_loading` the worker answers a lookup after it has fetched the chunks. Until then the connector
+returns "not known yet". Client and server run only when the lab calls them, so a schedule always plays the same way.
 """
 
 import importlib

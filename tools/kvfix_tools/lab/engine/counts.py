@@ -41,7 +41,7 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
 #: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block, for EAGLE
 #: - not_to_store: requests that must not be stored
-#: - passed_over: promises of LMCache in a MultiConnector that chose another connector
+#: - passed_over: hits of LMCache in a MultiConnector that chose another connector
 #: - came_first_by_priority: requests admitted before a request that arrived earlier
 #: - aborted_storing: always 0 with the in-process connector, whose stores end within their step
 COUNTED = (

@@ -63,7 +63,7 @@ class StoredObject(NamedTuple):
 
 
 def kv_groups(options: Options) -> list[KVGroup]:
-    """Return the KV group of full attention, the KV groups with a sliding window, and the KV group with states."""
+    """Return the KV group of full attention, the KV groups with a sliding window, and the KV group of Mamba states."""
     size, larger = options.block_size, options.block_size * options.window_blocks
     windows = [KVGroup(number, larger, window) for number, window in enumerate(options.windows, start=1)]
     return [KVGroup(0, size), *windows, *[KVGroup(1, size, state=True)] * options.states]

@@ -74,7 +74,7 @@ class Group:
 
 
 class StateGroup(Group):
-    """A KV group of states (Mamba, in mode "align").
+    """A KV group of recurrent states (Mamba, in mode "align").
 
     A step reads the state that the previous step has written. It writes the new state to the block of its last token
     (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts, this block has the state without drafts,

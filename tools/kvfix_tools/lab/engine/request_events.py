@@ -55,7 +55,7 @@ class Liveness:
         self._refused = (None, 0)
 
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
-        """Return the state after a step that scheduled nothing. undecided: requests whose promise is not known yet.
+        """Return the state after a step that scheduled nothing. undecided: requests whose lookup has no answer yet.
 
         in_flight: transfers, answers to steps, and blocks of `take_blocks`. lookups: lookups in flight.
         """
@@ -108,7 +108,7 @@ class RequestEvents:
         #: Tokens of the block that vLLM drops at the end of a hit for EAGLE; 0 without EAGLE.
         self._dropped = options.block_size if getattr(scheduler, "use_eagle_block_drop", False) else 0
         self._by_priority = options.policy == "priority"
-        #: {request: LMCache's last promise}
+        #: {request: tokens that LMCache promised last}
         self._promised: dict[str, int] = {}
         #: Requests that were open while the server was silent: they store nothing, and their read locks time out.
         self.met_silence: set[str] = set()
@@ -120,7 +120,7 @@ class RequestEvents:
         self._waited: dict[str, int] = {}
         #: The last verdict if no request can move, and how many steps in a row had the same verdict.
         self._still: tuple[Answer | None, int] = (None, 0)
-        #: Requests whose promise is not known yet.
+        #: Requests whose lookup has no answer yet.
         self.undecided: set[str] = set()
         #: {request: tokens that its last lookup found}
         self.hits: dict[str, int] = {}

@@ -123,7 +123,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # early releases of LMCache need this value, and set it only when they read their own configuration
+        # old versions of LMCache need this value, and set it only when they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
     module, _, name = options.connector.rpartition(":")
     if options.connector in KNOWN:
@@ -167,7 +167,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
             async_scheduling=options.async_scheduling,
             policy=options.policy,
             disable_hybrid_kv_cache_manager=True,
-            # early releases of vLLM lack this option, and work as if it were false
+            # old versions of vLLM lack this option, and work as if it were false
             **accepted(configs.SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
         ),
         device_config=configs.DeviceConfig("cpu"),

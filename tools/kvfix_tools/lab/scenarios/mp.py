@@ -135,7 +135,7 @@ SCENARIOS: dict[str, Any] = {
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR009 read locks of the server",
         not_in_hooks=SERVER,
-        vllm=">=0.31.0",  # earlier releases take the connector's promise for this request
+        vllm=">=0.31.0",  # earlier releases take the hit of the connector for this request
     ),
     "mp-lora-not-in-key": mp_scenarios(
         [do.serve("before", prompt(140), lora="one"), do.admit("r", prompt(140), max_tokens=2, lora="other")],
@@ -197,7 +197,7 @@ SCENARIOS: dict[str, Any] = {
     ),
     "mp-load-after-given-up": silent(
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140))],
-        do.step(5),  # the hit is found and granted, and the load is in flight
+        do.step(5),  # the hit is found, vLLM allocates blocks, and the load is in flight
         [do.server_stops(), do.step(2)],  # the worker reports that the load has failed; vLLM frees the blocks
         do.admit("other", prompt(200, seed=1), max_tokens=10),
         [do.admit("another", prompt(200, seed=2), max_tokens=10), do.step(2), do.server_goes_on()],
@@ -206,10 +206,10 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=28, max_num_batched_tokens=1024, delay=3),
     ),
     "mp-load-not-granted": mp(
-        # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and tells it that nothing is granted.
+        # With `prompt_logprobs` vLLM reads no cache. It still asks the connector, and then takes 0 tokens.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})],
         shows="KVR004",
-        # before 0.31, vLLM takes the promise of the connector for this request
+        # before 0.31, vLLM takes the hit of the connector for this request
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
         options=MP(num_blocks=60, max_num_batched_tokens=256, delay=0),
     ),

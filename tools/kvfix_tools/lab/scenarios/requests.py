@@ -122,7 +122,7 @@ SCENARIOS = {
         [do.admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1}), do.step(), do.preempt("r")],
         doc="With prompt_logprobs vLLM takes nothing of a promise, and EngineCore dies when the request resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 0 but",
-        # before vLLM 0.31 this request skips only the prefix cache, and takes the promise of the connector
+        # before vLLM 0.31 this request skips only the prefix cache, and takes the hit of the connector
         wrong={"vllm": ">=0.31.0", "lmcache": ">=0.3.10.post1"},
         options=LARGE(),
     ),
