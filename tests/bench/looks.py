@@ -26,7 +26,6 @@ LOOKS = 1000
 PAUSE = 1.0
 #: Numbers of the engine's core and of the looker's core.
 ENGINE, LOOKER = 0, 1
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(ENGINE)}
 #: This code replaces the injected program in the engine. It runs the injected program, and writes the time of the run.
 _TIMED = """
 import time
@@ -90,7 +89,7 @@ def measure() -> Iterator[Row]:
             ran = start.run(
                 folder, False, transfer, engine=start.TWO_PROCESSES, forked=False,
                 when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=2 * LOOKS + 300,
-                environment=_ONE_THREAD,
+                environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(ENGINE)},
             )  # fmt: skip
         stops, runs = ([float(line) for line in file.read_text().split()] for file in (stopped, run))
         answers = [answer for _, answer in ran.answer["rounds"]]

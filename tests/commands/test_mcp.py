@@ -31,8 +31,7 @@ def call(root: Path, *calls: tuple[Any, ...]) -> list[Any]:
 
 def answer(result: Any) -> dict[str, Any]:
     assert not result.is_error, result.content
-    found: dict[str, Any] = json.loads(result.content[0].text)
-    return found
+    return dict(json.loads(result.content[0].text))
 
 
 def test_its_tools_answer_as_the_commands(tmp_path: Path) -> None:

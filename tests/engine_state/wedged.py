@@ -29,8 +29,7 @@ def look(engine: Any, full: bool = False) -> dict[str, Any]:
     state = engine_state.collect(full, scheduler=engine.scheduler, workers=[engine.connector.workers[0].in_worker])
     assert not state["unread"], state["unread"]
     assert not [each for each in state["connectors"] if "unread" in each], state["connectors"]
-    found: dict[str, Any] = json.loads(json.dumps(state))
-    return found
+    return dict(json.loads(json.dumps(state)))
 
 
 def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
