@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
+from typing import NamedTuple
 
 from kvfix_tools.diagnose import grammar, log_formats, statements, texts
 from kvfix_tools.diagnose.grammar import FRAME
@@ -64,14 +65,16 @@ class Scanner:
             place = line.find(FRAME)
             if place >= 0:
                 framed = behind_frame(line[place : place + LONGEST_BODY])
+                head = _before_frame(line[: place - 4] if place > 4 else b"")
                 if (
                     framed is None
+                    or not head.is_prefix
                     or (traces and framed.name == "logged")
-                    or (place > _HEAD and (traces or stacks.open or not _is_prefix(log_formats.shape(line[:place]))))
+                    or (place > _HEAD and (traces or stacks.open))
                 ):
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif framed.name:
-                    yield _log_line(framed, line, place, file, number)
+                    yield _log_line(framed, head, line[place - 3 : place], file, number)
                 if place >= STAMP and not self._year.isdigit():
                     self._year = line[place - STAMP :][:4]
             elif looked_at or traces or stacks.open or grammar.in_line(line):
@@ -114,7 +117,8 @@ class Scanner:
             if start > _HEAD:
                 yield from self._unframed(Other(text[:start]), number, text[:start])
             if framed.name:
-                yield _log_line(framed, text, start, self._file, number)
+                head = _before_frame(text[: max(0, start - 4)])
+                yield _log_line(framed, head, text[max(0, start - 3) : start], self._file, number)
             again = text.find(FRAME, at)
             if again < 0 or not LEVEL.match(text, again):
                 return
@@ -169,20 +173,35 @@ def _are_few_others(lines: list[bytes]) -> bool:
     return True
 
 
+class _Head(NamedTuple):
+    """The text before LMCache's frame. is_prefix: True if it is a prefix, and False if it is another message."""
+
+    second: float | None
+    process: str
+    is_prefix: bool
+
+
+#: The cache helps because an engine writes many lines in a second.
+@lru_cache(maxsize=1024)
+def _before_frame(text: bytes) -> _Head:
+    """Parse the text before LMCache's frame, without the milliseconds."""
+    return _Head(*texts.second_and_process(text), len(text) <= _HEAD - 4 or _is_prefix(log_formats.shape(text)))
+
+
 @lru_cache(maxsize=1024)
 def _is_prefix(shape: bytes) -> bool:
     """Return True if the text before LMCache's frame is a container's prefix, and False if it is another message."""
-    if len(log_formats.without_prefix(shape)) > _HEAD:
+    if len(log_formats.without_prefix(shape)) > _HEAD - 4:
         return False
     other = Other(shape)
     return not (other.of_stack or other.part.sure or b"assert " in other.body or other.found is not None)
 
 
-def _log_line(framed: LogLine, line: bytes, place: int, file: str, number: int) -> LogLine:
-    """Return the LogLine of a line with LMCache's frame at `place`."""
+def _log_line(framed: LogLine, head: _Head, milliseconds: bytes, file: str, number: int) -> LogLine:
+    """Return the LogLine of a line with LMCache's frame."""
     if framed.name == "closing":  # a message about a shutdown, whose time and process do not matter
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
-    time, process = texts.second_and_process(line[: max(0, place - 4)])
+    time, process, _ = head
     if time is not None:
-        time += texts.MILLISECONDS.get(line[place - 3 : place], 0.0)
+        time += texts.MILLISECONDS.get(milliseconds, 0.0)
     return LogLine(framed.name, framed.fields, time, process, file, number, framed.body)

@@ -231,7 +231,6 @@ def process(prefix: bytes) -> str:
     return f"{name}{'_' if rank else ''}{rank} pid={pid}"
 
 
-@lru_cache(maxsize=256)
 def second_and_process(prefix: bytes) -> tuple[float | None, str]:
     """Return the time and the last process. prefix: the text before the milliseconds of LMCache's frame."""
     if len(prefix) < _SECOND:

@@ -22,7 +22,7 @@ from kvfix.fixes.api import CACHE_ENGINE, Any, Fix, Steps, fix_around, replaced
 
 
 def _noted(call: Callable[[], Any], names: set[int], name: int, thread: int) -> Any:
-    """Call the function, and add `name` to `names` if this thread calls. Other threads release their own references."""
+    """Call the function. If the calling thread is `thread`, add `name` to `names`. Other threads use the chunk too."""
     if get_ident() == thread:
         names.add(name)
     return call()
