@@ -69,7 +69,9 @@ class Diagnosis:
         #: Name of the last input with lines of kvfix's own recorder.
         self.recording = ""
         self._time: float | None = None
+        #: The fields of the last lookup, and the number of lookups before it with the same fields in a row.
         self._asked: Fields = {}
+        self._repeats = 0
 
     def state(self, kind: type[State]) -> State:
         """Return the one object of this class, in which the rules of a module keep state while the log is read."""
@@ -96,14 +98,17 @@ class Diagnosis:
         if line.time is not None:
             self._time = line.time
         if name == "asked":
-            is_repeated = line.fields is self._asked  # vLLM asks about a waiting request in every step
+            # vLLM asks about a waiting request in every step. Run the rules only for some lines of such a row.
+            self._repeats = self._repeats + 1 if line.fields is self._asked else 0
+            is_repeated = self._repeats > 0
             if not is_repeated:
                 known = self.requests[line.request]
                 is_repeated = known.asked == line.fields
                 known.asked = self._asked = line.fields
             if is_repeated:
                 self.failures.take(line)
-                self._run(name, line)
+                if self._repeats % 16 == 0:
+                    self._run(name, line)
                 return
         self.who.take(line)
         self.failures.take(line)

@@ -48,9 +48,11 @@ class Message(NamedTuple):
         """Return {field: its count or text} for the groups that matched."""
         found: Fields = {}
         for field, value in zip(self.pattern.groupindex, match.groups(), strict=True):
-            if value is not None:
+            if value is not None and field in self.counts:
+                found[field] = int(value)
+            elif value is not None:
                 text = value.decode("utf-8", "replace")
-                found[field] = int(value) if field in self.counts else without_tokens(text) if "," in text else text
+                found[field] = without_tokens(text) if "," in text else text
         return found
 
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
 
 from kvfix_tools.diagnose import grammar, log_formats, statements, texts
 from kvfix_tools.diagnose.grammar import FRAME
@@ -52,6 +51,7 @@ class Scanner:
             self.is_own = texts.is_own(text)
         self._scanned += len(block)
         lines = text.split(b"\n")
+        newlines = len(lines) - 1 if at is None else block.count(b"\n")
         if not lines[-1]:
             lines.pop()
         self._decide(lines)
@@ -61,20 +61,23 @@ class Scanner:
         behind_frame, parsed, clock = texts.behind_frame, texts.parsed, texts.clock
         looked_at = headless is Headless.WHOLE
         numbers = count(first) if at is None else (first + number for number in at)
+        before, (second, process, is_prefix) = b"", _before_frame(b"")
         for line, number in zip(lines, numbers, strict=False):
             place = line.find(FRAME)
             if place >= 0:
                 framed = behind_frame(line[place : place + LONGEST_BODY])
-                head = _before_frame(line[: place - 4] if place > 4 else b"")
+                if line[: place - 4] != before:  # the text and the second of many lines are the same
+                    before = line[: max(0, place - 4)]
+                    second, process, is_prefix = _before_frame(before)
                 if (
                     framed is None
-                    or not head.is_prefix
+                    or not is_prefix
                     or (traces and framed.name == "logged")
                     or (place > _HEAD and (traces or stacks.open))
                 ):
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif framed.name:
-                    yield _log_line(framed, head, line[place - 3 : place], file, number)
+                    yield _log_line(framed, second, line[place - 3 : place], process, file, number)
                 if place >= STAMP and not self._year.isdigit():
                     self._year = line[place - STAMP :][:4]
             elif looked_at or traces or stacks.open or grammar.in_line(line):
@@ -85,7 +88,7 @@ class Scanner:
                     name, fields = other.found
                     time = clock(line, self._year, stamp)
                     yield LogLine(name, fields, time, other.process, file, number, other.body[:LONGEST_BODY])
-        self._number += block.count(b"\n")
+        self._number += newlines
 
     def _decide(self, lines: list[bytes]) -> None:
         """Decide which lines without a logger's prefix to parse. A later block of the input may change the decision."""
@@ -117,8 +120,8 @@ class Scanner:
             if start > _HEAD:
                 yield from self._unframed(Other(text[:start]), number, text[:start])
             if framed.name:
-                head = _before_frame(text[: max(0, start - 4)])
-                yield _log_line(framed, head, text[max(0, start - 3) : start], self._file, number)
+                second, process, _ = _before_frame(text[: max(0, start - 4)])
+                yield _log_line(framed, second, text[max(0, start - 3) : start], process, self._file, number)
             again = text.find(FRAME, at)
             if again < 0 or not LEVEL.match(text, again):
                 return
@@ -173,19 +176,11 @@ def _are_few_others(lines: list[bytes]) -> bool:
     return True
 
 
-class _Head(NamedTuple):
-    """The text before LMCache's frame. is_prefix: True if it is a prefix, and False if it is another message."""
-
-    second: float | None
-    process: str
-    is_prefix: bool
-
-
 #: The cache helps because an engine writes many lines in a second.
 @lru_cache(maxsize=1024)
-def _before_frame(text: bytes) -> _Head:
-    """Parse the text before LMCache's frame, without the milliseconds."""
-    return _Head(*texts.second_and_process(text), len(text) <= _HEAD - 4 or _is_prefix(log_formats.shape(text)))
+def _before_frame(text: bytes) -> tuple[float | None, str, bool]:
+    """Return the second, the process, and False if the text before the frame's milliseconds is another message."""
+    return *texts.second_and_process(text), len(text) <= _HEAD - 4 or _is_prefix(log_formats.shape(text))
 
 
 @lru_cache(maxsize=1024)
@@ -197,11 +192,9 @@ def _is_prefix(shape: bytes) -> bool:
     return not (other.of_stack or other.part.sure or b"assert " in other.body or other.found is not None)
 
 
-def _log_line(framed: LogLine, head: _Head, milliseconds: bytes, file: str, number: int) -> LogLine:
+def _log_line(framed: LogLine, second: float | None, milli: bytes, process: str, file: str, number: int) -> LogLine:
     """Return the LogLine of a line with LMCache's frame."""
     if framed.name == "closing":  # a message about a shutdown, whose time and process do not matter
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
-    time, process, _ = head
-    if time is not None:
-        time += texts.MILLISECONDS.get(milliseconds, 0.0)
+    time = None if second is None else second + texts.MILLISECONDS.get(milli, 0.0)
     return LogLine(framed.name, framed.fields, time, process, file, number, framed.body)

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding, note
-from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 #: A finding needs lookups of ENOUGH requests. Maximum numbers of requests and engines to remember.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
@@ -63,7 +63,7 @@ class Lookups:
         f = line.fields
         if line.name == "asked":
             if f.get("hit") is not None:  # None: an asynchronous lookup without an answer yet
-                self._take_lookup(line)
+                self._take_lookup(f, line.request, line.process)
         elif line.name == "stored":
             if f["tokens"]:
                 self.stored += 1
@@ -81,15 +81,14 @@ class Lookups:
                 self.chunk = int(self.settings["chunk_size"])
             self.shared += self.settings.get("remote_url", "None") != "None"
 
-    def _take_lookup(self, line: LogLine) -> None:
-        f = line.fields
+    def _take_lookup(self, f: Fields, request: str, process: str) -> None:
         self.longest = max(self.longest, f["total"])
         self.local = max(self.local, f.get("computed") or 0)
         self.hit = self.hit or f["hit"] > 0
-        if line.request in self.requests or len(self.requests) >= _REQUESTS:
+        if request in self.requests or len(self.requests) >= _REQUESTS:
             return
-        self.requests.add(line.request)
-        self.askers.add(line.process)
+        self.requests.add(request)
+        self.askers.add(process)
         if f.get("least") is not None and f["hit"] > 0:
             self.below += 1
             self.least, self.most = f["least"], max(self.most, f["hit"])

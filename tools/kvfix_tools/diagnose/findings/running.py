@@ -22,10 +22,8 @@ class _Head:
 
 @finding
 def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
-    f = line.fields
-    done = log.counts["stored"] + log.counts["retrieved"]
-    asked = log.counts["asked"]
-    head = log.state(_Head)
+    f, head, counts = line.fields, log.state(_Head), log.counts
+    done, asked = counts["stored"] + counts["retrieved"], counts["asked"]
     if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
         # Restart the count: vLLM asks about another request, or the engine works. A busy engine asks in every step too.
         head.fields, head.asked, head.done = f, asked, done
