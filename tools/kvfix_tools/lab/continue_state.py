@@ -184,7 +184,7 @@ class _Builder:
             self._do("step")
 
     def _admit(self, row: dict[str, Any], tokens: int) -> None:
-        room = self.lab.options.max_model_len - tokens
+        room = self.lab.options.max_model_len - tokens  # a request generates up to 16 tokens
         self._do("admit", row["id"], self._numbers[row["id"]], max(1, tokens), max(1, min(16, room)))
 
     def _until(self, done: Callable[[], bool]) -> None:

@@ -104,7 +104,7 @@ class Server:
         )  # fmt: skip
 
     def metrics_after(self, before: Metrics) -> Metrics:
-        until = time.monotonic() + 5.0
+        until = time.monotonic() + 5.0  # the server updates its metrics after the answer
         while True:
             now = self.metrics()
             if now.requests > before.requests or time.monotonic() > until:

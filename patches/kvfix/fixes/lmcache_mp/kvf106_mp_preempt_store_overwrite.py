@@ -39,7 +39,7 @@ mark = fix_after(when=_some_preempted, on_fault=_mark)(_mark)
 def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
     if getattr(connector, "worker_adapter", None) is not None:
         for store in list(connector.worker_adapter.store_futures.values()):
-            store.wait(timeout=10.0)
+            store.wait(timeout=10.0)  # seconds for each store
     return GO_ON
 
 

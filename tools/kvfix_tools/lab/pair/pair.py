@@ -200,7 +200,7 @@ class Pair(Engines):
             if not self._busy():
                 return
             before = self._state()
-            if idle > 64:
+            if idle > 64:  # steps without an event
                 if before == waited:
                     return
                 idle, waited = 0, before
