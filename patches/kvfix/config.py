@@ -23,7 +23,7 @@ MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
-    """`only`, `skip` and `plus` have codes, even if slugs were given. `only` is None for all fixes that are not opt-in.
+    """`only`, `skip` and `plus` have codes, never slugs. If `only` is None, all fixes apply that are not opt-in.
 
     audit: 0 if there is no audit. Raises ValueError. For an unknown fix, the error names a similar slug.
     """

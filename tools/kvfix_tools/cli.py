@@ -128,7 +128,7 @@ def search(text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help=_SYMP
 @app.command(rich_help_panel=COMMANDS["replay"])
 def replay(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
-    router: Annotated[Path | None, value("LOG", "Read the log of the router between the engines too.")] = None,
+    router: Annotated[Path | None, value("LOG", "Also read this log of the router in front of the engines.")] = None,
     json: Json = False,
 ) -> None:
     """Check recorder files (kvfix run --mode observe) or bundles (kvfix dump). Exit 1 if they violate a rule.

@@ -24,7 +24,7 @@ from kvfix.session import session
 from kvfix.wrapping import after
 
 KEY = "connector events"
-#: Wrappers of a function nest in the order of their keys, the first innermost. So KEY's wrapper records AUDIT's answer.
+#: The wrapper whose key is first in the alphabet is innermost. So the wrapper of KEY records the answer of the audit.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"

@@ -31,7 +31,7 @@ def reader(connector: Any) -> Reader:
 
 
 def model(connector: Any) -> tuple[int, bool]:
-    """Return (tokens of prefix replay, True if KV groups may have different hits); (0, False) if they are unknown."""
+    """Return (hit tokens that vLLM recomputes, True if KV groups may have different hits), or (0, False) if unknown."""
     try:
         groups = getattr(getattr(connector, "_kv_cache_config", None), "kv_cache_groups", None) or ()
         replays = [int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0)) for group in groups]
@@ -89,7 +89,7 @@ class Offloading(Reader):
     def stores(self, metadata: Any) -> Spans:
         """Leave out stores of ended requests, which no step computes any more.
 
-        The end of a store is a lower bound: blocks that the store leaves out are not counted.
+        A request may be stored beyond the end of a store, because a store leaves out blocks that are already cached.
         """
         statuses = getattr(self._scheduler, "_req_status", {})
         return [

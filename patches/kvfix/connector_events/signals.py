@@ -1,6 +1,6 @@
 """Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1. Announce this process to `kvfix dump`.
 
-kvfix keeps a SIGUSR2 handler that the process has. The handler of kvfix logs nothing: it may interrupt a log call.
+If the process has its own SIGUSR2 handler, kvfix installs none. The handler logs nothing: it may interrupt a log call.
 """
 
 import atexit

@@ -28,7 +28,7 @@ from kvfix.ledger import liveness, standstill
 from kvfix.ledger.standstill import LATE, Look
 from kvfix.session import session
 
-#: Environment variable: seconds without any progress; 0 turns the watchdog off. DEFAULT: the seconds if it is not set.
+#: Environment variable: seconds without any progress; 0 turns the watchdog off. DEFAULT: its value if not set.
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
 #: A look tries up to _TRIES times to read the state while no function of the scheduler runs, every _PAUSE seconds.
 _TRIES, _PAUSE = 200, 0.003
@@ -66,7 +66,7 @@ def _limit() -> float:
 
 
 class Watchdog:
-    """Look at the engine 12 times within `limit` seconds. Report each standstill once: no progress for this time."""
+    """Look 12 times within `limit` seconds. Report each standstill (no progress for `limit` seconds) once."""
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 #: Steps and seconds after which an ended request is checked for leaks: its transfers and lookups have ended by then.
 STEPS, SECONDS = 32, 3.0
-#: After vLLM has allocated blocks, the load should be in the next step. If so many steps lack it, a request is stuck.
+#: A load should be in the step after vLLM has allocated blocks. After so many steps without it, the request is stuck.
 PATIENCE = 8
-#: Of the requests whose lookup was never answered, kvfix remembers at most this number.
+#: kvfix remembers at most this number of requests whose lookup was never answered.
 GIVEN_UP = 1024
 
 

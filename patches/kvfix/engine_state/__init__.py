@@ -5,7 +5,7 @@ no new module, does not wait and does not raise. The modules of this package imp
 other, by relative names, because `kvfix look` loads them in a process without kvfix.
 
 The state has counts, ids of requests and numbers of blocks; with `full`, also hashes of blocks. It has no tokens,
-prompts or host names. None: not known. Times are seconds before the call.
+prompts or host names. None: not known. mono, wall: nanoseconds. arrived, since: seconds before the call.
 
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
      "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"},
@@ -23,7 +23,7 @@ Each connector has a row. In place of a MultiConnector, each of its children has
      "healthy": True,            the server answers its pings; in process: LMCache runs; None: not known
      "why": "ValueError",        type of the error with which LMCache failed to start
      "lookup_timeout": 3.0,      seconds
-     "server_ports": [5555],     scheduler, with an LMCache server
+     "server_ports": [5555],     scheduler: ports of the LMCache servers
      "requests": {id: {...}},    scheduler: "lookup", "hit", "promised", "granted", "stored", "phase", "since"
      "loads": [id], "stores": [id],    worker: begun, and not reported as ended
      "answered": [id],           worker: loads and stores that have ended, to be reported in the next step

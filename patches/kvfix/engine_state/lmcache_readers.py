@@ -115,7 +115,7 @@ class V1(Reader):
             state["requests"] = _v1_requests(impl, client)
             return
         state["healthy"] = engine is not None and not failed
-        state["loads"], state["stores"] = [], []  # LMCache does both within the step
+        state["loads"], state["stores"] = [], []  # LMCache loads and stores within the step
         state["failed_blocks"] = len(getattr(impl, "_invalid_block_ids", ()))
         state["pins"] = {name: _count(pins) for name, pins in dict(getattr(engine, "lookup_pins", None) or {}).items()}
         events = dict(getattr(getattr(engine, "event_manager", None), "events", None) or {})

@@ -45,7 +45,7 @@ class Reader:
         return None
 
     def found(self, request: str) -> int:
-        """Return the tokens that the connector regards as stored after a lookup, even if it promised 0 tokens."""
+        """Return the tokens that the last lookup found, even if the connector promised 0. No store has these tokens."""
         return 0
 
     def lookup_timeout(self) -> float:
@@ -78,7 +78,7 @@ class Reader:
         return [(prefix + name, getattr(holder, name)) for name in names if hasattr(holder, name)]
 
     def pinned(self, request: str) -> Any:
-        """Return the pins of this request, or None. Compare with `is`: a reused id has a different object."""
+        """Return the pins of this request, or None. Compare them with `is`: a reused id has another pins object."""
         return None
 
     def looks_up(self, request: str) -> bool:

@@ -14,8 +14,8 @@ A request has these fields:
     {"id": "r7", "status": "WAITING_FOR_REMOTE_KVS", "queue": "kv_holding_waiting", "arrived": 12.5,
      "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
-     "report": "loaded",        its load is done, but the scheduler has not handled the report; or "failed", ""
-     "needs": 1,                free blocks needed to admit it, with those reserved for other requests; None: unknown
+     "report": "loaded",        or "failed": a report that the scheduler has not handled. "": there is no report
+     "needs": 1,                free blocks with which vLLM admits it, including reserved blocks; None: unknown
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
@@ -151,7 +151,7 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
     promised: tokens that the connector would load, if the request has no computed tokens yet.
     between: True for a load between steps, False for a load within a step. reserved: see `_reserved`.
 
-    The watermark for running requests is left out: if any request runs, the engine does not stand still.
+    The watermark is left out: vLLM adds these blocks only in a step that already has requests, so in no standstill.
     """
     managers, local = _managers(scheduler), int(request.num_computed_tokens)
     if reserved is None or not managers:
@@ -229,7 +229,7 @@ def _after_step(scheduler: Any, computed: int, total: int) -> int:
 
 
 def _cached(scheduler: Any, request: Any, none: Sequence[Any]) -> tuple[Sequence[Any], int]:
-    """Return each KV group's blocks of the longest cached prefix, which never has the last token, and its tokens."""
+    """Return (blocks of the longest cached prefix, by KV group; number of its tokens), without the last token."""
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or getattr(request, "skip_reading_prefix_cache", False):
         return none, 0

@@ -1,4 +1,4 @@
-"""Shared code of MooncakeConnector's fixes: the loads that a message has ended, calls in the sender's loop, stubs."""
+"""Shared code of MooncakeConnector's fixes: which loads of a message have ended, calls in the sender's loop, stubs."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the set of ended loads of the message that the current task handles. The fixes add to this set."""
+    """Return the loads known to have ended, for the message of the current task. The fixes add to this set."""
     known: set[str] = set()
     with suppress(RuntimeError):  # no event loop runs
         if (task := asyncio.current_task()) is not None:

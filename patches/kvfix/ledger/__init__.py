@@ -1,7 +1,7 @@
-"""A ledger of tokens: it takes the events of each request and reports violated rules. It imports no vLLM and LMCache.
+"""A ledger of tokens: it takes the events of each request and reports violated rules. It needs no vLLM or LMCache.
 
-In every known bug, two counts of tokens disagree: computed in vLLM, in the external cache, promised by a lookup, taken
-by vLLM ("granted"), loaded, stored. The events come from live hooks, log lines, recorder files or the lab.
+In most known bugs two of these token counts disagree: computed in vLLM, in the external cache, promised by a lookup,
+taken by vLLM ("granted"), loaded, stored. The events come from live hooks, log lines, recorder files or the lab.
 """
 
 from collections import deque

@@ -159,7 +159,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what its request waits for). Behind a request without blocks, requests wait for blocks too."""
+    """Return (row, what its request waits for). Requests behind one that waits for blocks also wait for blocks."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):

@@ -28,8 +28,8 @@ app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors
 
 LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
 _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
-mp-in-tree: vLLM's copy of mp. -multi: also LMCacheConnectorV1. nixl-offload: also OffloadingConnector."""
-Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or LMCache and vLLM unchanged.")]
+mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: nixl and OffloadingConnector."""
+Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or with LMCache and vLLM as released.")]
 
 
 @app.command("list")
@@ -88,10 +88,10 @@ def fuzz_connector(
         str,
         typer.Option(
             help="Test a mixed roll-out. both: all engines have fixes. prefill, decode: only this engine of a pair. "
-            "one: one of two engines with one cache (v1, mp). If a seed fails even without fixes, it counts separately."
+            "one: only one of two engines that share a cache (v1, mp). Seeds that fail without fixes count separately."
         ),
     ] = "both",
-    plain: Annotated[bool, typer.Option(help="Use default options, without aborts, failed loads, evictions.")] = False,
+    plain: Annotated[bool, typer.Option(help="Use default options. Play no abort, failed load or eviction.")] = False,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule. 0: do not search.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[Path | None, value("FILE", "Note progress in this file, and continue from it.")] = None,

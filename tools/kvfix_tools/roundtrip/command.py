@@ -45,13 +45,13 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", nargs="+", metavar="NAME", help="test these copy routines; default: all installed (see --list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        what = "lengths of the prefix that the GPU cache has and a load must skip" if name == "skip" else "values"
+        what = "prefixes in the GPU cache, which a load skips (part: of a block)" if name == "skip" else "values"
         shown = f"use only these {what}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
     add("--head-size", type=int, default=32, help="elements of a head; its bytes must be a multiple of 8 (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
-    add("--race", nargs="*", metavar="NAME", help=f"test only copies during other work: {', '.join(races.RACES)}")
+    add("--race", nargs="*", metavar="NAME", help=f"run only races (docs/roundtrip.md): {', '.join(races.RACES)}")
     add("--gib", type=float, help="measure the speed with this many GiB; 0: do not (default: 1/32 on a CPU, 4 on CUDA)")
     add("--seed", type=int, default=0, help="draw slots and values with this seed (default: 0)")
     add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")

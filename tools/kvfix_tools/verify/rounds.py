@@ -14,8 +14,8 @@ from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Out
 STORING = 20.0  # Maximum seconds until the last requests' blocks are free: a connector may still store them.
 #: SURVEY prompts find the chunk size, in at most SURVEYS tries: a connector may store the prompts late.
 SURVEY, SURVEYS = 8, 3
-SUSPECTS = 3  # maximum number of kinds to confirm with fresh prompts, the worst kinds first
-FEWEST_CONTROLS = 12  # minimum number of controls to know the noise
+SUSPECTS = 3  # maximum number of kinds of prompts to test again, those with the largest differences first
+FEWEST_CONTROLS = 12  # with fewer controls (`verify.compare`), the run does not know how much equal answers differ
 EVERY = 4  # in the load round, one request in EVERY is aborted, and one has a long answer
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
@@ -133,8 +133,8 @@ class Rounds:
         return int(self.reference.metrics().preemptions - before.preemptions)
 
     def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
-        """Return (kind of prompt, mode) with answers above the limit, worst first. A kind with such answers in the mode
-        ALONE appears with this mode only."""
+        """Return (kind of prompt, mode) with answers above the limit, largest difference first. If a kind exceeds the
+        limit in both modes, return only (kind, ALONE)."""
         worst = {
             kind: (max(case.cached[mode].size for case in cases), mode)
             for mode in (UNDER_LOAD, ALONE)
@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If this is unknown, use the prompt's length."""
+        """Return True if no token came from the connector. If unknown, return True for whole blocks and one token."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

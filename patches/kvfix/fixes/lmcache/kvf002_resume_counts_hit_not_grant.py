@@ -11,7 +11,7 @@ Cause: The LoadSpec holds the number of tokens that LMCache has. On a resume the
 exactly this number. vLLM took another number in five cases. First, the connector itself promised less
 (`min_retrieve_tokens`). Second, vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). Third,
 vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up
-to 0.4.2). Fifth, there is no LoadSpec: this kv_role or lookup client looks nothing up.
+to 0.4.2). Fifth, there is no LoadSpec, because the kv_role or the lookup client does no lookups.
 
 Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count
 while the hook runs, and later the hit again. A load is not changed, except for the last token of a full hit.

@@ -10,7 +10,7 @@ kv_load_failure_policy "recompute" the right KV comes one step later, but the ca
 Fix: The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker
 does not save the request in the next step either. vLLM schedules that step before it knows of the failure. With
 speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
-Otherwise vLLM asks after the step is saved. So the worker keeps the failed blocks by step.
+Otherwise vLLM asks after the step is saved. So the worker records the failed blocks of each step.
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
 that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1, KVF008 does this.) The scheduler
@@ -81,7 +81,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
-# A step that computes nothing saves nothing. But vLLM also asks for its failed blocks. So count this step.
+# A step that computes nothing saves nothing, but vLLM also asks for its failed blocks. So `Failed` has this step too.
 @fix_after(
     when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
     on_fault=_closed.set_to("_kvfix_failed", None),

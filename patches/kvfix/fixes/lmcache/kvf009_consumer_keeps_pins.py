@@ -3,7 +3,7 @@
 Symptom: A consumer logs `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before the
 pin timeout, the cache cannot evict chunks that are no longer needed.
 
-Cause: `wait_for_save` unpins the requests of the step, but returns before that on a consumer, which saves nothing.
+Cause: On a consumer, which saves nothing, `wait_for_save` returns before it unpins the requests of the step.
 
 Fix: On a consumer, the fix acts after `wait_for_save` and unpins the requests of the step.
 - Upstream: https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.

@@ -9,7 +9,7 @@ the pins (0.3.15 cache_engine.py:1295). From 0.3.10.post1 on, the clean-up relea
 pair of key and chunk for a chunk: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
 
 Fix: At the end of a step LMCache calls `lookup_unpin` for each request of the step. With the fix, this call also
-releases chunks that were fetched and not loaded, and their pins. A load also releases pins, a clean-up chunks and pins.
+releases chunks that were fetched and not loaded, and their pins. A clean-up does so too. A load releases the pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
 """
 

@@ -3,8 +3,8 @@
 Symptom: There is hardly any throughput: each step of the scheduler takes `lookup_timeout_ms` (3 seconds). The log
 repeats `Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`.
 
-Cause: A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits as long
-again. The lookup blocks the scheduler during this time, and so all running requests wait.
+Cause: A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits for
+the whole timeout again. The waiting lookup blocks the scheduler, so all running requests wait.
 
 Fix: After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (After one timeout,
 the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a minute.

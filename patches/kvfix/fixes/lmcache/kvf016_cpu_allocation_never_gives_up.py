@@ -7,8 +7,8 @@ Cause: `allocate` evicts only chunks of the CPU cache itself. There is nothing t
 with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
 
 Fix: A load waits at most ten seconds for all its chunks. Then the load fails, and vLLM computes its tokens. `allocate`
-does not know its load, so the limit holds for the thread. After a minute the thread may wait for ten seconds again. A
-store does not wait. A load from disk that gets no memory returns no chunk, instead of raising AssertionError.
+does not know its load, so the fix adds up the waits of a thread. After a minute the thread may wait ten seconds again.
+A store does not wait. A load from disk that gets no memory returns no chunk, instead of raising AssertionError.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 - Remove when: `allocate` has a timeout.

@@ -1,4 +1,4 @@
-"""Wrong text with `save_decode_cache` and asynchronous scheduling: generated tokens are skipped or get wrong keys.
+"""Wrong text with `save_decode_cache` and asynchronous scheduling: LMCache skips generated tokens or stores wrong KV.
 
 Symptom: Nothing is logged. Requests that begin with generated text, as in a conversation's next turn, get wrong text.
 

@@ -4,7 +4,7 @@ Symptom: The engine or the server hangs, at any time. `py-spy dump` shows a thre
 (lmcache/v1/memory_management.py)`, which has called `free` or `wrapper (lmcache/utils.py)` and waits for a lock. An
 outer function in the same stack holds this lock.
 
-Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__` takes the plain locks of
+Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__` takes non-reentrant locks of
 `AddressManager` and of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle.
 The garbage collector can run at any allocation, even while `allocate` or `PrometheusLogger.GetOrCreate` holds a lock.
 

@@ -8,8 +8,8 @@ Cause: LMCache's in-process connector has no `reset_cache` in any release. LMCac
 since 0.5.6. vLLM's copy of that connector has none. vLLM's base class answers None (kv_connector/v1/base.py
 0.32.0:785-790), and `reset_connector_cache` counts every answer except False as success (scheduler.py 0.32.0:2898).
 
-Fix: If an LMCache connector has no `reset_cache`, also in a MultiConnector, the reset returns False. The fix does not
-empty LMCache's cache: it is in other processes, on disk or in a shared store. To empty it, do one of these:
+Fix: If an LMCache connector has no `reset_cache`, also inside a MultiConnector, the reset returns False. The fix does
+not empty LMCache's cache: it is in other processes, on disk or in a shared store. To empty it, do one of these:
 
 - in process: `DELETE /cache/clear` at the internal API server of each worker (`internal_api_server_enabled`)
 - multi-process: `POST /cache/clear` at the server

@@ -70,7 +70,7 @@ class Unsaved:
 
 
 def _join(meta: Any, earlier: Any) -> None:
-    """Add the earlier save to this one. With `use_layerwise`, LMCache makes only one save per request and step."""
+    """Add the earlier save to `meta`. With `use_layerwise`, LMCache makes only one save per request and step."""
     save = meta.save_spec
     save.skip_leading_tokens = min(save.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
 

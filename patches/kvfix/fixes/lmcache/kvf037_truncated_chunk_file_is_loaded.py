@@ -4,15 +4,15 @@ Symptom: With `local_disk`, LMCache logs `Retrieved 256 out of 256 required toke
 and wrong text. If the file is gone, LMCache logs `File not found on disk: ...`, and EngineCore dies with `KeyError`.
 
 Cause: `read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
-local_disk_backend.py:812, 816). The rest of the chunk is what the memory held before. A full disk, a crash of the
+local_disk_backend.py:812, 816). The rest of the chunk's memory keeps its old content. A full disk, a crash of the
 machine, or another process in the same folder can cut a file short. If the file is missing, `read_file` deletes the
 entry of the chunk (0.5.6:820), and `load_bytes_from_disk` then reads that entry (0.5.6:773).
 
 Fix: Before a read, the fix writes random bytes to the end of the chunk's memory. If these bytes are still there after
 the read, or the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix
-frees its memory, and deletes its entry and its file. vLLM computes the tokens again, or ends the request with an error
-(`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With `use_layerwise`
-the fix only logs a warning, because LMCache cannot report a failed load there.
+frees the chunk's memory, and deletes its entry and file. vLLM computes the tokens again, or ends the request with an
+error (`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With
+`use_layerwise` the fix only logs a warning, because LMCache cannot report a failed load there.
 
 Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports that chunk as loaded (0.4.3
 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
@@ -51,7 +51,7 @@ def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
     if bytes(end) == mark:
         if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
             backend.dict.setdefault(key, entry)
-    elif os.path.getsize(path) >= size:  # a short file may end within the mark
+    elif os.path.getsize(path) >= size:  # a short file may end within the random bytes
         _READS.short -= 1
 
 

@@ -8,7 +8,7 @@ Cause: `request_finished` reads the statistics from the request's tracker (lmcac
 first `get_num_new_matched_tokens` creates the tracker. A request that is aborted before this hook runs has no tracker.
 
 Fix: If a request asks for statistics and has no tracker, the fix creates a tracker before `request_finished`. All
-numbers of this tracker are zero. The hook deletes it, as it does with every tracker.
+numbers of this tracker are zero. The hook deletes this tracker like any other.
 - Upstream: https://github.com/vllm-project/vllm/pull/56780 (open).
 - Remove when: `request_finished` no longer asserts that there is a tracker.
 """

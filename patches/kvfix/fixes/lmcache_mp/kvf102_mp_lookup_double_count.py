@@ -1,8 +1,8 @@
-"""The hit of a prompt never grows past one token: each poll of a waiting request counts the hit again as stored.
+"""The hit of a prompt never grows past a fixed token: each poll of a waiting request counts the hit again as stored.
 
-Symptom: No error. The external hit of a prompt never grows past the same token, although the prompt is used again and
-again. Chunks after this token are stored, chunks before it are not. The bug occurs if requests wait for blocks.
-After a miss, the last tokens of a prompt are not stored: as many tokens as vLLM's own prefix cache held.
+Symptom: No error is logged. The external hit of a prompt always ends at the same token, although the prompt is used
+again. The chunks right after this token are never stored, but later chunks are. The bug occurs if requests wait for
+blocks. After a miss, the last tokens of a prompt are not stored: as many tokens as vLLM's own prefix cache held.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a

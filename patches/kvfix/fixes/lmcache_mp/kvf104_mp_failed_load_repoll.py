@@ -8,7 +8,7 @@ Cause: vLLM resets the request to zero computed tokens and asks again. The track
 hook promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load only for a
 tracker that is PREFETCHING (0.5.4:852).
 
-LMCache 0.5.5 recognizes this request and promises 0. LMCache 0.5.6 also loads for preempted requests. It first gives
+LMCache 0.5.5 recognizes this request and promises 0. LMCache 0.5.6 also loads for preempted requests, and first gives
 them a fresh tracker (0.5.6:1833). So LMCache does not recognize the request, and repeats lookup and load for ever.
 
 Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,

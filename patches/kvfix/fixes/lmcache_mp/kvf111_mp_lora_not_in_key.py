@@ -1,6 +1,6 @@
 """LoRA adapters share KV through the multi-process server: the name of the adapter is not in the cache key.
 
-Symptom: No error. With `--enable-lora`, a prompt gets the KV that another adapter or the base model has cached.
+Symptom: No error is logged. With `--enable-lora`, a prompt gets KV that another adapter or the base model has cached.
 
 Cause: The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes
 the KV and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.

@@ -22,9 +22,9 @@ KEPT = 32
 
 
 class Recent(set[str]):
-    """A set that forgets ids. If it has more than KEPT new ids, they become its old ids: the previous ones are dropped.
+    """A set that forgets ids. When it has more than KEPT new ids, it drops its old ids, and the new ids become old.
 
-    LMCache calls `update` in each step, `in` once per ended request. So `in` drops ids, but none of the last update.
+    LMCache calls `update` in each step and `in` once per ended request. So `in` drops ids, but none of the last update.
     """
 
     old: frozenset[str] = frozenset()

@@ -1,7 +1,7 @@
 """Hits return wrong text with sliding windows or Mamba states: vLLM frees a block while the server still copies it.
 
-Symptom: No error. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The model has
-full attention, and sliding windows (Gemma, gpt-oss) or recurrent states (Mamba, GDN: Qwen3-Next, Nemotron-H).
+Symptom: No error is logged. Under load, prompts that hit the cache return wrong text, until the chunks are evicted. The
+model has full attention, and sliding windows (Gemma, gpt-oss) or recurrent states (Mamba, GDN: Qwen3-Next, Nemotron-H).
 
 Cause: The server copies the blocks of a store after the step, and the engine does not wait for the copy. In the next
 step the window begins at a later token. vLLM frees the blocks before the window at once (`remove_skipped_blocks`,

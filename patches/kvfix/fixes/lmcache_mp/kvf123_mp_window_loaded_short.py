@@ -1,7 +1,7 @@
 """Wrong text with a sliding window and several MTP modules: vLLM caches a block that LMCache did not load.
 
-Symptom: No error. Prompts that hit vLLM's own prefix cache return wrong text. The model has layers of full attention
-and of sliding windows, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
+Symptom: Prompts that hit vLLM's own prefix cache silently return wrong text. The model has layers of full attention and
+of sliding windows, and speculative decoding with more than two modules (`num_speculative_tokens` above 2 with MTP).
 
 Cause: With several modules, a drafter may compute the last tokens once more, so vLLM keeps `extra_retained_tokens` in
 front of a window (v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit vLLM has a block for these tokens,

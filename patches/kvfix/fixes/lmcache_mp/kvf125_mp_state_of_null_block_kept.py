@@ -1,11 +1,11 @@
 """Hits return wrong text with Mamba or GDN layers: the server stores a chunk whose state lies in a null block.
 
-Symptom: No error. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has attention
-layers and layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of `lmcache
-server`, one step with more tokens than a block triggers the bug.
+Symptom: No error is logged. Prompts that hit the cache return wrong text, until the chunks are evicted. The model has
+attention layers and layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of
+`lmcache server`, one step with more tokens than a block triggers the bug.
 
-Cause: In mode "align", vLLM keeps only the state block at the end of a step. Every other block of the state is the null
-block 0. The server leaves a chunk out only if all blocks of all KV groups in its object are null
+Cause: With `mamba_cache_mode="align"`, vLLM keeps only the state block at the end of a step. Every other block of the
+state is the null block 0. The server leaves a chunk out only if all blocks of all KV groups in its object are null
 (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and
 the blocks of attention are never null. So the server stores the chunk with the null block as its state.
 

@@ -1,6 +1,6 @@
 """Wrong text with MooncakeConnector: KV is shifted if the prefill engine has generated more than one token.
 
-Symptom: Wrong text, HTTP 200, if the router lets the prefill engine generate more than one token. Nothing is logged.
+Symptom: Requests silently return wrong text, if the router lets the prefill engine generate more than one token.
 
 Cause: The prefill engine sends as many blocks as the decode engine asks for. It takes these blocks from the end of its
 list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in this list shifts the whole KV by one block.

@@ -9,9 +9,9 @@ to the second request is in flight. This write then reads KV of other requests. 
 it is scheduled counts as a reader. If prefill gets the second request afterwards, it waits 480 s for a prefill of that
 transfer_id (:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
 
-Fix: Only one request of an engine reads a prefill. A later request with the same remote_engine_id and transfer_id
-computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does not know
-what another decode engine has read. So a router that retries a request must send it to prefill again.
+Fix: Only one request of an engine reads the blocks of a prefill. A later request with the same remote_engine_id and
+transfer_id computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does
+not know what another decode engine has read. So a router that retries a request must send it to prefill again.
 - Releases: vLLM 0.32.0. Earlier releases were not tested. In 0.33.0 (only read) the second request waits for a timeout.
 - Remove when: Prefill refuses the second read.
 """

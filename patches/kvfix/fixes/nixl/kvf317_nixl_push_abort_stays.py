@@ -11,8 +11,8 @@ nothing ever arrives for it. The worker of pull mode does not record the request
 A request also stays if another connector of a MultiConnector, or vLLM's own prefix cache, has all its tokens.
 NixlPushConnector reads the parameters of this request only when it ends (:160).
 
-Fix: After start_load_kv, the fix removes a request without blocks from the record. The prefill engine keeps the blocks
-of the request until their lease ends, as it does without the fix.
+Fix: After start_load_kv, the fix removes a request without blocks from `_recving_metadata`. The prefill engine keeps
+the blocks of the request until their lease ends, as it does without the fix.
 - Remove when: The worker does not record a request without blocks.
 """
 

@@ -12,8 +12,8 @@ Fix: The prefill engine tells the decode engine when the lease ends. The decode 
 it has sent before the lease was over. A read that ends after the lease fails, and `kv_load_failure_policy` decides.
 With `bidirectional_kv_xfer` the fix does nothing, because `remote_blocks_expiry_time` has another meaning there.
 
-Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one has it, the
-decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
+Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one engine has it,
+the decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
 declines a read after that time, even if heartbeats have renewed the lease. So set this option in both engines or none.
 - Remove when: vLLM fails a read that ends after its lease.

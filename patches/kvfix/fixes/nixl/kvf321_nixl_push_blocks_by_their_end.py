@@ -1,6 +1,6 @@
 """Wrong text with NixlPushConnector: blocks are paired from their end, and KV is shifted if prefill has more blocks.
 
-Symptom: Wrong text without any message, if the prefill engine has generated more than one token.
+Symptom: Requests return wrong text without a message, if the prefill engine has generated more than one token.
 
 Cause: As in pull mode (KVF310), `_apply_prefix_caching` pairs the blocks from the end of the prefill engine's list
 (push_worker.py 0.32.0:660). If the generated tokens need a new block, the prefill engine has one block more.

@@ -9,7 +9,7 @@ that it cannot write to these blocks. For example, the request was aborted, or i
 served another request with the same id, could not connect, or has ended. If the router sends requests to both engines
 at once, each engine may also have a request that waits for the other engine's blocks.
 
-After `push_registration_timeout`, build_connector_meta drops the registration and logs this (push_scheduler.py
+After `push_registration_timeout`, build_connector_meta drops the registration and logs the timeout (push_scheduler.py
 0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker has an
 answer (v1/core/sched/scheduler.py 0.32.0:2703).
 

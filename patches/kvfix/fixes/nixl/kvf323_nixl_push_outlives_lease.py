@@ -9,8 +9,8 @@ The thread that writes does not check whether the lease is over. After a handsha
 thread writes from blocks that are already free. vLLM does not remove the expired request from `_deferred_push_inbox`
 (:240). The notice of the write tells the decode engine that all blocks have arrived.
 
-Fix: The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. In this
-case the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
+Fix: The fix keeps the lease of a request until its write is done. No write begins after the lease has ended. If no
+write begins, the decode engine waits for the blocks, as after an aborted prefill. With KVF322 the load fails.
 - Remove when: vLLM keeps blocks as long as a write reads them.
 """
 

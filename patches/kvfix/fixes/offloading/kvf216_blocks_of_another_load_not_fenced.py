@@ -6,7 +6,7 @@ OffloadingConnector and a connector that loads between steps, such as LMCache's 
 Cause: The blocks of an ended request are free while OffloadingConnector still copies them. Before another request
 writes to these blocks, OffloadingConnector waits for the copy. But OffloadingConnector checks only the blocks that are
 allocated in a step. A load between steps allocates blocks for a request that is not yet in a step. If another connector
-loads, `update_state_after_alloc` does not record them (offloading/scheduler.py 0.32.0:1151).
+loads, `update_state_after_alloc` does not record these blocks (offloading/scheduler.py 0.32.0:1151).
 
 Fix: The fix always records the blocks.
 - Upstream: https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960 (0.33.0).

@@ -3,10 +3,10 @@
 Symptom: Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again.
 The bug needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU memory for chunks of waiting requests.
 
-Cause: A lookup that finds a chunk in a tier allocates CPU memory for the chunk at once. To do so, it evicts the least
-recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may have just been
-promoted for the same request: nothing protects a found chunk before the load begins. The lookup answers "not yet"
-while a chunk is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
+Cause: A lookup that finds a chunk in a tier allocates CPU memory for the chunk at once. For this, the lookup evicts the
+least recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may have just been
+promoted for the same request: nothing protects a found chunk before the load begins. The lookup answers "not yet" while
+a chunk is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
 
 Fix: Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted
 before the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.

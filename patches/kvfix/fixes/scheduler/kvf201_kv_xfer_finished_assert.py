@@ -5,8 +5,8 @@ Symptom: EngineCore dies with a bare `AssertionError` at `assert req_id in self.
 The log then has `Failing 1 request(s) due to KV load failure`, and EngineCore dies in the next step.
 
 Cause: A connector that keeps the blocks of a finished request makes two reports about a request that was aborted during
-its load. One report says that the load is done. The other says that nothing remains to store. At the first report
-the scheduler frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). At the second one vLLM asserts.
+its load. One report says that the load is done, the other report that nothing remains to store. At the first report the
+scheduler frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). The second report raises.
 
 If the report about the store comes first, the load still writes into blocks of other requests, and their text is wrong.
 

@@ -15,7 +15,7 @@ are free, and the other loaded requests hold the blocks for which it waits.
 Fix: The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request`
 minus the blocks that the request has in use. (The fix wraps only the managers that recycle blocks. A wrapper in their
 base class costs a twelfth of the scheduler's time, with 256 requests.)
-- Releases: vLLM 0.20.2 to 0.33.0. Before 0.26, vLLM reserves no blocks for loads.
+- Releases: vLLM 0.20.2 to 0.33.0. Before 0.26, vLLM uses the limit only to check that a whole request fits.
 - Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
 - Remove when: `get_num_blocks_to_allocate` subtracts no null blocks from the limit.
 """

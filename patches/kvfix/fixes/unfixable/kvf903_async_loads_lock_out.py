@@ -13,7 +13,7 @@ Workaround: Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true
 requests at once (`--max-num-seqs`), use more blocks, or switch asynchronous loading off.
 
 vLLM 0.32.0 can still hang with a session (KVF219), with sliding windows (KVF210), or with priorities if
-`scheduler_reserve_full_isl` is off (KVF208). Two are opt-in: `kvfix run --plus KVF208 --plus KVF219 -- CMD`.
+`scheduler_reserve_full_isl` is off (KVF208). Add the opt-in fixes: `kvfix run --plus KVF208 --plus KVF219 -- CMD`.
 - Releases: vLLM 0.11.2 to 0.26.0. The source shows the bug, and users have reported it. The lab does not show it.
 - Upstream: https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,
   https://github.com/vllm-project/vllm/pull/57104, https://github.com/vllm-project/vllm/pull/57841

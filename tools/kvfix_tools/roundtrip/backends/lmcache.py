@@ -217,7 +217,7 @@ def hints(geometry: Geometry) -> dict[str, str]:
 
 @functools.cache
 def connectors(device: str) -> Any:
-    """Import LMCache's module of GPU connectors. On the CPU, put the stand-ins into it."""
+    """Import LMCache's module of GPU connectors. On the CPU, its `torch` is a stand-in for CUDA."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     from lmcache.v1.gpu_connector import gpu_connectors
