@@ -65,7 +65,7 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return the fixes whose `evidence` has this rule or finding, for any release. text: the finding's message."""
+    """Return all fixes whose `evidence` has this rule or finding, also fixes of other releases. text: its message."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
 
 
@@ -86,7 +86,7 @@ def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list
 
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
-    """Yield one row for each distribution of this fix. If the code has several copies, take the worst state."""
+    """Yield one row for each distribution of this fix. If a function has several copies, take the worst state."""
     decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]

@@ -155,13 +155,13 @@ def dump(
 @app.command(rich_help_panel=COMMANDS["look"])
 def look(
     pid: Annotated[int | None, typer.Argument(metavar="PID", help="Any process of the engine.")] = None,
-    watch: Annotated[bool, flag("--watch", "Redraw once a second, with rates per second.")] = False,
+    watch: Annotated[bool, flag("--watch", "Redraw once a second, and show how fast counts grow.")] = False,
     request: Annotated[str, value("ID", "Show one request in full.")] = "",
     json: Json = False,
     save: Annotated[str, value("FILE", "Save the state, with the blocks of each request.")] = "",
     core: Annotated[str, value("FILE", "Read a core file instead of a process (needs kvfix[core]).")] = "",
 ) -> None:
-    """Show why a running engine makes no progress, and what to do. The engine does not need kvfix.
+    """Show why a running engine makes no progress, and what to do. The engine may run without kvfix.
 
     Exit 0: no problem was found. 1: a problem was found. 77: kvfix cannot read the engine.
     """

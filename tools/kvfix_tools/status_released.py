@@ -32,7 +32,7 @@ CHANGES = ("unknown", "changed", "unchanged")
 
 
 class ReleasedRow(NamedTuple):
-    """A fix on the newest release. change: since the newest release that kvfix knows. verdict: as in `kvfix status`."""
+    """A fix on the newest release. change: compared with the newest known release. verdict: as in `kvfix status`."""
 
     code: str
     slug: str

@@ -121,7 +121,7 @@ class Difference(NamedTuple):
 def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
     """Return the first layer above its limit. If there is none, return the layer that is nearest to its limit.
 
-    off, of: squared norms of the difference and of computed KV, [layers, parts, tokens] on the CPU. limits: by layer.
+    off, of: squared norms of the difference (`off`) and of the computed KV (`of`), [layers, parts, tokens] on the CPU.
     """
     parts, computed = off.shape[1], of.sum(2)
     is_right = (off.sum(2) == 0) | ~computed.isfinite()  # not finite: the model is wrong, not the cache

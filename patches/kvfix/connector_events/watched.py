@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Steps and seconds after which an ended request is checked for leaks: its transfers and lookups have ended by then.
 STEPS, SECONDS = 32, 3.0
-#: A load should be in the step after vLLM has allocated blocks. After so many steps without it, the request is stuck.
+#: After vLLM has allocated blocks for a load, the next step's metadata should have the load. kvfix waits so many steps.
 PATIENCE = 8
 #: kvfix remembers at most this number of requests whose lookup was never answered.
 GIVEN_UP = 1024
@@ -57,13 +57,13 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        #: Scheduler: {request without new blocks: its last lookup (Asked)}. Worker: {request: its last transfer}.
+        #: Scheduler: {request without blocks for its lookup: the lookup (Asked)}. Worker: {request: its last transfer}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
-        #: {request for whose load vLLM has allocated blocks: all blocks of the request}
+        #: {request with blocks for a load: all its blocks}
         self._blocks: dict[str, set[int]] = {}
-        #: None if no store can lose the blocks of a sliding window or of a recurrent (Mamba) state.
+        #: None if vLLM frees no block of a sliding window or of a recurrent (Mamba) state during a store.
         self._windows = windows.stores(connector)
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()

@@ -129,7 +129,7 @@ def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
 
 
 def layer_saves(add: Add, closed: Closed) -> Fixing:
-    """For `save_kv_layer`: add arguments as `layer_loads` does. The identity of its list of tokens finds a request."""
+    """For `save_kv_layer`: add arguments as `layer_loads` does. A request has the same list object as the call."""
 
     @fix_around(when=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:

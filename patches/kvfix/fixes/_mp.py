@@ -25,7 +25,7 @@ def hits(connector: Any, tracker: Any) -> tuple[int, int]:
 
 
 def is_in(connector: Any, request: Any, state: str) -> bool:
-    """For `when` of a hook that gets a request: return True if its tracker exists and is in this state."""
+    """Return True if the request has a tracker in this state. It serves as `when` of a hook that gets a request."""
     tracker = connector.request_trackers.get(request.request_id)
     return tracker is not None and tracker.state.name == state
 

@@ -28,7 +28,7 @@ app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors
 
 LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
 _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
-mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: nixl and OffloadingConnector."""
+mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: NIXL and OffloadingConnector."""
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or with LMCache and vLLM as released.")]
 
 
@@ -74,7 +74,7 @@ def fuzz_connector(
         typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
     ] = "lab",
     transfers: Annotated[
-        Literal["lab", "real"], typer.Option(help="lab: a model of NIXL. real: NIXL itself, compared with the model.")
+        Literal["lab", "real"], typer.Option(help="lab: a model of NIXL. real: NIXL itself, checked against the model.")
     ] = "lab",
     seeds: Annotated[str, value("A:B", "Play seeds A to B - 1, or one seed.")] = "0:1000000",
     seconds: Annotated[float, typer.Option(help="Play for this many seconds, not counting --shrink.")] = 60.0,
@@ -88,10 +88,10 @@ def fuzz_connector(
         str,
         typer.Option(
             help="Test a mixed roll-out. both: all engines have fixes. prefill, decode: only this engine of a pair. "
-            "one: only one of two engines that share a cache (v1, mp). Seeds that fail without fixes count separately."
+            "one: one of two engines that share a cache (v1, mp). Seeds that fail also without fixes count separately."
         ),
     ] = "both",
-    plain: Annotated[bool, typer.Option(help="Use default options. Play no abort, failed load or eviction.")] = False,
+    plain: Annotated[bool, typer.Option(help="Use vLLM's defaults. Play no abort, failed load or eviction.")] = False,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule. 0: do not search.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,
     notes: Annotated[Path | None, value("FILE", "Note progress in this file, and continue from it.")] = None,

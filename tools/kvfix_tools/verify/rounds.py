@@ -15,7 +15,7 @@ STORING = 20.0  # Maximum seconds until the last requests' blocks are free: a co
 #: SURVEY prompts find the chunk size, in at most SURVEYS tries: a connector may store the prompts late.
 SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3  # maximum number of kinds of prompts to test again, those with the largest differences first
-FEWEST_CONTROLS = 12  # with fewer controls (`verify.compare`), the run does not know how much equal answers differ
+FEWEST_CONTROLS = 12  # with fewer controls (`verify.compare`), the run does not know how much noise changes answers
 EVERY = 4  # in the load round, one request in EVERY is aborted, and one has a long answer
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If unknown, return True for whole blocks and one token."""
+        """Return True if no token came from the connector. If this is unknown, the prompt must be whole blocks plus one."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

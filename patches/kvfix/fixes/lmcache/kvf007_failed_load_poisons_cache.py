@@ -26,7 +26,7 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 
 
 class Failed:
-    """The failed blocks of a worker's last steps: as many steps as vLLM may schedule before it gets a step's report.
+    """Keep the failed blocks of the worker's last steps, as many as vLLM may schedule before it gets a report.
 
     Without asynchronous scheduling this is one step: vLLM has the report before the next step. The metadata object of a
     step identifies the step, until the step is saved and vLLM has asked for its failed blocks.

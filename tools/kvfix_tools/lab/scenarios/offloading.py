@@ -27,7 +27,7 @@ def _failed_load(shows: str, *then: Step, doc: str = "", **options: Any) -> Scen
 SCENARIOS = {
     "failed-load-is-offloaded": _failed_load("LAB001 the OffloadingConnector stores other KV"),
     "load-after-reset-asserts": beside_0_32(
-        # The request is preempted between two steps, as by a reset.
+        # The request is preempted between two steps, as by reset_prefix_cache.
         [do.admit("r", prompt(300), max_tokens=30), do.step(10)],  # its prompt is stored
         [do.preempt("r"), do.keep_blocks(10)],  # vLLM's prefix cache loses the end of the prompt
         do.free_blocks(),
@@ -48,7 +48,7 @@ SCENARIOS = {
         options=OFFLOADING(max_num_batched_tokens=512),
     ),
     "offload-promotions-go-round": scenario(
-        do.budget(4),  # each chunk is in the tier before the next one is computed
+        do.budget(4),  # each chunk is in the file tier before the next chunk is computed
         [do.store("before", prompt(193)), do.admit("r", prompt(193), max_tokens=2)],
         shows="LAB003 is WAITING for ever",
         options=OFFLOADING(tier="fs", cpu_blocks=4, max_num_batched_tokens=32, extra={"blocks_per_chunk": 2}),
@@ -60,7 +60,7 @@ SCENARIOS = {
     ),
     "offload-window-chunk-stored-in-part": scenario(
         [do.serve("before", prompt(129)), do.evict(100)],
-        # vLLM has 128 tokens, and blocks 5 to 7 of the window: only the second block of chunk 4 to 5 is stored
+        # vLLM has 128 tokens. The window has blocks 5 to 7: of the chunk of blocks 4 and 5, only block 5 is stored.
         do.serve("hit", prompt(130)),
         do.serve("shorter", prompt(97)),  # the window has blocks 3 to 5, and blocks 4 and 5 count as stored
         [do.reset_prefix_cache(), do.admit("r", prompt(120), max_tokens=2)],
