@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If this is unknown, the prompt must be whole blocks plus one."""
+        """Return True if no token came from the connector. If unknown: True for whole blocks plus one token."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property
