@@ -264,7 +264,7 @@ def verify(
     requests: Annotated[int, typer.Option(min=16, help="Send this many prompts. More prompts find rarer errors.")] = 48,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 1200,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: measure the chunk size.")] = 0,
-    clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once in the round under load.")] = 8,
+    clients: Annotated[int, typer.Option(min=2, help="Send this many requests at once to put load on the server.")] = 8,
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 300.0,
     api_key_env: Annotated[str, value("NAME", "Read the API key from this environment variable.")] = "",
     dry_run: Annotated[bool, flag("--dry-run", "Print the requests, and send none.")] = False,

@@ -1,8 +1,8 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
 A ledger checks the events of each process. With recordings of several processes, kvfix compares each rank's loads with
-the scheduler's. If both records have a load or the end of a lease, only the scheduler's ledger checks it.
-peer_recordings.py checks the blocks that one engine keeps for another.
+the scheduler's. If both records have a load, only the scheduler's ledger checks the load. A lease is the time for which
+one engine keeps blocks for another engine. Only the scheduler's ledger checks its end (see peer_recordings.py).
 """
 
 import json as jsonlib

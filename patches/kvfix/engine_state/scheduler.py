@@ -31,7 +31,7 @@ QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
 _OF_CONFIG = ("max_num_batched_tokens", "max_num_seqs", "async_scheduling")
 _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
-#: Specs of KV groups in which each token keeps its slot, and of KV groups that free the slots before a window.
+#: Specs of the KV groups that `_needed` can compute: full attention, MLA, and sliding windows.
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
 Row = dict[str, Any]
 
@@ -146,12 +146,11 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
     """Return the free blocks that a waiting request needs to be admitted; None if they are not known.
 
     The computation follows `allocate_slots` (v1/core/kv_cache_manager.py 0.32.0:516-579), with functions of vLLM that
-    change nothing. It covers KV groups of full attention and of sliding windows.
+    change nothing. It covers KV groups of full attention and of sliding windows. The blocks of vLLM's watermark are not
+    counted: vLLM adds them only in a step that already schedules a request, and no step does so in a standstill.
 
     promised: tokens that the connector would load, if the request has no computed tokens yet.
     between: True for a load between steps, False for a load within a step. reserved: see `_reserved`.
-
-    The watermark is left out: vLLM adds these blocks only in a step that already has requests, so in no standstill.
     """
     managers, local = _managers(scheduler), int(request.num_computed_tokens)
     if reserved is None or not managers:
@@ -229,7 +228,7 @@ def _after_step(scheduler: Any, computed: int, total: int) -> int:
 
 
 def _cached(scheduler: Any, request: Any, none: Sequence[Any]) -> tuple[Sequence[Any], int]:
-    """Return (blocks of the longest cached prefix, by KV group; number of its tokens), without the last token."""
+    """Return (blocks by KV group, number of tokens) of the longest cached prefix without the request's last token."""
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or getattr(request, "skip_reading_prefix_cache", False):
         return none, 0

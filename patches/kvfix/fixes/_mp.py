@@ -64,7 +64,7 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
 def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
     """Answer the client's requests of these operations, in place of a server that is gone. Return their number.
 
-    answers: {operation: answer}. Call it in the thread of `cancel_streams`, the only thread that handles the requests.
+    answers: {operation: answer}. Call this function in the thread that calls `cancel_streams` and handles all requests.
     """
     gone = [uid for uid, (_, spec) in client.pending_futures.items() if spec.operation in answers]
     for uid in gone:

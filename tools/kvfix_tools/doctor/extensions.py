@@ -53,7 +53,7 @@ class Tried(NamedTuple):
 
     torch: dict[str, Any] | None  # facts about torch; None if torch cannot be imported
     errors: dict[str, str]  # {library or module: error; "" if it loads}
-    why: str  # the reason if no library was tried, or not all of them; else ""
+    why: str  # the reason if some library was not tried; else ""
 
 
 def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:

@@ -51,7 +51,7 @@ class Setup:
         limit: float = extensions.LIMIT,
         server_http: str = "",
     ) -> None:
-        """environment: of this process. The command's variables win. A container has only the command's variables.
+        """environment: of this process. The command's variables win, and for a container only these variables count.
 
         limit: seconds for loading the compiled extensions. server_http: address of the LMCache server's HTTP port.
         """

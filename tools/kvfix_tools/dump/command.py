@@ -14,7 +14,7 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """Return 0 if the bundle was written, 2 if this failed or the process does not exist, 77 if nothing was read."""
+    """Return 0 if the bundle was written, 2 if writing failed or the process does not exist, 77 if nothing was read."""
     tree = processes.tree(pid)
     if not tree:
         return screen.error(f"kvfix dump: there is no process {pid}")

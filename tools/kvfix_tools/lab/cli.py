@@ -87,7 +87,7 @@ def fuzz_connector(
     fixes_in: Annotated[
         str,
         typer.Option(
-            help="Test a mixed roll-out. both: all engines have fixes. prefill, decode: only this engine of a pair. "
+            help="Choose the engines with fixes. both: all engines. prefill, decode: only this engine of a pair. "
             "one: one of two engines that share a cache (v1, mp). Seeds that fail also without fixes count separately."
         ),
     ] = "both",
@@ -191,7 +191,8 @@ def continue_state(
 ) -> None:
     """Rebuild an engine's state, and continue it without and with the fixes. Exit 1 if the run without fixes fails.
 
-    A run fails if it is stuck or violates a rule. A stuck run is repeated, with one waiting request aborted each time.
+    A run fails if it is stuck or violates a rule. If the run without fixes is stuck, it is repeated for each of up to
+    20 waiting requests, to find out whether an abort of this request lets all other requests end.
     """
     with _refusing("continue", file):
         runner.prepare(lmcache_path)

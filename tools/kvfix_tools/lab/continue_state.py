@@ -24,8 +24,7 @@ from kvfix_tools.lab.replay_recording import KINDS
 
 #: MOST_STEPS: maximum steps to reach one condition. END: maximum steps until all requests have ended.
 MOST_STEPS, END = 400, 4000
-#: Steps in a row without progress after which the lab reports that no request can move.
-STILL = 3
+STILL = 3  # steps in a row without progress, after which the lab reports that no request can move
 _SIZES = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
 
 

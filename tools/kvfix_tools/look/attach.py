@@ -15,7 +15,7 @@ from kvfix_tools.command_options import Names
 from kvfix_tools.dump import processes
 from kvfix_tools.look import in_engine, inject, looking
 
-#: Maximum seconds until a main thread reaches a bytecode. Seconds between two tries while a process is inside a step.
+#: _SECONDS: maximum seconds until a main thread reaches a bytecode. _PAUSE: seconds between two tries.
 _SECONDS, _PAUSE = 5.0, 0.03
 
 #: The code that runs in each process. A new thread imports kvfix, because the import takes a second. `source` is the
@@ -80,7 +80,7 @@ class _Engine:
             time.sleep(_PAUSE if left else 0)
 
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """Ask once. The state "without" means: no vLLM, LMCache or kvfix, no Python, or the process has ended."""
+        """Ask once. "without": the process has ended, is not Python, or has not imported vLLM, LMCache or kvfix."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         source = inspect.getsource(in_engine)
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)

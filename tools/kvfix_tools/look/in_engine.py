@@ -139,7 +139,7 @@ def _unsafe() -> str:
 
 
 def _scheduler() -> Any:
-    """Return the scheduler of this process, or None. Search this stack: `gc` does not see vLLM's frozen heap."""
+    """Return the process's scheduler, or None. Search the thread's stack: `gc` does not see vLLM's frozen heap."""
     scheduler_class = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
     if scheduler_class is None:
         return None

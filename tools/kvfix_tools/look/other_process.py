@@ -48,7 +48,7 @@ class Process:
             os.close(self._memory)
 
     def is_alive(self) -> bool:
-        """Return False if the memory that kvfix knows is gone: the process has ended, or runs another program."""
+        """Return False if no mapping in `_mapped` exists any more: the process has ended, or runs another program."""
         return any(map(self.has_mapped, self._mapped.values()))
 
     def python(self) -> str:

@@ -91,7 +91,7 @@ def _cores() -> threading.Semaphore:
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop the thread and do the work in it. Return None unless it is in the system call `wait` ("": in any place)."""
+    """Stop the thread and do the work in it. Return None if the thread is not in the system call `wait` ("": any)."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()
@@ -105,7 +105,7 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
             answer: int | str | None = pipe.recv()
         except (EOFError, OSError) as error:
             raise Refused(f"thread {thread} cannot be called: process {tracer} has ended") from error
-        with suppress(ChildProcessError):  # if the parent of kvfix ignores SIGCHLD, so does kvfix
+        with suppress(ChildProcessError):  # waitpid raises if kvfix has inherited an ignored SIGCHLD
             os.waitpid(tracer, 0)
     if isinstance(answer, str):
         raise Refused(f"thread {thread} cannot be called: {answer}")
@@ -114,12 +114,12 @@ def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
 
 def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
     try:
-        with suppress(PermissionError):  # this prevents a long wait for a busy core, but needs root
+        with suppress(PermissionError):  # real-time priority avoids a long wait for a busy core, but needs root
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         os.setsid()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         for at in {int(name) for name in os.listdir("/proc/self/fd")} - {pipe.fileno()}:
-            with suppress(OSError):  # the descriptor of /proc/self/fd itself
+            with suppress(OSError):  # `at` may be the closed descriptor of /proc/self/fd
                 os.close(at)  # otherwise a reader of kvfix's output would wait for this process
         pipe.send(_performed(*work))
     finally:

@@ -1,4 +1,4 @@
-"""The check of one cell: compare each copy with the definition of the layout. docs/roundtrip.md has the steps."""
+"""Check one cell (see matrix.py): compare each copy with the definition of its layout (steps: docs/roundtrip.md)."""
 
 import time
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class CellCheck:
         self.result.operations = transfer.operations
         host = transfer.host
         try:
-            if brief:  # poison is not needed, because the host buffers hold an earlier generation
+            if brief:  # the host buffers already hold other KV, from an earlier store
                 self.cache.fill(everywhere(FIRST))
             else:
                 self.prepare(transfer)

@@ -1,8 +1,8 @@
 """Subclasses of LMCache's connectors that log the worker's loads to a file, which backends/engine.py reads.
 
 vLLM imports this module by its name (`kv_connector_module_path`) in each of its processes. On the CPU, this module
-installs the stand-ins of `lmcache-v2`. LMCache's GPU connector V2 then copies only whole blocks: vLLM for the CPU
-orders the data inside a block differently, so V2 cannot copy a part of a block.
+replaces CUDA by the stand-ins of the backend `lmcache-v2`. LMCache's GPU connector V2 then copies only whole blocks:
+vLLM for the CPU orders the data inside a block differently, so V2 cannot copy a part of a block.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Races: a transfer runs at the same time as other work. Events order both, unless a planted fault removes events."""
+"""Races: a transfer runs at the same time as other work. Events order them, unless a planted fault removes events."""
 
 import contextlib
 from collections import deque

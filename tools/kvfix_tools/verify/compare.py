@@ -13,12 +13,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Maximum share of healthy runs that get the verdict "different". Each of the two tests may cause half of this share.
+#: Maximum share of healthy runs with the verdict "different". `first_test` and the second test cause up to half each.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
 TOO_NOISY = 2.0  # nats. If noise moves a log probability by more, the run proves nothing
 FAR = 20.0  # A difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it
-SPARE = 2  # number of fresh prompts in the second test, in addition to those that must differ
+SPARE = 2  # fresh prompts in the second test (`Judge.needed`), in addition to those that must differ
 SMALLEST = -9999.0  # vLLM's smallest log probability, which here also stands for NaN
 
 
@@ -87,7 +87,7 @@ class Judge(NamedTuple):
         return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """Return how many (of `needed + SPARE`) fresh prompts must differ to confirm one of `compared` suspects."""
+        """Return how many of `needed + SPARE` fresh prompts must differ, to confirm one of `compared` differences."""
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
             needed += 1
@@ -104,5 +104,5 @@ def is_decided(differs: int, asked: int, needed: int) -> bool:
 
 
 def _second(needed: int, controls: int) -> float:
-    """Return the chance that by noise a suspect and `needed` of `needed + SPARE` fresh prompts exceed all controls."""
+    """Return the chance that by noise one answer and `needed` of `needed + SPARE` fresh prompts exceed all controls."""
     return math.comb(needed + SPARE, needed) / math.comb(controls + needed + 1, controls)

@@ -86,7 +86,7 @@ class Maker:
                 yield self.cued(kind, [], self.length(kind, sizes))
 
     def length(self, kind: str, sizes: Sizes) -> int:
-        """Return the length of a prompt. If it is whole blocks and one token, the GPU's cache can serve the control."""
+        """Return a length. A repeated prompt of N blocks and one token finds all N blocks in the GPU's prefix cache."""
         chunk, block = sizes.chunk, sizes.block
         if kind == "many chunks":
             least = chunk // block + 1

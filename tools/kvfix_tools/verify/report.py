@@ -40,13 +40,13 @@ class Case:
     tokens: int
     computed: Reply
     control: float | None = None  # difference of two answers without KV from the connector; None if unknown
-    warm: Reply | None = None  # the answer of the warm round
+    warm: Reply | None = None  # the answer in mode ALONE
     #: {mode: difference between the computed answer and the answer with KV from the connector}
     cached: dict[str, Difference] = field(default_factory=dict)
 
     @property
     def hits(self) -> int | None:
-        """Tokens from the connector in the warm round; None if requests of other clients hide the number."""
+        """Tokens from the connector in mode ALONE; None if requests of other clients hide the number."""
         return self.warm.hits if self.warm else 0
 
 
@@ -65,7 +65,7 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run. Only the first prompts count NaN, as NaN stays in GPU memory and spoils later rounds."""
+    """The results of a run. not_numbers counts no later prompts, because NaN stays in GPU memory and spoils them."""
 
     sizes: Sizes
     judge: Judge
@@ -82,7 +82,7 @@ class Outcome:
 
     @property
     def hits(self) -> int | None:
-        """Tokens from the connector in the warm round; None if requests of other clients hide the number."""
+        """Tokens from the connector in mode ALONE; None if requests of other clients hide the number."""
         known = [case.hits for case in self.cases if case.hits is not None]
         return sum(known) if known else None
 

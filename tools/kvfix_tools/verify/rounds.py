@@ -16,7 +16,7 @@ STORING = 20.0  # Maximum seconds until the last requests' blocks are free: a co
 SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3  # maximum number of kinds of prompts to test again, those with the largest differences first
 FEWEST_CONTROLS = 12  # with fewer controls (`verify.compare`), the run does not know how much noise changes answers
-EVERY = 4  # in the load round, one request in EVERY is aborted, and one has a long answer
+EVERY = 4  # under load, one more request is aborted for EVERY requests. One prompt in EVERY may have a long answer
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
     "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
@@ -133,8 +133,8 @@ class Rounds:
         return int(self.reference.metrics().preemptions - before.preemptions)
 
     def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
-        """Return (kind of prompt, mode) with answers above the limit, largest difference first. If a kind exceeds the
-        limit in both modes, return only (kind, ALONE)."""
+        """Return each (kind of prompt, mode) that has answers above the limit, the largest difference first. If a kind
+        exceeds the limit in both modes, return only (kind, ALONE)."""
         worst = {
             kind: (max(case.cached[mode].size for case in cases), mode)
             for mode in (UNDER_LOAD, ALONE)
@@ -162,7 +162,7 @@ class Rounds:
         return confirmation
 
     def flush(self) -> None:
-        """Empty the GPU's prefix cache with vLLM's own request, or with other prompts that use all blocks."""
+        """Empty the GPU's prefix cache with POST /reset_prefix_cache, or with other prompts that use all blocks."""
         until = time.monotonic() + STORING
         done = self.reference.reset()
         while done is False and time.monotonic() < until:
@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If unknown: True for whole blocks plus one token."""
+        """Return True if no token came from the connector. If that is unknown: True for N blocks and one token."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

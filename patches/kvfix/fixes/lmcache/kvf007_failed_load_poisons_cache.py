@@ -10,7 +10,7 @@ kv_load_failure_policy "recompute" the right KV comes one step later, but the ca
 Fix: The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker
 does not save the request in the next step either. vLLM schedules that step before it knows of the failure. With
 speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
-Otherwise vLLM asks after the step is saved. So the worker records the failed blocks of each step.
+Otherwise vLLM asks after the step is saved. LMCache forgets the failed blocks when vLLM asks, so the fix records them.
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
 that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1, KVF008 does this.) The scheduler

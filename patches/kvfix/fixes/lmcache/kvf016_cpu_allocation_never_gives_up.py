@@ -7,8 +7,8 @@ Cause: `allocate` evicts only chunks of the CPU cache itself. There is nothing t
 with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
 
 Fix: A load waits at most ten seconds for all its chunks. Then the load fails, and vLLM computes its tokens. `allocate`
-does not know its load, so the fix adds up the waits of a thread. After a minute the thread may wait ten seconds again.
-A store does not wait. A load from disk that gets no memory returns no chunk, instead of raising AssertionError.
+does not know for which load it is called, so the fix adds up the waits of each thread. After a minute without a wait,
+the thread may wait ten seconds again. A store does not wait. A load from disk without free memory returns no chunk.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
   Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
 - Remove when: `allocate` has a timeout.
@@ -26,14 +26,14 @@ PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """The waits of a thread. left: the seconds that the thread could still wait at the time `at`."""
+    """The waits of a thread. left: the seconds that it may still wait, at the time `at`. They grow back in a minute."""
 
     left = LONGEST_WAIT
     at = 0.0
 
     def begin(self) -> None:
         now = clock.now()
-        self.left = min(LONGEST_WAIT, self.left + (now - self.at) * LONGEST_WAIT / 60)  # whole after a minute
+        self.left = min(LONGEST_WAIT, self.left + (now - self.at) * LONGEST_WAIT / 60)
         self.at = now
 
     def wait(self) -> bool:

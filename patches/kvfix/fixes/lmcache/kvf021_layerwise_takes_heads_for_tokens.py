@@ -11,7 +11,7 @@ torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
 Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not
 change a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and
-loaded in the same order, so their KV is right. In another order, chunks that are already stored would be wrong.
+loaded in the same order, so their KV is right. A fix with another order would load the stored chunks wrongly.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """
@@ -51,7 +51,7 @@ FIX = Fix(
     ),
     effect="wrong output",
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
-    # The operation cannot answer "not moved", and a worker must not raise: after an error, LMCache's operation runs.
+    # The operation has no result for "nothing was copied", so LMCache's own operation runs after an error of the fix.
     on_fault="original",
     attaches=AT_START,  # KV stored before the fix would be loaded in the other order
 )

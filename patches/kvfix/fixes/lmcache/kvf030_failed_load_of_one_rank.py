@@ -14,10 +14,10 @@ Fix: With several workers, a step that loads something saves nothing, and the la
 The fix saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load
 failed. If a request ends or is preempted before its save, it is not saved, because other requests have its blocks.
 
-A kv_producer stores every request that has metadata (:1152), so the fix marks the metadata for its worker. For a
-request that names a decoder (`disagg_spec`), the store is the transfer to the decoder. This store cannot wait, because
-the request ends with the step. So the decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's
-default, the request ends with an error at prefill. Do not set `recompute` on a prefill engine.
+The worker of a kv_producer stores every request that has metadata (:1152). So the fix marks the metadata, and the
+worker skips marked requests. If a request names a decoder (`disagg_spec`), the store is the transfer to the decoder.
+This store cannot wait, because the request ends with the step. So the decoder may still get wrong KV. With
+`kv_load_failure_policy=fail`, vLLM's default, prefill ends the request. Do not set `recompute` on a prefill engine.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: The ranks agree which loads have failed before they save a step.
 """

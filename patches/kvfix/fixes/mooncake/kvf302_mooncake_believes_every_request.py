@@ -4,8 +4,8 @@ Symptom: EngineCore dies with `assert not self.is_kv_producer` or `assert not se
 MooncakeConnector (before vLLM 0.20 `assert self.kv_role != ...`). Or the log has `Got invalid KVTransferParams: ...
 This request will not utilize KVTransfer`, and the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
-Cause: The parameters come with the request, from any client that can reach the engine. A producer asserts that no
-request asks for a load. A consumer asserts that none asks for a send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
+Cause: Any client that can reach the engine can set the parameters. A producer asserts that no request asks for a load.
+A consumer asserts that no request asks for a send (mooncake_connector.py 0.32.0:1022, :1048, :1076).
 
 get_num_new_matched_tokens promises the whole prompt (:1023). MooncakeConnector checks only after the allocation of the
 blocks whether the request names its peer. If the request does not, MooncakeConnector only logs a warning (:1049). If a

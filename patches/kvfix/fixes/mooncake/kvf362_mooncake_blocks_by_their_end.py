@@ -5,7 +5,7 @@ Symptom: Requests silently return wrong text, if the router lets the prefill eng
 Cause: The prefill engine sends as many blocks as the decode engine asks for. It takes these blocks from the end of its
 list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in this list shifts the whole KV by one block.
 
-Fix: The worker gets only the blocks of the prompt, except for KV groups without full attention and context parallelism.
+Fix: The worker gets only the prompt's blocks. With context parallelism or without full attention, nothing changes.
 - Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
 - Remove when: vLLM counts the blocks from their start.
 """

@@ -6,8 +6,8 @@ before sending on P side`, or nothing.
 
 Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687), even while a write
 to the second request is in flight. This write then reads KV of other requests. A second request that is aborted before
-it is scheduled counts as a reader. If prefill gets the second request afterwards, it waits 480 s for a prefill of that
-transfer_id (:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
+it is scheduled counts as a reader. If the second request comes after this, prefill waits 480 s for another prefill with
+this transfer_id (:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
 
 Fix: Only one request of an engine reads the blocks of a prefill. A later request with the same remote_engine_id and
 transfer_id computes its prompt itself. The later request sends prefill no notice, even when it is aborted. The fix does

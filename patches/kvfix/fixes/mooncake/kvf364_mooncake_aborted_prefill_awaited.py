@@ -53,7 +53,7 @@ def _drop(worker: Any, transfer: str) -> None:
 
 
 def _forget(worker: Any, dropped: Any) -> None:
-    """Forget the transfer, at the timeout. A later request of this transfer has blocks and its own lease."""
+    """Forget the transfer, at the timeout. A later request of this transfer has blocks and its own timeout."""
     if not dropped.local_block_ids and worker.reqs_need_send.get(dropped.transfer_id) is dropped:
         del worker.reqs_need_send[dropped.transfer_id]
 

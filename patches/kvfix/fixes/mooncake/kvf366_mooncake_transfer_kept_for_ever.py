@@ -1,7 +1,7 @@
 """The prefill worker's memory grows: MooncakeConnector keeps each transfer that decode asked for and that never came.
 
-Symptom: The memory grows by less than a kilobyte for each decode request whose prefill's lease is over, or that names a
-wrong transfer. The log has only `Timeout waiting for P side ready`.
+Symptom: The memory grows by less than a kilobyte for each decode request that comes after its prefill's timeout, or
+that names a wrong transfer_id. The log has only `Timeout waiting for P side ready`.
 
 Cause: A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py
 0.32.0:1563). When the wait for the prefill times out, nothing removes the entry (:1593).
@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between two checks. A waiter may come after its entry, so the fix removes an entry only at the second check.
+#: Seconds between two checks. Only the second check removes an entry, because its request may begin to wait late.
 _PAUSE = 0.25
 
 

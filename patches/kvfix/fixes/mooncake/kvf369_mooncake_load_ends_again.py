@@ -72,7 +72,7 @@ FIX = Fix(
     MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=handle_failed_recv),
     MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", fix=process_pulling_result, order=1, helper=True),
     effect="wrong output",
-    # If no rank reports a load, its request waits for ever. So after an error, the function reports all loads.
+    # If no rank reports a load, its request waits for ever. So after an error of the fix, vLLM reports all loads.
     on_fault="original",
     no_patch={"vllm": "0.33.0 is right"},
 )

@@ -13,8 +13,8 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request
 (`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of its prompt (:1662).
 
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
-block, the fix reports its stores in flight as failed. The manager then drops their chunks. If the request continues,
-OffloadingConnector stores all its chunks again. If the request has ended, OffloadingConnector stores none.
+block, the fix reports the request's stores in flight as failed. vLLM then drops the chunks of these stores. If the
+request continues, OffloadingConnector stores all its chunks again. If it has ended, nothing of it is stored.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 

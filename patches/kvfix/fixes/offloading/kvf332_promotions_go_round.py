@@ -3,13 +3,13 @@
 Symptom: Nothing is logged. A request stays in WAITING, and the file system tier reads the same chunks again and again.
 The bug needs `TieringOffloadingSpec` with `secondary_tiers`, and too little CPU memory for chunks of waiting requests.
 
-Cause: A lookup that finds a chunk in a tier allocates CPU memory for the chunk at once. For this, the lookup evicts the
-least recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The evicted chunk may have just been
-promoted for the same request: nothing protects a found chunk before the load begins. The lookup answers "not yet" while
-a chunk is being promoted. So each lookup asks for the chunk that the previous lookup has evicted.
+Cause: A lookup that finds a chunk in a tier promotes the chunk: it copies the chunk into CPU memory. To free this
+memory, the lookup evicts the least recently used chunk (`_initiate_promotion`, tiering/manager.py 0.32.0:492). The
+evicted chunk may be one of the same request, because nothing protects a promoted chunk before the load begins. The
+lookup answers "not yet" during a promotion. So each lookup promotes the chunk that the previous lookup has evicted.
 
-Fix: Until a request has loaded, the fix promotes each chunk only once for this request. If the chunk has been evicted
-before the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
+Fix: Before a request loads KV, the fix promotes each chunk only once for the request. If the chunk is evicted before
+the load, the lookup counts the chunk as a miss. The request loads the earlier chunks and computes the rest.
 - Remove when: `TieringOffloadingManager.lookup` protects found chunks, or promotes no chunk a second time.
 """
 

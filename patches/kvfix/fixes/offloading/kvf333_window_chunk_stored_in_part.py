@@ -1,6 +1,6 @@
 """Later requests return wrong text: OffloadingConnector stores an incomplete chunk of a sliding window.
 
-Symptom: Nothing is logged. The model has sliding windows, and `blocks_per_chunk` (or `block_size`) is above one block.
+Symptom: Nothing is logged. The bug needs sliding windows, and `blocks_per_chunk` (or `block_size`) above one block.
 
 Cause: A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
 OffloadingConnector checks only the chunk's last block. Then it stores the blocks that are not null, and counts the

@@ -9,8 +9,8 @@ parameter of the request, so any client that can reach the engine can cause this
 - hits finer than a block (`prefix_match_unit`)
 
 Cause: At the end of a prompt vLLM passes the block with the recurrent state to the connector. vLLM does not know the
-limit, but the connector asserts that the block is within it (offloading/scheduler.py 0.32.0:1443). The connector treats
-a limit of 0 as no limit (:1437).
+limit, but the connector asserts that the block is not beyond the limit (offloading/scheduler.py 0.32.0:1443). The
+connector treats a limit of 0 as no limit (:1437).
 
 Fix: The fix leaves out a block beyond the limit of its request.
 - Remove when: `_build_partial_tail_store_jobs` compares each block with the limit, also if the limit is 0.

@@ -75,8 +75,8 @@ def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
 
     least: the number of arguments of the loop. A loop with fewer arguments is not changed.
     place: the position of the copy's number in an item of the queue. The list of events comes next.
-    noting: a function of the loop's arguments. It returns the noting queue, the arguments with this queue, and a
-    function of an item that returns the stream of the copy. The stream may still do a part of the copy.
+    noting: a function of the loop's arguments. It returns a `_Noting` queue, the arguments with this queue, and a
+    function that returns the stream of an item's copy. The stream may still do a part of the copy.
     """
 
     @fix_calls

@@ -5,9 +5,9 @@ Symptom: Nothing is logged. The model has layers of sliding windows and several 
 Cause: With several modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`, SlidingWindowSpec).
 A hit in the CPU memory has only the window (`_contiguous_blocks_for_hit`, single_type_kv_cache_manager.py 0.32.0:943).
 So vLLM allocates the block in front of the window, and nothing is loaded into it (simple_kv_offload/manager.py
-0.32.0:484). When the load is done, vLLM caches this block with the others.
+0.32.0:484). When the load is done, vLLM caches this block as if it had been loaded.
 
-Fix: The fix also looks up and loads the blocks in front of the window. Without them in the CPU memory, there is no hit.
+Fix: The fix also loads the blocks in front of the window. If the CPU memory lacks one of them, there is no hit.
 - Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
 """
 

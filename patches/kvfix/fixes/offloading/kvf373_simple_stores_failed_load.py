@@ -7,8 +7,8 @@ SimpleCPUOffloadConnector and a connector that loads within the step, such as LM
 
 Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py
 0.32.0:840). `update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
-At the end of the store, it uses the key that each block has at that time (:1081). With kv_load_failure_policy "fail"
-the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
+When the store ends, the connector uses the key that each block has then (:1081). With kv_load_failure_policy "fail" the
+failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 
 Fix: The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds
 of blocks from the stores in flight. These are the failed blocks, all later blocks of the same request, and the blocks

@@ -1,13 +1,13 @@
 """All requests wait for ever: loading requests take all blocks, and no request gets the last block that it needs.
 
 Symptom: `Running: 0 reqs, Waiting: N reqs`, no throughput, no error, and the KV cache is nearly full. The bug needs
-pressure, and a connector that loads between steps.
+more requests than the blocks can hold, and a connector that loads between steps.
 
 Cause: A loaded request holds its blocks, cannot be preempted, and needs one more block to run. If vLLM admits loads
 until all blocks are taken, no request gets this one more block. vLLM 0.26 reserves blocks for the load
 (`reserved_blocks`), and vLLM 0.32 also for the tokens of speculative decoding (`_spec_decode_step_blocks`). Up to 0.26
 a waiting request that holds no blocks may be at the head of the queue. vLLM then does not try the requests that hold
-blocks. The check is in the middle of `schedule`, 500 lines that differ in every release, so kvfix cannot wrap it.
+blocks. kvfix cannot wrap a part of `schedule`, a function of 500 lines that differs in every release.
 
 Workaround: Use vLLM 0.32 with `scheduler_reserve_full_isl` at its default (true). If you cannot upgrade, allow fewer
 requests at once (`--max-num-seqs`), use more blocks, or switch asynchronous loading off.

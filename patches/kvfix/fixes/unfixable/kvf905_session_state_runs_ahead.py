@@ -4,10 +4,10 @@ Symptom: Nothing is logged. A session (streaming input) returns wrong text after
 with states (Mamba, GDN), and the engine uses asynchronous scheduling or speculative decoding. The LMCache server stores
 the wrong states under valid keys.
 
-Cause: vLLM schedules the next token before it knows that the turn has ended. With pipeline parallelism, this token may
-even be beyond `max_tokens`. If it is not beyond `max_tokens`, a stop token or a stop string has ended the turn. When
-input comes, vLLM drops the turn's last token and continues to compute from there (`_update_request_as_session`,
-scheduler.py 0.32.0:1651). The KV of attention is overwritten. A state cannot go back: it includes the dropped token.
+Cause: vLLM schedules the next token before it knows that a stop token or a stop string has ended the turn. With
+pipeline parallelism, vLLM may also schedule a token beyond `max_tokens`. When input comes, vLLM drops the last token of
+the turn and computes on from there (`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of attention is
+overwritten. A state cannot go back: it includes the dropped token.
 
 Drafts have the same effect. vLLM drops drafts that were accepted beyond the end of a turn
 (`_update_request_with_output`, :2506), and the state includes them.

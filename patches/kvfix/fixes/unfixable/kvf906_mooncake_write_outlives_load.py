@@ -3,9 +3,9 @@
 Symptom: After loads that have failed, requests return wrong text with HTTP 200. The decode engine logs `pulling
 kv_caches for [...] failed: transfer failed: Resource temporarily unavailable`. The prefill engine logs nothing.
 
-Cause: The decode engine sends its blocks to the prefill engine. The decode engine gives the load up after
-VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and 60 s (mooncake_connector.py 0.32.0:2350), and vLLM frees the blocks. The prefill
-engine has the same timeout, but starts it when it takes the message (:1587).
+Cause: The decode engine sends a message with its block ids to the prefill engine. The decode engine gives the load up
+after VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and 60 s (mooncake_connector.py 0.32.0:2350), and vLLM frees the blocks. The
+prefill engine has the same timeout, but this timeout starts when the prefill engine takes the message (:1587).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills
 (:1456). In both cases it writes after the decode engine has given the load up, into blocks of another request. The
