@@ -11,7 +11,6 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from itertools import dropwhile
 from types import FrameType
 from typing import Any
 
@@ -61,9 +60,11 @@ def frames() -> list[FrameType]:
 
     A thread must not read the frames of another running thread, or Python may crash (python/cpython issue 99110).
     """
-    outside = dropwhile(_is_ours, outwards(sys._getframe()))
+    found = list(outwards(sys._getframe()))
     # `kvfix look` may have injected code, whose file is "<string>"
-    return list(dropwhile(lambda frame: frame.f_code.co_filename.startswith("<"), outside))
+    while found and (_is_ours(found[0]) or found[0].f_code.co_filename.startswith("<")):
+        del found[0]
+    return found
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:

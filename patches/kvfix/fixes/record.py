@@ -15,8 +15,9 @@ from typing import Any
 
 from kvfix import applicability
 from kvfix.fixes import code_and_slug
-from kvfix.wrapping import Function, Wrapper
 
+Function = Callable[..., Any]
+Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
