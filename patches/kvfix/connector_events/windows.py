@@ -1,7 +1,7 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
-Such blocks belong to a sliding window or hold a recurrent (Mamba) state. kvfix compares a store's blocks with vLLM's
-list for the request only in the step of the store and in the next step, because an ended store may lose its blocks.
+Such blocks belong to a sliding window or hold a recurrent (Mamba) state. In the step of a store and in the next step,
+kvfix compares the store's blocks with vLLM's list for the request. Later, the store may have ended.
 """
 
 from collections.abc import Iterator

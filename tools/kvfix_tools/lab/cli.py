@@ -191,8 +191,8 @@ def continue_state(
 ) -> None:
     """Rebuild an engine's state, and continue it without and with the fixes. Exit 1 if the run without fixes fails.
 
-    A run fails if it is stuck or violates a rule. If the run without fixes is stuck, it is repeated for each of up to
-    20 waiting requests, to find out whether an abort of this request lets all other requests end.
+    A run fails if it is stuck or violates a rule. If the run without fixes is stuck, up to 20 more runs each
+    abort one waiting request. They show whether all other requests then end.
     """
     with _refusing("continue", file):
         runner.prepare(lmcache_path)

@@ -14,7 +14,7 @@ OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request
 
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
 block, the fix reports the request's stores in flight as failed. vLLM then drops the chunks of these stores. If the
-request continues, OffloadingConnector stores all its chunks again. If it has ended, nothing of it is stored.
+request continues, OffloadingConnector stores all its chunks again. If the request has ended, no chunk is stored.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """
 
