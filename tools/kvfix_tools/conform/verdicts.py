@@ -40,7 +40,7 @@ RULES = tuple(
     Rule(slug, title, doc, proof, tuple(codes.split())) for slug, title, doc, proof, codes in _RULE.findall(_TEXT)
 )
 SLUGS = {rule.slug: rule for rule in RULES}
-#: Rules about contents. In a scenario of such a rule, wrong KV violates this rule; in any other scenario, `granted`.
+#: Rules about contents. In scenarios of these rules, wrong KV violates the rule; in any other scenario, `granted`.
 _OF_CONTENT = {
     "granted", "stored", "preempted", "aborted", "blocks-in-use", "failed-load", "reset", "groups", "ahead", "drafts",
     "restart",

@@ -98,7 +98,7 @@ class Diagnosis:
         if line.time is not None:
             self._time = line.time
         if name == "asked":
-            # vLLM asks about a waiting request in every step. Run the rules only for some lines of such a row.
+            # vLLM asks about a waiting request in every step. Run the rules for every 16th line of this row.
             self._repeats = self._repeats + 1 if line.fields is self._asked else 0
             is_repeated = self._repeats > 0
             if not is_repeated:

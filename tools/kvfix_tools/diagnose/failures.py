@@ -63,7 +63,7 @@ class Failures:
                 del self.closing[line.file]
         if works:
             self._survived, self.worked_since_wait = len(self.lines), True
-        elif line.file in self.closing:
+        elif self.is_ending(line):
             pass
         elif name in ("raised", "logged"):
             if _is_dead(line.body):

@@ -61,14 +61,11 @@ class Scanner:
         behind_frame, parsed, clock = texts.behind_frame, texts.parsed, texts.clock
         looked_at = headless is Headless.WHOLE
         numbers = count(first) if at is None else (first + number for number in at)
-        before, (second, process, is_prefix) = b"", _before_frame(b"")
         for line, number in zip(lines, numbers, strict=False):
             place = line.find(FRAME)
             if place >= 0:
                 framed = behind_frame(line[place : place + LONGEST_BODY])
-                if line[: place - 4] != before:  # the text and the second of many lines are the same
-                    before = line[: max(0, place - 4)]
-                    second, process, is_prefix = _before_frame(before)
+                second, process, is_prefix = _before_frame(line[: max(0, place - 4)])
                 if (
                     framed is None
                     or not is_prefix

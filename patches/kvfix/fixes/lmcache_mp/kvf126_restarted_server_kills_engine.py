@@ -6,7 +6,7 @@ Symptom:
 - With LMCache-driven transfer, no hits until the engine restarts: `Rejecting STORE for unregistered GPU instance ID`.
 
 Cause: A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590).
-Nobody notices a restart between two pings (`lmcache.mp.heartbeat_interval`, 10 s): the new server answers any worker.
+No worker notices a restart between two pings (`lmcache.mp.heartbeat_interval`, 10 s): a new server answers any worker.
 
 The new server raises at the worker's next store, and sends no answer (multiprocess/transport/zmq_impl/mq.py 0.5.6:725).
 With engine-driven transfer the worker waits for that answer in the step, for 300 seconds (`lmcache.mp.mq_timeout`).
