@@ -57,7 +57,12 @@ def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]
 
 #: (connector, role, parameters, state of the request after its first step without fixes, and with the fixes)
 PROMISES = {
+    "nixl-no-blocks": ("Nixl", "consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
+    "nixl-no-host": ("Nixl", "consumer", {name: NIXL[name] for name in NIXL if name != "remote_host"}, WAITS, COMPUTES),
+    "nixl": ("Nixl", "consumer", NIXL, WAITS, WAITS),  # the fix does not stop a valid load
+    "nixl-none": ("Nixl", "consumer", {}, COMPUTES, COMPUTES),
     "nixl-blocks-in-one-list": ("Nixl", "consumer", {**NIXL, "remote_block_ids": [1, 2, 3, 4]}, WAITS, WAITS),
+    "mooncake-no-address": ("Mooncake", "consumer", {**FROM_PREFILL, "transfer_id": "t-1"}, WAITS, COMPUTES),
     "mooncake-load-from-prefill": ("Mooncake", "producer", MOONCAKE, DIES, COMPUTES),
     "mooncake-send-from-decode": ("Mooncake", "consumer", SEND, DIES, COMPUTES),
     "mooncake-load": ("Mooncake", "consumer", MOONCAKE, WAITS, WAITS),
