@@ -65,7 +65,7 @@ class Scanner:
             place = line.find(FRAME)
             if place >= 0:
                 framed = behind_frame(line[place : place + LONGEST_BODY])
-                second, process, is_prefix = _before_frame(line[: max(0, place - 4)])
+                second, process, is_prefix = _before_frame(line[: place - 4] if place > 4 else b"")
                 if (
                     framed is None
                     or not is_prefix
