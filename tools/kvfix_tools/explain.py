@@ -1,9 +1,10 @@
 """`kvfix explain`: print the text of a fix (KVF), a rule (KVR, LAB), a finding in logs or a known problem (KVD)."""
 
+import functools
 import inspect
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -30,12 +31,11 @@ class Entry(NamedTuple):
     is_markdown: bool = False
 
 
-def entries() -> Iterator[Entry]:
-    """Yield every entry. A fix comes before a finding of the same name."""
-    yield from map(_of_fix, catalogue.fixes())
-    yield from map(_of_rule, RULES)
-    yield from map(_of_rule, lab_rules.RULES)
-    yield from map(_of_problem, known_problems())
+@functools.cache
+def entries() -> tuple[Entry, ...]:
+    """Return every entry. A fix comes before a finding of the same name."""
+    of_rules = (*map(_of_rule, RULES), *map(_of_rule, lab_rules.RULES))
+    return *map(_of_fix, catalogue.fixes()), *of_rules, *map(_of_problem, known_problems())
 
 
 def explain(name: str, json: bool) -> int:
