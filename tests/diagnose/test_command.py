@@ -105,7 +105,7 @@ def test_findings_are_shown_when_the_page_cannot_be_written(run: Run, tmp_path: 
 
 
 def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Path) -> None:
-    """A general record explains what a message usually means. The text and the JSON both say that it is general."""
+    """A general finding explains what a message usually means. The text and the JSON say that it is general."""
     log = tmp_path / "engine.log"
     log.write_text(f"{CORE}OSError: [Errno 98] Address already in use\n")
     out = run(str(log))[1]
@@ -331,7 +331,7 @@ def test_options_of_the_command_line(logs: dict[str, str], fresh: Fresh) -> None
 
 
 def test_a_finding_that_follows_stands_below_its_cause(run: Run) -> None:
-    """The server does not know the worker's message. The death of the worker follows from this."""
+    """The server does not support the worker's type of message. The death of the worker follows from this."""
     _, out, _ = run(*(str(LOGS / f"mode-0.5.6{each}.log.gz") for each in ("", ".server")))
     assert out.index(" hang  KVD206") < out.index("  follows from KVD206 KVD116 server-silent-at-start")
     assert out.count("Do now: ") == 1

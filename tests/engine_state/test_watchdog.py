@@ -22,7 +22,7 @@ from tests.engine_state import wedged
 
 #: Seconds that the clock advances with each step. Twelve steps make the limit of 60 s.
 STEP = 5.0
-#: A function `step` in a file with the path of EngineCore's. Code that it calls has EngineCore's frame in the stack.
+#: A function `step` whose file has the name of EngineCore's file. Code that it calls has a frame of EngineCore.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
 

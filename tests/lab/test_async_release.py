@@ -147,7 +147,7 @@ def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
 
 @answers([1], fixes=True)
 def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
-    """One of two layerwise loads ends early. LMCache must release the pins of both loads only. Return the pins left."""
+    """One of two layerwise loads ends early. LMCache must release the pins of both. Return the other pins."""
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -170,7 +170,7 @@ AFTER_ONE_LOAD = [
     ("", "0.5.5", 0, [[1, 0, True]]),  # wrong: the pin of request o is gone
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # LMCache also fetched chunks that vLLM has, and that no request loads. 0.4.1 releases these chunks twice, 0.5.6 all
+    # LMCache also fetched chunks that vLLM has. 0.4.1 releases only these chunks twice; 0.5.6 releases all twice
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]
@@ -236,7 +236,7 @@ class Worker:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([0, 0, 0, 64, [], True], [64, 64, 0, 0, ["b", "a"], True], also="release", fixes=["KVF017"])
 def test_each_tenant_has_keys_of_its_own() -> list[Any]:
-    """Tenants a and b store one prompt. Return the hits of a, b, a stranger and an untagged request, and load tags."""
+    """Tenants a and b store one prompt. Return the hits of a, b, a stranger and no tag, and the tags of the loads."""
     worker = Worker()
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]

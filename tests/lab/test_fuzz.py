@@ -36,7 +36,7 @@ GROUPS = ("one_window", "two_windows", "larger_blocks", "states", "states_and_dr
 #: Counters of pairs of engines whose numbers of ranks differ.
 PAIRS = without("more_ranks", "fewer_ranks", "copied_heads")
 #: Counters that stay 0. A kv_consumer stores nothing (mp: lmcache_mp_connector.py 0.5.6:608). v1 has one KV group and
-#: no server, and all ranks end a transfer in the step of its start. With mp the lab plays no OtherConnector, no partial
+#: no server, and all ranks end a transfer in the step of its start. With mp the lab has no OtherConnector, no partial
 #: load, no id twice and no request with parameters. The lab plays OffloadingConnector in one role and without a server.
 NEVER = {
     "v1": {
@@ -156,7 +156,7 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
     ("nixl-pull", "check", range(64), "peer_ranks", OF_RANKS),
     ("nixl-push", "check", range(119), "peer_ranks", OF_RANKS),
     *((connector, "check", range(70), "windows", OF_GROUPS) for connector in WITH_RANKS),
-    # the same seed four times: without control of the threads of a tier, a lookup would find a file in some runs only
+    # the same seed four times: the file tier's threads must not change whether a lookup finds a file
     ("offloading", "fix", (102,) * 4, "", ()),
     # seeds for which the lab once reported a false LAB026, or which send a request again after its abort (KVF363)
     ("mooncake", "check", (664, 1255, 1302), "", ()),
@@ -246,7 +246,7 @@ for arguments in {cases!r}:
 
 
 def test_vllms_copy_and_later_releases_have_other_arguments() -> None:
-    """The text of a refusal (options.KNOWN) names lines of vLLM and LMCache. These lines have the named code."""
+    """The text of a refusal (options.KNOWN) names lines of vLLM and LMCache. These lines must still have that code."""
     copied = site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
     theirs = [RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")]
     own, early, late = (file.read_text().splitlines() for file in (copied, *theirs))

@@ -6,9 +6,9 @@ NAME is one of these:
     faults       every planted fault, on LMCache in process with kvfix
     partial      prompts whose last chunk is not full, but is stored: a healthy run, and one with a wrong chunk
     noisy        faults on an engine whose logits have noise
-    refusals     a key, no /reset_prefix_cache, no hit, and a server that ends in the middle
+    refusals     an API key is missing, no /reset_prefix_cache, no hit, and a server that ends during the run
     ranks        two ranks: healthy, and one of them wrong
-    lora         an adapter without KVF017, which shares KV with its base model, and with KVF017
+    lora         a LoRA adapter: without KVF017 it shares KV with its base model, with KVF017 it does not
     pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
     healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
 """
@@ -36,7 +36,7 @@ from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Serv
 #: highest and lowest bit. Bit 0 is the mantissa's lowest bit.
 FAULTS = {
     "": (0,),
-    "two_chunks_swapped": (0, 1),  # only the last bits differ, because a sum has another order
+    "two_chunks_swapped": (0, 1),  # only the last bits differ: attention adds in another order
     "k_of_two_chunks_swapped": (1,),
     "chunk_of_another_prompt": (1,),
     "chunk_shifted_by_one": (1,),

@@ -155,7 +155,7 @@ def dump(
 @app.command(rich_help_panel=COMMANDS["look"])
 def look(
     pid: Annotated[int | None, typer.Argument(metavar="PID", help="Any process of the engine.")] = None,
-    watch: Annotated[bool, flag("--watch", "Redraw once a second, and show how fast counts grow.")] = False,
+    watch: Annotated[bool, flag("--watch", "Redraw once a second, and show each counter's growth per second.")] = False,
     request: Annotated[str, value("ID", "Show one request in full.")] = "",
     json: Json = False,
     save: Annotated[str, value("FILE", "Save the state, with the blocks of each request.")] = "",

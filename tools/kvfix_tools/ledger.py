@@ -32,7 +32,7 @@ class LeaseRead(NamedTuple):
 
     request: str
     reader: str
-    pushed: bool = False  # as in the event ReadsFrom
+    pushed: bool = False  # True: prefill wrote the KV (push). False: the reader read it (pull)
 
     def text(self) -> str:
         return f"{self.reader} of the peer has loaded the kept blocks"
@@ -103,9 +103,9 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     """A peer reads blocks only while their lease lasts.
 
     A read that ends after the lease may have loaded KV of another request, which now has the blocks. Each read sends a
-    release message (nixl/pull_worker.py 0.32.0:546). If the lease timed out, no release message had arrived, so the
-    read ended later. The rule compares no clocks, so it cannot tell a write that ended in the step of the timeout from
-    a write that went on (push_worker.py 0.32.0:818).
+    release message (nixl/pull_worker.py 0.32.0:546). A lease times out only if no release message has arrived,
+    so the read ended after the lease. In push mode, prefill writes the blocks. The rule compares no clocks, so a write
+    may have ended in the step of the timeout (push_worker.py 0.32.0:818): the result is unknown.
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:

@@ -1,4 +1,4 @@
-"""Readers and leases of the connectors with which a decode instance gets its KV from a prefill instance.
+"""Read the state of connectors between prefill and decode instances (NIXL, Mooncake), and record their leases.
 
 kvfix records which leases the prefill worker has renewed, and which have expired. The worker's report names only the
 ended leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219), so kvfix wraps methods of the worker.
@@ -21,7 +21,7 @@ LONGEST = 256
 
 
 class _Peer(Reader):
-    """Base class. The metadata name the blocks of a load. `_SCHEDULER`, `_WORKER`: attributes that hold requests."""
+    """Base class. A connector's metadata lists a load's blocks. `_SCHEDULER`, `_WORKER`: attributes with requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class _Peer(Reader):
         return metadata.reqs_to_recv.items()
 
     def _span(self, name: str, meta: Any) -> Span:
-        """Return the span of all blocks. The metadata has only the blocks after the prefix hit (`relative`)."""
+        """Return the span of the metadata's blocks. It begins at 0, relative to the prefix hit (`relative`)."""
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
@@ -67,7 +67,7 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the lease's seconds. A decode lease is longer, for the next prompt (pull_scheduler.py 0.32.0:250)."""
+        """Return the lease's seconds. Decode keeps blocks longer, for the next turn (pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 

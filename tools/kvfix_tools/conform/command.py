@@ -22,7 +22,7 @@ _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
 #: {outcome: element of JUnit XML}, and {attribute of the test suite: the element that this attribute counts}.
 _TAGS = {VIOLATED: "failure", NOT_APPLICABLE: "skipped"}
 _COUNTS = {"failures": "failure", "skipped": "skipped", "errors": "error"}
-_CONNECTOR = "The connector's class, or its name in vLLM: ExampleConnector."
+_CONNECTOR = "The connector's class, or its name in vLLM, such as ExampleConnector."
 _CONFIG = """kv_connector_extra_config as JSON, or @FILE to read it from a file. kvfix replaces {dir} by a new, empty
 folder for each engine."""
 _LOSE = "Call this function to make the connector lose what it has stored."
@@ -32,7 +32,9 @@ def conform(
     connector: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help=_CONNECTOR)],
     config: Annotated[str, value("JSON", _CONFIG)] = "{}",
     lose: Annotated[str, value("MODULE:FUNCTION", _LOSE)] = "",
-    seconds: Annotated[float, typer.Option(help="Fuzz for this many seconds after the scenarios.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(help="After the fixed scenarios, play random schedules for this many seconds.")
+    ] = 30.0,
     seeds: Annotated[str, value("A:B", "Draw schedules with these seeds.")] = "0:100000",
     fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or unchanged.")] = True,
     json: Json = False,

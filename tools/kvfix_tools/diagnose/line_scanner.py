@@ -1,4 +1,4 @@
-"""Turn blocks of log text into lines that matter. Parse only lines with a needle, and lines of a traceback."""
+"""Turn blocks of log text into lines that matter. Parse only lines with a word of `words.toml`, and tracebacks."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _OWN = 1 << 20
 #: Maximum number of bytes of a line to parse.
 LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
-#: Maximum number of bytes before LMCache's frame. These bytes are a process, a colour and the time.
+#: Maximum number of bytes before the fixed text of LMCache's prefix: a process, a colour and the time.
 _HEAD = STAMP + 24
 #: An input counts as pasted messages if at most this number of lines are neither messages nor log lines.
 _FEW = 5
@@ -176,7 +176,7 @@ def _are_few_others(lines: list[bytes]) -> bool:
 #: The cache helps because an engine writes many lines in a second.
 @lru_cache(maxsize=1024)
 def _before_frame(text: bytes) -> tuple[float | None, str, bool]:
-    """Return the second, the process, and False if the text before the frame's milliseconds is another message."""
+    """Return the time, the process, and whether the text is only the beginning of a prefix, not another message."""
     return *texts.second_and_process(text), len(text) <= _HEAD - 4 or _is_prefix(log_formats.shape(text))
 
 

@@ -1,8 +1,8 @@
 """Read the logging statements (`statements.json`) and the checks (`checks.json`) of the releases.
 
 Statements give the level of a line, the releases that have a statement at a line number, and samples for tests. Checks
-are the exceptions, assertions and error logs of connectors. If a failure has no record, its check gives the condition
-under which the code fails, and the releases with this code. `make statements` writes both files.
+are the exceptions, assertions and error logs of connectors. If no known problem explains a failure, its check gives
+the condition under which the code fails, and the releases with this code. `make statements` writes both files.
 """
 
 import json
@@ -19,7 +19,7 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: A text with fewer characters, without its values, identifies its statement only if the function or line is known.
+#: A text with fewer characters (without values) may belong to several statements, unless function or line is known.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
@@ -168,7 +168,7 @@ def _releases(name: str, releases: list[str], having: set[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def whole_statement(body: bytes) -> str | None:
-    """Return the kind of line (of the grammar, or "logged") if a statement of a release logs this text; else None."""
+    """Return the name of the line (its name in the grammar, or "logged") if a release logs this text, or None."""
     text = " ".join(body.decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):

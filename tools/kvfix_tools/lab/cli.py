@@ -74,7 +74,8 @@ def fuzz_connector(
         typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
     ] = "lab",
     transfers: Annotated[
-        Literal["lab", "real"], typer.Option(help="lab: a model of NIXL. real: NIXL itself, checked against the model.")
+        Literal["lab", "real"],
+        typer.Option(help="lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."),
     ] = "lab",
     seeds: Annotated[str, value("A:B", "Play seeds A to B - 1, or one seed.")] = "0:1000000",
     seconds: Annotated[float, typer.Option(help="Play for this many seconds, not counting --shrink.")] = 60.0,
@@ -88,7 +89,7 @@ def fuzz_connector(
         str,
         typer.Option(
             help="Choose the engines with fixes. both: all engines. prefill, decode: only this engine of a pair. "
-            "one: one of two engines that share a cache (v1, mp). Seeds that fail also without fixes count separately."
+            "one: one of two engines that share a cache (v1, mp). Seeds that fail without fixes too are counted apart."
         ),
     ] = "both",
     plain: Annotated[bool, typer.Option(help="Use vLLM's defaults. Play no abort, failed load or eviction.")] = False,

@@ -1,4 +1,4 @@
-"""The releases that the lab plays, the options that the fuzzer draws with each, and the arguments of their classes."""
+"""Releases: which of them the lab plays, with which options the fuzzer draws, and which arguments classes accept."""
 
 import ast
 import functools
@@ -17,9 +17,9 @@ from kvfix_tools.lab.options import KNOWN, Options
 
 _SINCE_0_32 = {"vllm": ">=0.32"}
 _SINCE_0_5_6 = {**_SINCE_0_32, "lmcache": ">=0.5.6"}
-#: Features that are drawn for three of ten seeds (fuzz/schedule.py). With asynchronous scheduling, earlier releases
-#: cannot preempt a single request between two steps, as the lab does. Model runner V2 was experimental. The other
-#: features were not tested with earlier releases.
+#: Features that are drawn for three of ten seeds (fuzz/schedule.py). With asynchronous scheduling,
+#: vLLM before 0.32 cannot preempt a single request between two steps, as the lab does. Its model runner V2 was
+#: experimental. The other features were not tested with earlier releases.
 FEATURES = ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles", "stops")
 #: {setting of LMCache, option or step of the lab: releases with which it is drawn}
 _DRAWN = {

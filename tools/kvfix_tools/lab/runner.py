@@ -32,7 +32,7 @@ REPORTED = "kvfix reports: "
 
 
 class Result(NamedTuple):
-    """outcome: violated (the expected rule), clean or not-applicable. also: other findings. log: (step, event)."""
+    """outcome: violated (the rule that it shows), clean or not-applicable. also: other findings. log: (step, event)."""
 
     slug: str
     fixes: bool

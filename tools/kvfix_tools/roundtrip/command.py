@@ -1,4 +1,4 @@
-"""The command `kvfix roundtrip`: its options and cells. The command uses argparse, so that it needs only torch."""
+"""The command `kvfix roundtrip`: its options, and the cases (cells) that it tests. argparse needs no package."""
 
 import argparse
 import contextlib
@@ -45,14 +45,18 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", nargs="+", metavar="NAME", help="test these copy routines; default: all installed (see --list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        what = "prefix sizes a load skips (part: under a block; chunk: over a chunk)" if name == "skip" else "values"
-        shown = f"use only these {what}; default: {', '.join(values)}"
+        what = "prefixes that a load leaves out (part: under a block; chunk: over one)" if name == "skip" else "values"
+        shown = f"test only these {what}, not all of: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
     add("--head-size", type=int, default=32, help="elements of a head; its bytes must be a multiple of 8 (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
-    add("--race", nargs="*", metavar="NAME", help=f"run only races (docs/roundtrip.md): {', '.join(races.RACES)}")
-    add("--gib", type=float, help="measure the speed with this many GiB; 0: do not (default: 1/32 on a CPU, 4 on CUDA)")
+    add("--race", nargs="*", metavar="NAME", help=f"test only races, all or these: {', '.join(races.RACES)}")
+    add(
+        "--gib",
+        type=float,
+        help="copy this many GiB to measure the speed; 0: measure no speed (default: 1/32; on CUDA 4)",
+    )
     add("--seed", type=int, default=0, help="draw slots and values with this seed (default: 0)")
     add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")
@@ -194,7 +198,7 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
         check = CellCheck(cell, device)
         transfer = backend.open(check)
         check.prepare(transfer)
-        check.cache.fill(everywhere(SECOND))  # no check compares this generation
+        check.cache.fill(everywhere(SECOND))  # no check reads the slots after this
         for _ in range(REPEATS):
             check.store(transfer)
             check.load(transfer)

@@ -12,11 +12,11 @@ from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome, by_kind
 
 STORING = 20.0  # Maximum seconds until the last requests' blocks are free: a connector may still store them.
-#: SURVEY prompts find the chunk size, in at most SURVEYS tries: a connector may store the prompts late.
+#: Number of prompts that find the chunk size, and of tries, because a connector may store the prompts late.
 SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3  # maximum number of kinds of prompts to test again, those with the largest differences first
-FEWEST_CONTROLS = 12  # with fewer controls (`verify.compare`), the run does not know how much noise changes answers
-EVERY = 4  # under load, one more request is aborted for EVERY requests. One prompt in EVERY may have a long answer
+FEWEST_CONTROLS = 12  # with fewer controls (`verify.compare`), the run cannot tell wrong KV from noise
+EVERY = 4  # under load, for each 4 requests, one more is sent and aborted. One prompt of 4 may have a long answer
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
     "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. If that is unknown: True for N blocks and one token."""
+        """Return True if no token came from the connector. Without counts: if it has N blocks and a token."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

@@ -39,6 +39,6 @@ FIX = Fix(
     BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
     effect="lost hits",
     evidence={"KVD302": ""},
-    # Without the fix, the lookup does not ask for computed chunks. So the fix also changes schedules without errors.
+    # Without the fix, the lookup does not ask for computed chunks. So the fix also changes runs without errors.
     changes_healthy=("v1",),
 )

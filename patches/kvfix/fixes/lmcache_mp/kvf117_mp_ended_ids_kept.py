@@ -4,7 +4,8 @@ Symptom: Nothing shows at first: the workers' memory grows with every request, b
 choose ids and reuses one, the blocks of that request are never freed, and the KV cache fills up.
 
 Cause: The adapter keeps all ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
-0.5.6:2034). With asynchronous scheduling two steps may ask for the same id. The adapter reports each id once.
+0.5.6:2034). With asynchronous scheduling, two steps may ask whether a request is done. The adapter must report
+each id only once.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -24,7 +25,7 @@ KEPT = 32
 class Recent(set[str]):
     """A set that forgets ids. When it has more than KEPT new ids, it drops its old ids, and the new ids become old.
 
-    LMCache calls `update` in each step and `in` once per ended request. So `in` drops ids, but none of the last update.
+    LMCache calls `update` in each step and `in` once per ended request. Only `in` drops ids, none of the last update.
     """
 
     old: frozenset[str] = frozenset()

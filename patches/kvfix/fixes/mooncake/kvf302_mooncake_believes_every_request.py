@@ -12,8 +12,8 @@ blocks whether the request names its peer. If the request does not, MooncakeConn
 value is not a string, EngineCore dies, or the worker's own loop raises and the load never starts.
 
 Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The hooks
-skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes the number to
-the worker as a string, and the load fails in the worker.
+skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes it on as a
+string: the worker cannot connect, and reports a failed load.
 - Remove when: vLLM checks the parameters before it promises.
 """
 

@@ -24,7 +24,7 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Attribute of the worker: the requests whose load failed. Attribute of its report and the scheduler: failed stores.
+#: Attribute of the worker: requests whose load failed. Attribute of scheduler and worker's report: failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
 #: Attribute of the metadata: it shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
@@ -76,7 +76,7 @@ def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
     least: the number of arguments of the loop. A loop with fewer arguments is not changed.
     place: the position of the copy's number in an item of the queue. The list of events comes next.
     noting: a function of the loop's arguments. It returns a `_Noting` queue, the arguments with this queue, and a
-    function that returns the stream of an item's copy. The stream may still do a part of the copy.
+    function that returns the stream of an item's copy. The failed copy may still use this stream.
     """
 
     @fix_calls

@@ -139,7 +139,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Record lookups that the adapter may drop, because it treats the server as dead. Locks expire in 300 s."""
+        """Record lookups that the adapter may drop, as if the server were dead: `_end_leases` unlocks them."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:

@@ -1,7 +1,7 @@
 """Real NIXL over UCX instead of its model (nixl_network.py): NIXL's agents move the bytes and deliver the notices.
 
-The lab decides when a transfer ends, so a schedule always plays in the same way, with NIXL and with the model. In the
-step in which the model ends a transfer, the lab gives the transfer to NIXL and waits. This is the worst case: in an
+The lab decides when a transfer ends, so a schedule always plays in the same way, with NIXL and with the model. The
+lab starts a transfer in the step in which the model ends it, and waits for NIXL. This is the worst case: in an
 engine, NIXL may read the source earlier. NIXL decides which calls it refuses, and what happens if a peer has ended.
 """
 

@@ -32,7 +32,7 @@ class BothRoles:
     """An offloading connector in the scheduler and worker roles, with the lab's memory."""
 
     events: RequestEvents
-    #: True if this is the only connector: then its loads and stores are events.
+    #: True if this is the only connector: only then does the lab record its loads and stores as events.
     alone = False
     #: The reader of kvfix.connector_events.readers for the scheduler role.
     reader: Any
@@ -59,7 +59,7 @@ class BothRoles:
         """Read the loads from the metadata of a step. Called only if this is the only connector."""
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Give GPU blocks to other requests. The connector must first end its copies from them, or keep the blocks."""
+        """Give GPU blocks to other requests. The connector must first end its copies of these blocks, or keep them."""
 
     def never_given_back(self) -> None: ...
 
@@ -70,7 +70,7 @@ class Rank(Copies):
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         self.connector = in_worker.connector_worker
-        offload("cpu")  # vLLM's worker, with streams that do nothing
+        offload("cpu")  # replaces the CUDA streams of vLLM's worker: its copies run on the CPU
         self._failed: set[int] = set()
         spec = self.connector.spec
         spec.get_worker = spec.create_worker  # get_worker needs a GPU
@@ -124,12 +124,12 @@ class Offloading(BothRoles):
         #: The manager of the CPU memory.
         self.memory = getattr(self.manager, "primary_tier", self.manager)
         self._watch(self.manager)
-        #: Blocks that `take_blocks` has taken since the last step.
+        #: Blocks that `others_take` has given to other requests since the last step.
         self._taken: set[int] = set()
         build = self.scheduler.build_connector_meta
 
         def build_connector_meta(output: Any) -> Any:
-            """Add the blocks of `take_blocks` to the step. In a real engine, the scheduler output has such blocks."""
+            """Add these blocks to the step. In a real engine, the scheduler output has the blocks of other requests."""
             self.scheduler._current_batch_allocated_block_ids |= self._taken
             self._taken.clear()
             return build(output)

@@ -57,7 +57,7 @@ def side_class(options: Options) -> Any:
 
 
 class LabEngine:
-    """An engine. It ends if the scheduler raises. log: events. requests: all that have arrived. counts: counts.py."""
+    """An engine. It ends if the scheduler raises. log: its events. requests: all that arrived. counts: in counts.py."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
         """caches: the caches of another engine, by rank, to share; None: make new caches."""
@@ -185,7 +185,7 @@ class LabEngine:
         offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # KVF219 does not cover this connector; without the session, other requests can move
+        if locking_out:  # a known bug, which KVF219 fixes for other connectors: end the session
             self.counts["locked_out_by_session"] += 1
             self.abort(locking_out)
         else:

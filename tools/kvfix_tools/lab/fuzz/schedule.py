@@ -114,7 +114,7 @@ def draw(
 
 
 def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
-    """Draw the rank of a step; (): the step has none. A silent server can affect all ranks, and all share its cache."""
+    """Draw the rank of a step; (): all ranks. Only `v1` evicts in one rank: ranks of other connectors share a cache."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()

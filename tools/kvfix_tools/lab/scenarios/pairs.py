@@ -74,7 +74,7 @@ SCENARIOS = {
     "nixl-prefill-preempted-at-its-end": pull(
         do.router_takes(1000),  # without this delay decode dies (KVF301)
         [do.ask("r", prompt(28)), do.step(3), do.on("prefill", "preempt", "r-00000001")],
-        do.on("prefill", "keep_blocks", 0),  # the request does not resume before the answer
+        do.on("prefill", "keep_blocks", 0),  # it resumes only after decode's message
         [do.step(2), do.on("prefill", "free_blocks")],
         shows="KVR009 _reqs_to_process",
         options=PULL(async_scheduling=True, block_size=4, max_num_batched_tokens=13),
@@ -209,7 +209,7 @@ SCENARIOS = {
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        # During a longer timeout the engines would make no steps, and after this pause a load may come short.
+        # A longer timeout would stop the engines' steps for long, and then a load may bring fewer tokens.
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(
@@ -236,7 +236,7 @@ SCENARIOS = {
         options=MOONCAKE(delay=5),
     ),
     "mooncake-load-ends-again": mooncake_0_32(
-        # Prefill dies after it has written one of the two loads of a message.
+        # One message of decode asks for the loads of both requests. Prefill dies after it has written one of them.
         [do.budget(16), do.ask_at_once("r", prompt(16)), do.ask_at_once("s", prompt(200, seed=1))],
         [do.step(8), do.restart("prefill", 60), do.time_passes(541.0)],
         shows="KVR011",
@@ -253,7 +253,7 @@ SCENARIOS = {
     "mooncake-second-reader-aborted": mooncake(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r"), do.on("decode", "abort", "r-00000003")],
         shows="KVR021",
-        doc="Decode gets a request again, and the second one is aborted: prefill frees blocks that it still writes.",
+        doc="Decode gets a request twice, and the second one is aborted: prefill frees blocks that it still sends.",
         options=MOONCAKE(delay=5),
         not_in_hooks=REQUEST,
     ),

@@ -103,7 +103,7 @@ SCENARIOS = {
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
         [do.step(), do.free_blocks()],
-        doc="A hit is too small for a load, but LMCache expects it: EngineCore dies when the request resumes.",
+        doc="LMCache loads no hit this small, but still expects its tokens: EngineCore dies when the request resumes.",
         shows="KVR011 Preempted request r has num_computed_tokens 800 but",
         options=LARGE(lmcache={"min_retrieve_tokens": 512}),
         needs={"lmcache": ">=0.3.14"},
@@ -195,7 +195,7 @@ SCENARIOS = {
         options=OFFLOAD(offloading="first", delay=5, num_blocks=9, decode_blocks=60, async_scheduling=True),
     ),
     "lookahead-stops-prefill": states(
-        # The step from token 32 on ends at token 46 of 50, before a block's end. The next step computes no token.
+        # A step computes tokens 32 to 46 of 50. Token 46 is no end of a block. The next step computes no token.
         [do.admit("r", prompt(50)), do.budget(16), do.step(4), do.budget(64)],
         shows="LAB003 is RUNNING for ever",
         options=MP(chunk_size=16, max_num_batched_tokens=64, states=True, drafter="mtp", drafts=4, acceptance=50),
@@ -219,7 +219,7 @@ SCENARIOS = {
         # The last step computes four tokens, and the turn ends after two of them.
         [do.admit("r", prompt(20), max_tokens=7, resumable=True), do.add_input("r", prompt(21), max_tokens=5)],
         [do.run(), do.end_input("r")],
-        doc="A session's turn ends within accepted drafts: vLLM drops the tokens after its end, but not their state.",
+        doc="A turn ends within accepted drafts: vLLM drops the tokens after the turn, but not from the Mamba state.",
         shows="LAB001 the step reads token",
         options=MP(states=True, drafter="mtp", drafts=3, acceptance=100),
     ),

@@ -2,7 +2,7 @@
 
 - `lmcache-engine`: kvfix cannot see the host memory. It checks the loaded KV, and the number of tokens that the cache
   engine returns.
-- `lmcache-mp`: LMCache issue 4463 does not affect this mode, so this backend shows the right result for packed layouts.
+- `lmcache-mp`: packed layouts must pass, because LMCache issue 4463 (wrong KV of these layouts) is not in this mode.
 """
 
 import contextlib
