@@ -3,7 +3,6 @@
 import gc
 import json as jsonlib
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,8 +116,7 @@ def fuzz_connector(
         if why := releases.cannot_play(connector):
             raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
     if transfers == "real" and (lacks := releases.no_nixl()):
-        print(f"kvfix lab fuzz: not checked: {lacks}", file=sys.stderr)
-        raise typer.Exit(77)
+        raise typer.Exit(screen.error(f"kvfix lab fuzz: not checked: {lacks}", 77))
     screen.progress("importing vLLM")
     with runner.quiet():
         from kvfix_tools.lab.fuzz import fuzz_run
@@ -215,8 +213,7 @@ def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
         about = f"{file}: " if file is not None else ""
         why = getattr(error, "strerror", None) or error
         screen.progress("")
-        print(f"kvfix lab {command}: {about}{why}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise typer.Exit(screen.error(f"kvfix lab {command}: {about}{why}")) from None
 
 
 def _find_all(slugs: list[str]) -> list[Scenario]:
