@@ -170,9 +170,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         kind: {
             "prompts": len(cases),
             "hit_tokens": sum(case.hits or 0 for case in cases),
-            "largest_difference": {
-                mode: max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES
-            },
+            "largest_difference": {mode: max(case.cached[mode].size for case in cases) for mode in MODES},
             "above_limit": {mode: len(outcome.above(mode, kind)) for mode in MODES},
         }
         for kind, cases in by_kind(outcome.cases).items()
