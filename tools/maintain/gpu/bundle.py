@@ -63,12 +63,11 @@ def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
         copy = folder / "1/maintain" / source.relative_to(scripts)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, copy)
-    sizes = {
-        each.name: sum(path.stat().st_size for path in each.rglob("*") if path.is_file()) for each in folder.iterdir()
-    }
-    for number, size in sizes.items():
+    sizes = {}
+    for each in folder.iterdir():
+        sizes[each.name] = size = sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
         if size > LIMIT:
-            raise ValueError(f"folder {number} has {size} bytes, more than {LIMIT}")
+            raise ValueError(f"folder {each.name} has {size} bytes, more than {LIMIT}")
     return sizes
 
 
