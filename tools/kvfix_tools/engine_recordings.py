@@ -164,9 +164,8 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
     workers = {part.rank: part for part in parts if not part.is_scheduler}
     if len(schedulers) > 1 or len(workers) + len(schedulers) != len(parts):
         names = ", ".join(part.recording.path for part in parts)
-        raise ValueError(
-            f"two recordings are of the same rank of {connector}. Give the recordings of each engine alone: {names}"
-        )
+        same = f"two recordings are of the same rank of {connector}"
+        raise ValueError(f"{same}. Give the recordings of each engine alone: {names}")
     ranks = max((int(part.line.get("ranks", 0)) for part in parts), default=0)
     return Engine(name, connector, schedulers[0] if schedulers else None, workers, ranks)
 
