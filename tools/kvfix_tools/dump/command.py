@@ -21,10 +21,9 @@ def dump(pid: int, out: Path, json: bool) -> int:
     tree += processes.elsewhere(tree)
     print(f"reading stacks and recorders of {len(tree)} processes ...", file=sys.stderr)
     rows, files = processes.gather(tree)
-    name = f"kvfix-dump-{pid}-{time.strftime('%Y%m%dT%H%M%S')}"
-    bundle = out / f"{name}.tar.gz"
+    bundle = out / f"kvfix-dump-{pid}-{time.strftime('%Y%m%dT%H%M%S')}.tar.gz"
     try:
-        _write(bundle, name, tree, rows, files)
+        _write(bundle, tree, rows, files)
     except OSError as error:
         return screen.error(f"kvfix dump: {bundle}: {error.strerror}")
     if json:
@@ -46,9 +45,7 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(
-    bundle: Path, name: str, tree: list[processes.Process], rows: list[dict[str, Any]], files: dict[str, str]
-) -> None:
+def _write(bundle: Path, tree: list[processes.Process], rows: list[dict[str, Any]], files: dict[str, str]) -> None:
     parts = {
         "summary.txt": _summary(rows),
         "processes.json": jsonlib.dumps([process._asdict() for process in tree], indent=2),
@@ -60,7 +57,7 @@ def _write(
         with tarfile.open(bundle, "w:gz") as archive:
             for part, text in parts.items():
                 content = text.encode()
-                entry = tarfile.TarInfo(f"{name}/{part}")
+                entry = tarfile.TarInfo(f"{bundle.name.removesuffix('.tar.gz')}/{part}")
                 entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                 archive.addfile(entry, io.BytesIO(content))
     except BaseException:  # for example, the disk is full: remove the incomplete bundle
