@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
@@ -20,10 +20,8 @@ from kvfix import catalogue
 from kvfix.session import session
 from kvfix_tools.command_options import Names
 from kvfix_tools.lab import releases, runner
+from kvfix_tools.lab.fuzz.schedule import Schedule
 from maintain.scenario_matrix import VLLM, answer_of
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.fuzz.schedule import Schedule
 
 FILE = Path(__file__).parents[2] / "docs/released.json"
 STEPS = 20_000  # minimum number of the scheduler's steps for each pair (connector, vLLM)
@@ -89,7 +87,7 @@ def look(connector: str, steps: int) -> Found:
     return Found(connector, releases.versions(), done.steps, done.seeds, len(fixed.violations), ordered)
 
 
-def without_each(drawn: "Schedule") -> dict[str, list[tuple[str, str]]]:
+def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
     """Return {fix: [(rule, signature) of each finding of this schedule with all fixes except this one]}."""
     from kvfix_tools.lab.fuzz.fuzz import play, signature
 

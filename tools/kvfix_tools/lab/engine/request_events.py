@@ -1,6 +1,6 @@
 """Record the events, findings and counters of a run, from hook calls, the requests of each step, and transfers."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -9,13 +9,11 @@ from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger import Finding, Ledger, liveness
 from kvfix.ledger import events as ev
 from kvfix.ledger.liveness import OUTSIDE_STATUSES, Answer
+from kvfix_tools.lab.connectors.connector import Connector
 from kvfix_tools.lab.engine import rules
 from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.connectors.connector import Connector
 
 #: A request is stuck after this many steps of waiting for a load that is not in flight. Reports take fewer steps.
 STUCK = 8
@@ -90,7 +88,7 @@ class Liveness:
 class RequestEvents:
     """log: (step, event). findings: violations of the rules of the ledger and of the lab."""
 
-    def __init__(self, scheduler: Scheduler, connector: "Connector", model: Model, options: Options) -> None:
+    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self.model = model
