@@ -28,8 +28,6 @@ PAGE = 4096
 PATIENCE = 30.0
 #: A lock counts as leaked if the server still has it after this number of idle seconds.
 LINGERING = 5.0
-#: The option of prctl(2) for the signal that a process gets when its parent dies.
-_SET_PARENT_DEATH_SIGNAL = 1
 #: The thread of the server that completes transfers after their answer.
 _ENDS_TRANSFERS = "/periodic-threads/DeviceHostFuncDispatcher"
 #: Counts of objects that the server moves between L1 and L2.
@@ -57,7 +55,6 @@ class ServerProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="kvfix-lab-server-")
         port, self._http_port = real_engine.free_port(), real_engine.free_port()
         self.url = f"tcp://localhost:{port}"
-        #: The folder of the server's L2.
         self.disk = f"{self._folder.name}/l2"
         on_disk = {"type": "fs", "base_path": self.disk}
         self._command = [
@@ -76,7 +73,7 @@ class ServerProcess:
         with open(log, "w") as file:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=file, stderr=file,
-                preexec_fn=lambda: _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL),
+                preexec_fn=lambda: _LIBC.prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG: end with the parent process
             )  # fmt: skip
         end = time.monotonic() + real_engine.SERVER_LIMIT
         while self.get("/healthcheck") is None:
