@@ -33,7 +33,8 @@ _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: (ranks of prefill, ranks of decode), if at least one engine has several ranks.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
 
-Drawn = tuple[Options, tuple[DrawnStep, ...]]
+Steps = tuple[DrawnStep, ...]
+Drawn = tuple[Options, Steps]
 
 
 def draw(seed: int, connector: str, plain: bool = False) -> Drawn:
@@ -42,7 +43,7 @@ def draw(seed: int, connector: str, plain: bool = False) -> Drawn:
         options, steps = _for_mooncake(options, steps, Dice(seed).own(f"{connector} own"), plain)
     own, block = Dice(seed).own(f"beside {connector}"), options.block_size
     engines: tuple[str, ...] = _ENGINES
-    others: tuple[DrawnStep, ...] = ()
+    others: Steps = ()
     if connector.endswith("-multi"):
         engines = own.choice((("decode",), ("prefill",), _ENGINES, _ENGINES))
         first, chunk = own.random() < 0.5, block * own.choice((1, 2, 3))
@@ -53,7 +54,7 @@ def draw(seed: int, connector: str, plain: bool = False) -> Drawn:
         options = replace(options, offloading=first_or_last, chunk_size=chunk, cpu_blocks=own.choice((0, 4, 8, 100)))
     else:
         return options, steps
-    return options, steps if plain else _with_evictions(steps, own, engines, *others)
+    return options, steps if plain else _with_evictions(steps, own, engines, others)
 
 
 def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
@@ -157,9 +158,7 @@ def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: Random, pla
     return options, tuple(drawn)
 
 
-def _with_evictions(
-    steps: Sequence[DrawnStep], rng: Random, engines: Sequence[str], *others: DrawnStep
-) -> tuple[DrawnStep, ...]:
+def _with_evictions(steps: Steps, rng: Random, engines: Sequence[str], others: Steps) -> Steps:
     """Insert evictions and `others` at random places. A random one of `engines` makes each of these steps."""
     drawn: list[DrawnStep] = []
     for step in steps:
