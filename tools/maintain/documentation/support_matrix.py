@@ -24,8 +24,6 @@ FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bu
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
-Cells = dict[tuple[str, str], str]  # {(vllm, lmcache): FIXED, NOT_FIXED, CLEAN or NOT_PLAYED}
-
 
 def as_json(pairs: Pairs) -> str:
     """Return the page's data as JSON without "<", because a text "</script>" would end the script element."""
@@ -96,7 +94,8 @@ def _scenarios(code: str) -> set[str]:
     return {each.slug for each in scenarios() if code in each.fixes}
 
 
-def _cells(pairs: Pairs, slugs: set[str]) -> Cells:
+def _cells(pairs: Pairs, slugs: set[str]) -> dict[tuple[str, str], str]:
+    """Return {(vllm, lmcache): FIXED, NOT_FIXED, CLEAN or NOT_PLAYED}."""
     return {pair: _worst(played.get("outcomes", ()), slugs) for pair, played in pairs.items()}
 
 
