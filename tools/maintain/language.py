@@ -19,8 +19,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/*.
 MODULES = ("patches/**/*.py", "tools/**/*.py", "tests/**/*.py")
 
 #: A statement that starts with one of these words makes the reader wait for its subject.
-OPENERS = ("Of", "What", "That", "Which", "Whether")
-_OPENER = re.compile(rf"\W*({'|'.join(OPENERS)})\b")
+_OPENER = re.compile(r"\W*(Of|What|That|Which|Whether)\b")
 
 #: {phrase that is hard to read at night: plain replacement}
 PHRASES = {

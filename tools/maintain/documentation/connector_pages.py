@@ -31,8 +31,7 @@ def _of_rule(rule: Rule) -> str:
 
 
 def connector() -> str:
-    code = kit.FILE.with_name("folder_connector.py").read_text()
-    return f"```python\n{code}```"
+    return f"```python\n{kit.FILE.with_name('folder_connector.py').read_text()}```"
 
 
 def connectors() -> str:
