@@ -234,9 +234,6 @@ def _print(answer: Any, json: bool, show: Callable[[], None]) -> None:
         show()
 
 
-# ---------------------------------------------------------------------- text output
-
-
 def _versions(installed: dict[str, str]) -> str:
     return ", ".join(f"{dist} {version}" for dist, version in installed.items())
 

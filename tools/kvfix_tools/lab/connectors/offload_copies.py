@@ -104,9 +104,6 @@ class Event:
         return 1.0
 
 
-# ---------------------------------------------------------------------- the copy thread of SimpleCPUOffloadConnector
-
-
 class AtOnce:
     """Replaces the queue to a thread. `put` runs the thread's loop for the item."""
 
@@ -126,7 +123,7 @@ class AtOnce:
 
 
 class CopyQueue(AtOnce):
-    """Replaces the queue to the copy thread. An exception ends the thread, so the queue runs nothing more."""
+    """Replaces the queue to SimpleCPUOffloadConnector's copy thread. After an exception the queue runs nothing more."""
 
     copies: Copies
     died = False
@@ -164,11 +161,8 @@ def stand_in() -> None:
     cuda_mem_ops._batch_memcpy = None, 0
 
 
-# ---------------------------------------------------------------------- the tiers of OffloadingConnector
-
-
 class Tiers:
-    """The secondary tiers of the connector's `manager`: at most one. A tier reports each result `delay` steps late.
+    """The secondary tiers of OffloadingConnector: at most one. A tier reports each result `delay` steps late.
 
     `submit_*` waits for the tier's threads. Otherwise it depends on timing whether a lookup in this step finds a file.
     """
