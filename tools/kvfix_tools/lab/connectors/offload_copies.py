@@ -69,7 +69,7 @@ class Copies:
         self._submit(zip(*arrays, strict=True))
         return 0
 
-    def _submit(self, pieces: Iterable[tuple[int, int, int]]) -> None:
+    def _submit(self, pieces: byte_memory.Pieces) -> None:
         self.last = byte_memory.Copy(pieces, self.now + self._delay, self._done)
         self.pending.append(self.last)
 

@@ -18,6 +18,7 @@ from kvfix_tools.lab.options import Options
 FLOATS = 64
 #: SLOT: bytes in the slot of one head. WORD: bytes of its content.
 SLOT, WORD = 4 * FLOATS, 8
+Pieces = Iterable[tuple[int, int, int]]  # (source address, target address, bytes) of each piece of a copy
 
 
 class SharedBlock(Block):
@@ -86,11 +87,9 @@ def _garbage(size: int) -> bytes:
 
 
 class Copy:
-    """A copy in flight. pieces: (source address, target address, bytes). due: last step. done: called at its end."""
+    """A copy in flight. due: last step. done: called at its end."""
 
-    def __init__(
-        self, pieces: Iterable[tuple[int, int, int]], due: int, done: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, pieces: Pieces, due: int, done: Callable[[], None] = lambda: None) -> None:
         self.due, self._done = due, done
         self._pieces = list(pieces)
         self._found = [ctypes.string_at(source, size) for source, _, size in self._pieces]
@@ -101,7 +100,7 @@ class Copy:
         self._done()
 
 
-def spoil(pieces: Iterable[tuple[int, int, int]]) -> None:
+def spoil(pieces: Pieces) -> None:
     """Write garbage to the targets: any part of a failed copy may have arrived."""
     for _, target, size in pieces:
         ctypes.memmove(target, _garbage(size), size)
