@@ -160,8 +160,7 @@ class AsyncV1(V1):
         self.cache_engines[-1].lost = how_many
 
     def looking(self) -> set[str]:
-        first, *others = (each.unanswered for each in self.cache_engines)
-        return first.union(*others) if others else first
+        return set().union(*(each.unanswered for each in self.cache_engines))
 
     def kept(self) -> dict[str, set[str]]:
         """Leave out aborted lookups, answered or not, because LMCache removes their state at the next lookup."""
