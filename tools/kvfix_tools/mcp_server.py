@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
+_ROOT = "Read files only below this folder."
 _LIMIT, _LONGEST = 600, 200_000  # time limit of one command in seconds, and size limit of its answer in characters
 INSTRUCTIONS = """kvfix explains failures of KV-cache connectors in vLLM (LMCache, NIXL, OffloadingConnector, Mooncake).
 Begin with `diagnose` and brief=true, or with `look` for an engine that hangs now. Look up a code (KVF, KVD, KVR) with
@@ -19,9 +20,7 @@ Begin with `diagnose` and brief=true, or with `look` for an engine that hangs no
 replace the remedy by another one."""
 
 
-def serve(
-    root: Annotated[Path, typer.Argument(metavar="DIR", help="Read files only below this folder.")] = Path(),
-) -> int:
+def serve(root: Annotated[Path, typer.Argument(metavar="DIR", help=_ROOT)] = Path()) -> int:
     """Run a Model Context Protocol server, which offers commands of kvfix to a language model (needs kvfix[mcp])."""
     try:
         server = make(root)

@@ -109,9 +109,8 @@ def fuzz_connector(
             raise ValueError(f"no server 'real' for {connector}; known: lab, and real for mp")
         sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
         if fixes_in not in sides or (fixes_in != "both" and mode != "fix"):
-            raise ValueError(
-                f"no fixes in {fixes_in!r} for {connector} in mode {mode}; known in fix: {', '.join(sides)}"
-            )
+            known = ", ".join(sides)
+            raise ValueError(f"no fixes in {fixes_in!r} for {connector} in mode {mode}; known in fix: {known}")
         runner.prepare(lmcache_path)
         if why := releases.cannot_play(connector):
             raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
@@ -239,9 +238,8 @@ def _versions(installed: dict[str, str]) -> str:
 
 
 def _print_results(wanted: list[Scenario], results: list[runner.Result]) -> None:
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", title=_versions(releases.versions()), title_justify="left"
-    )
+    title = _versions(releases.versions())
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
     for heading in ("scenario", "outcome", "expected without fixes", "message"):
         table.add_column(heading, overflow="fold")
     for scenario, result in zip(wanted, results, strict=True):

@@ -164,6 +164,7 @@ class Options:
             object.__setattr__(self, "offloading", self.offloading or "last")
         several, simple = self.ranks > 1, self.connector == "simple-offload" or self.simple_offloading
         cannot_share = self.pipeline or self.several_groups or self.block_size % self.ranks
+        not_by_nixl = self.real_transfers and self.connector not in BY_NIXL
         of_server = (self.connector, self.ranks, self.chunk_size) == ("mp", 1, SERVER_CHUNK)
         refused: dict[str, Any] = {
             "the lab plays a MultiConnector with one rank": several and (self.beside or self.offloading),
@@ -177,9 +178,7 @@ class Options:
             "block's tokens, without pipeline parallelism and with one KV group": (
                 self.context and (self.connector != "mp" or not several or cannot_share)
             ),
-            f"the lab plays real transfers with {', '.join(BY_NIXL)}": (
-                self.real_transfers and self.connector not in BY_NIXL
-            ),
+            f"the lab plays real transfers with {', '.join(BY_NIXL)}": not_by_nixl,
             "the lab plays the SimpleCPUOffloadConnector alone and, by `offloading`, beside v1": (
                 self.simple_offloading and (self.connector != "v1" or not self.offloading)
             ),

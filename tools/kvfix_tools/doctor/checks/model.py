@@ -48,9 +48,8 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         what = f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several"
         yield problem(what, remedy("KVD652"))
     elif sliding and not takes:
-        yield ok(
-            f"{kind} has sliding-window layers: with {lmcache.name} vLLM keeps all of their KV, which takes more memory"
-        )
+        keeps = f"with {lmcache.name} vLLM keeps all of their KV, which takes more memory"
+        yield ok(f"{kind} has sliding-window layers: {keeps}")
     else:
         yield ok(f"{kind}: {lmcache.name} supports its KV groups")
 
