@@ -218,15 +218,13 @@ def _smaller(step: DrawnStep) -> list[DrawnStep]:
     return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []
 
 
-# ---------------------------------------------------------------------- real NIXL compared with the lab's model
-
 #: {request, or slots of an engine: its state}. If a slot of the model has garbage, because the source of
 #: a transfer changed or the peer has ended, NIXL may have any content in this slot.
 State = dict[str, Any]
 
 
 class Watched(Pair):
-    """Two engines. states: their state after each step."""
+    """Two engines. states: their state after each step, to compare real NIXL with the lab's model."""
 
     def __init__(self, options: Options) -> None:
         self.states: list[State] = []

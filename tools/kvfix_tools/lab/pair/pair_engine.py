@@ -214,8 +214,6 @@ class PairEngine(LabEngine):
             pair.time_passes(waited)
 
 
-# ---------------------------------------------------------------------- fixes in only one of two engines
-
 #: Both engines share the classes, and so the wrappers of kvfix. A wrapper checks which engine runs, even in callbacks.
 #: _RUNNING: name of the running engine. _FIXED: name of the engine with fixes. "": none. asyncio copies both to tasks.
 _RUNNING = ContextVar("_RUNNING", default="")
