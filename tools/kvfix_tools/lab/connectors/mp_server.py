@@ -212,8 +212,7 @@ class Server:
         self.registered = True
         return self._answer(None)
 
-    def create_recorded_event(self) -> Any:
-        return None
+    def create_recorded_event(self) -> None: ...
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
         groups = _block_ids(rest)

@@ -151,8 +151,7 @@ class Agent:
             raise AgentError(state)
         return state
 
-    def get_xfer_telemetry(self, handle: int) -> None:
-        return None
+    def get_xfer_telemetry(self, handle: int) -> None: ...
 
     def release_xfer_handle(self, handle: int) -> None:
         self._transfers.pop(handle, None)
