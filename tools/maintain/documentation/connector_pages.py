@@ -1,7 +1,4 @@
-"""Make pages about vLLM's connectors: the rules and verdicts of `kvfix conform`, and the findings of the fuzzer.
-
-`python -m maintain connectors` writes the verdicts (docs/connectors.json), `released_findings` writes the findings.
-"""
+"""Make pages about vLLM's connectors: the rules and verdicts of `kvfix conform`, and the findings of the fuzzer."""
 
 from itertools import groupby
 
