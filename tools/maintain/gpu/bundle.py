@@ -63,7 +63,7 @@ def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
         copy = folder / "1/maintain" / source.relative_to(scripts)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, copy)
-    sizes = {}
+    sizes: dict[str, int] = {}
     for each in folder.iterdir():
         sizes[each.name] = size = sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
         if size > LIMIT:
