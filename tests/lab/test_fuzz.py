@@ -68,7 +68,7 @@ def ran(connector: str, seeds: range, fixes: bool = False, plain: bool = False, 
 
 def play_all() -> dict[str, Any]:
     own_blocks()
-    plain = {name: ran(name, range(150), False, True).as_json() for name in CONNECTORS}
+    plain = {name: ran(name, range(80), False, True).as_json() for name in CONNECTORS}
     happened = {name: ran(name, range(60), name == "offloading").counts for name in CONNECTORS}
     gc.collect()
     return {
@@ -76,7 +76,7 @@ def play_all() -> dict[str, Any]:
         "happened": happened,
         "engines": sum(type(each) is late.LabEngine for each in gc.get_objects()),
         "nothing": ran("v1", range(0)).tested_nothing,
-        "jobs": [_counts(ran("v1", range(70), jobs=jobs)) for jobs in (1, 2)],
+        "jobs": [_counts(ran("v1", range(40), jobs=jobs)) for jobs in (1, 2)],
         "resumed": _resumed(),
         "shrunk": [len(each.schedule.steps) for each in ran("v1", range(3), shrinking=inf).violations],
     }
@@ -90,16 +90,16 @@ def _resumed() -> dict[str, Any]:
     """Stop a run after some seeds, and continue it from its notes. Return the numbers of seeds, and the counts."""
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.json")
-        stopped, whole = ran("v1", range(70), most=1, notes=notes), ran("v1", range(70), notes=notes)
+        stopped, whole = ran("v1", range(40), most=1, notes=notes), ran("v1", range(40), notes=notes)
         with pytest.raises(ValueError, match="with another options: remove it"):
-            ran("mp", range(70), notes=notes)
+            ran("mp", range(40), notes=notes)
     return {"seeds": [stopped.seeds, whole.seeds], "counts": _counts(whole)}
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_plain_schedules_are_clean_and_have_tested_something(connector: str, outcomes: dict[str, Any]) -> None:
     plain = outcomes["plain"][connector]
-    assert (plain["tested_nothing"], plain["seeds"]) == ("", 150)
+    assert (plain["tested_nothing"], plain["seeds"]) == ("", 80)
     found = [each["message"] for each in plain["violations"]]
     assert [each for each in found if connector != "v1" or not KNOWN.fullmatch(each)] == []
 
@@ -112,7 +112,7 @@ def test_two_processes_find_what_one_does(outcomes: dict[str, Any]) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on(outcomes: dict[str, Any]) -> None:
-    assert outcomes["resumed"]["seeds"] == [32, 70]
+    assert outcomes["resumed"]["seeds"] == [32, 40]
     assert outcomes["resumed"]["counts"] == outcomes["jobs"][0]
 
 

@@ -24,7 +24,7 @@ from maintain import peers
 from tests.healthy import events, violated
 
 #: Number of random schedules without faults, and with faults.
-SEEDS, FAULTY = 24, 4
+SEEDS, FAULTY = 12, 4
 #: {code of a fix: other fixes without which requests of its scenarios never end}
 BESIDE = {"KVF325": ["KVF322"]}
 
