@@ -8,7 +8,7 @@ _MODULES = {
     "LOOKUP_TIMEOUT": "engine.request_events", "vllm_objects": "engine.vllm_objects", "Pair": "pair.pair",
     "Neighbours": "pair.pair", "pair_engine": "pair.pair_engine", "play": "fuzz.fuzz", "move": "fuzz.fuzz",
     "Run": "fuzz.fuzz_run", "fuzz": "fuzz.fuzz_run", "continue_state": "continue_state",
-    "nixl_real": "connectors.nixl_real", "mooncake_network": "connectors.mooncake_network",
+    "fuzz_run": "fuzz.fuzz_run", "nixl_real": "connectors.nixl_real", "mooncake_network": "connectors.mooncake_network",
 }  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """Mixed roll-out: only one of two engines has the default fixes. The engines violate no rule that the release keeps."""
 
+from functools import partial
 from math import inf
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,7 +22,9 @@ PLAYED = [
 
 
 def fuzzed(connector: str, fixes_in: str, seeds: int) -> dict[str, Any]:
-    return dict(late.fuzz(late.Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0).as_json())
+    # As released, requests may wait for ever. All other schedules of these seeds end in 1,000 steps.
+    with mock.patch.object(late.fuzz_run, "play", partial(late.play, end=500)):
+        return dict(late.fuzz(late.Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0).as_json())
 
 
 @pytest.mark.parametrize(("connector", "fixes_in", "seeds"), PLAYED)

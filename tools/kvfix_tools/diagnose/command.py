@@ -67,9 +67,7 @@ class Options:
             if not path or path == "-" or not os.path.isfile(path):
                 continue
             if any(os.path.exists(each) and os.path.samefile(path, each) for each in named):
-                raise log_files.Refused(
-                    f"{path} is an input. Nothing was read or written. Give another file for the output"
-                )
+                raise log_files.Refused(f"{path} is an input. Nothing was read or written. Name another output file")
             if os.path.getsize(path) and not _is_ours(path):
                 raise log_files.Refused(f"{path} exists, and kvfix did not write it. Remove it, or give another file")
 

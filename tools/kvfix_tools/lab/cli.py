@@ -28,6 +28,11 @@ app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors
 LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
 _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
 mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: NIXL and OffloadingConnector."""
+_SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcache server` (mp only)."
+_TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."
+_MODE = "fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."
+_FIXES_IN = """Choose the engines with fixes. both: all engines. prefill, decode: only this engine of a pair. one: one of
+two engines that share a cache (v1, mp). Seeds that fail without fixes too are counted apart."""
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or with LMCache and vLLM as released.")]
 
 
@@ -68,29 +73,14 @@ def run_scenarios(
 @app.command("fuzz")
 def fuzz_connector(
     connector: Annotated[str, typer.Option(help=_CONNECTOR)] = "v1",
-    server: Annotated[
-        Literal["lab", "real"],
-        typer.Option(help="real: start a real `lmcache server` (mp only). lab: use the lab's stand-in for the server."),
-    ] = "lab",
-    transfers: Annotated[
-        Literal["lab", "real"],
-        typer.Option(help="lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."),
-    ] = "lab",
+    server: Annotated[Literal["lab", "real"], typer.Option(help=_SERVER)] = "lab",
+    transfers: Annotated[Literal["lab", "real"], typer.Option(help=_TRANSFERS)] = "lab",
     seeds: Annotated[str, value("A:B", "Play seeds A to B - 1, or one seed.")] = "0:1000000",
     seconds: Annotated[float, typer.Option(help="Play for this many seconds, not counting --shrink.")] = 60.0,
     steps: Annotated[float, typer.Option(help="Stop after this many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
-    mode: Annotated[
-        Literal["fix", "check"],
-        typer.Option(help="fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."),
-    ] = "fix",
-    fixes_in: Annotated[
-        str,
-        typer.Option(
-            help="Choose the engines with fixes. both: all engines. prefill, decode: only this engine of a pair. "
-            "one: one of two engines that share a cache (v1, mp). Seeds that fail without fixes too are counted apart."
-        ),
-    ] = "both",
+    mode: Annotated[Literal["fix", "check"], typer.Option(help=_MODE)] = "fix",
+    fixes_in: Annotated[str, typer.Option(help=_FIXES_IN)] = "both",
     plain: Annotated[bool, typer.Option(help="Use vLLM's defaults. Play no abort, failed load or eviction.")] = False,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule. 0: do not search.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Use this many processes.")] = 1,

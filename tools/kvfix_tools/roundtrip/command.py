@@ -46,17 +46,13 @@ def parser() -> argparse.ArgumentParser:
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
         what = "prefixes that a load leaves out (part: under a block; chunk: over one)" if name == "skip" else "values"
-        shown = f"test only these {what}, not all of: {', '.join(values)}"
+        shown = f"test only these {what}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
     add("--head-size", type=int, default=32, help="elements of a head; its bytes must be a multiple of 8 (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
     add("--race", nargs="*", metavar="NAME", help=f"test only races, all or these: {', '.join(races.RACES)}")
-    add(
-        "--gib",
-        type=float,
-        help="copy this many GiB to measure the speed; 0: measure no speed (default: 1/32; on CUDA 4)",
-    )
+    add("--gib", type=float, help="copy this many GiB to measure the speed, 0 for none (default: 1/32, on CUDA 4)")
     add("--seed", type=int, default=0, help="draw slots and values with this seed (default: 0)")
     add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")

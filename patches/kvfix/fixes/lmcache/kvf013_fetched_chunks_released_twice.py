@@ -6,8 +6,7 @@ object without a tensor. Or that request reads wrong KV. LMCache may first log `
 Cause: `retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and the chunks that it did not
 need (:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
 
-Fix: The clean-up releases only chunks that `retrieve` has not released. For a chunk that was not needed, the fix
-also does the clean-up's unpin.
+Fix: The clean-up releases only chunks that `retrieve` has not released. It also unpins chunks that were not needed.
 - Releases: LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1, only unneeded chunks are affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
 - Remove when: `cleanup_memory_objs` no longer releases the chunks that `retrieve` has released.

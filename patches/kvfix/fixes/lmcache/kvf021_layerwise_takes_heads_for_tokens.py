@@ -11,8 +11,7 @@ torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
 Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not
 change a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and
-loaded in the same order, so their KV is right. If the fix changed the order, it would load
-chunks wrongly that were stored without the fix.
+loaded in the same order, so their KV is right. With another order, chunks stored without the fix would load wrongly.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """

@@ -4,8 +4,7 @@ Symptom: Nothing shows at first: the workers' memory grows with every request, b
 choose ids and reuses one, the blocks of that request are never freed, and the KV cache fills up.
 
 Cause: The adapter keeps all ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
-0.5.6:2034). With asynchronous scheduling, two steps may ask whether a request is done. The adapter must report
-each id only once.
+0.5.6:2034). With asynchronous scheduling, two steps may ask about one id, which the adapter must report once.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.

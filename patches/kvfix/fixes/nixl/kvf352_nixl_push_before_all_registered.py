@@ -10,7 +10,7 @@ when the write is reported, the rank looks up its peer and does not find it (bas
 could not connect, it has freed its blocks. These blocks may belong to another request when prefill writes them.
 
 Fix: A prefill rank begins its write only when all decode ranks that it writes to have registered. If a rank never
-registers, the decode engine waits for the blocks. With the fix KVF322, the load fails after prefill's timeout.
+registers, the decode engine waits for the blocks. With KVF322, the load fails when decode's registration times out.
 - Releases: vLLM 0.26.0 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM writes to a rank only the blocks that this rank has registered.
 """

@@ -149,10 +149,7 @@ class Server:
             queue.cancel_streams()
         yield
         if queue is not None:
-            self._answer_something(client)
-
-    def _answer_something(self, client: Any) -> None:
-        client._message_queue_client.process_inbound()
+            queue.process_inbound()
 
     def _keys_from_start(self, key: Any) -> list[Any]:
         """Return the keys of the chunks in LMCache's key of a transfer."""
