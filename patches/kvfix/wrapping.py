@@ -3,7 +3,7 @@
 The function gets its arguments as the caller passed them. A wrapper gets the arguments by position, with the defaults
 filled in, because releases and callers differ in what they pass by name.
 
-`when` takes the parameters of the wrapper's code. The wrapper runs its code only if `when` returns true.
+The wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments.
 
 If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
 answer. The default, None, gives the function's own answer. Fixes of crashes, leaks and hangs use it. A fix of wrong
@@ -55,7 +55,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """Call `prepare` before the function.
 
     prepare: (instance, *arguments). If its result is true, the fix has acted.
-    on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises. The function is not called.
+    on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises. GO_ON: call the function.
     """
 
     def wrap(function: Function) -> Function:
@@ -116,7 +116,7 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     the function with those arguments instead of the caller's. A return before the yield skips the function. If the
     function raises, its exception goes to the caller and the generator is closed (use `finally`). The fix has acted if
     it changes the arguments or the answer, or skips the call.
-    on_fault: (arguments of the caller) -> the answer if the code raises. Before the yield, this replaces the call.
+    on_fault: (arguments of the caller) -> the answer if the code raises. Before the yield, it replaces the call.
     """
 
     def wrap(function: Function) -> Function:

@@ -15,7 +15,7 @@ from kvfix_tools.lab.fuzz.schedule import draw
 from tests import late
 from tests.conftest import Fresh
 
-#: Seeds of plain schedules, one for each of two engines.
+#: Seeds of schedules without faults, one for each of two engines.
 SEEDS = (3, 5)
 
 

@@ -83,7 +83,7 @@ def test_a_promise_needs_a_peer(name: str, once: Once) -> None:
 def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
     """Up to vLLM 0.15, blocks are one list (nixl_connector.py 0.15.1:755). Later releases have a list for each group.
 
-    KVF301 knows both forms. It must refuse the wrong form here, because the stub has no worker that fails the load.
+    KVF301 knows both forms. The stub has no worker, which would fail such a load. So the fix must promise 0.
     """
     scheduler = SimpleNamespace(
         get_num_new_matched_tokens=lambda self, request, num_computed_tokens: (32, True),
@@ -120,7 +120,7 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
     [
         # for "1_r-00000003", vLLM's own cache has three blocks
         ("NixlConnector", [LOADS, "RUNNING", "RUNNING", LOADS], {"r-00000002": 64, "1_r-00000003": 16}),
-        # prefill finds its blocks by the id of the answer, so "1_r-00000003" has its own prefill
+        # prefill finds its blocks by the id of the decode request, so "1_r-00000003" has its own prefill request
         ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
     ],
 )

@@ -1,4 +1,4 @@
-"""As root, kvfix writes through no link of another user. kvfix reads only files that belong to the process's user."""
+"""As root, kvfix writes through no link of another user. kvfix reads only files of the user of the engine's process."""
 
 import os
 from pathlib import Path

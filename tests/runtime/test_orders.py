@@ -1,4 +1,4 @@
-"""After each step of every order, the hook is right exactly if LMCache is imported and the last call was apply."""
+"""In all orders of import, apply and revert: an imported hook lacks the bug only if the last call was apply."""
 
 import functools
 import importlib

@@ -58,7 +58,7 @@ def test_the_widest_word_that_fits() -> None:
 
 
 class Elsewhere:
-    """Stands in for a host tensor whose KV cache is on a GPU: its device is not the cache's, and it is not CUDA."""
+    """Stands in for a tensor in host memory, while the KV cache is on a GPU: its device differs from the cache's."""
 
     device, is_cuda = torch.device("meta"), False
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_moved_is_not_stored_and_not_loaded() -> dict[str, Any]:
 @pytest.mark.parametrize("fixed", [False, True])
 @answers(True)
 def test_kvf021_leaves_stored_chunks_readable(fixed: bool) -> bool:
-    """Whole blocks with as many tokens as heads, stored without the fix, are loaded right with and without the fix."""
+    """If blocks have as many tokens as heads, blocks stored without the fix load right, also with the fix."""
     operations = import_module(kvf021.FIX.targets[-1].module)
     function = operations.single_layer_kv_transfer
     load = kvf021.fix(operations)(function) if fixed else function

@@ -146,7 +146,7 @@ def dump(
     out: Annotated[Path, value("DIR", "Write the bundle into this folder.", "-o")] = Path(),
     json: Json = False,
 ) -> None:
-    """Save stacks and flight recorders of a running or hung engine in one bundle (tar.gz)."""
+    """Save the stacks of a running or hung engine, and the events that kvfix recorded there, as one tar.gz."""
     from kvfix_tools.dump import command
 
     raise typer.Exit(command.dump(pid, out, json))
@@ -213,7 +213,7 @@ def doctor(
 
 @app.command(rich_help_panel=COMMANDS["diagnose"])
 def diagnose(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Read these logs or folders. -: stdin.")],
     json: Annotated[bool, flag("--json", "Print JSON. This is the same as --format json.")] = False,
     output_format: Annotated[str, value("text|json|github", "Choose the output format.", "--format")] = "",
     select: Annotated[Names, several("CODE", "Show only findings whose code begins with CODE")] = None,

@@ -64,7 +64,7 @@ def make(root: Path) -> "MCPServer[Any]":
         """Find the three fixes, known problems or rules that best match a description, and how to confirm each.
 
         A match is not a diagnosis. For a log use `diagnose`."""
-        return await _run("search", "--json", "--", f"{text}\n")  # a name of a file has no newline
+        return await _run("search", "--json", "--", f"{text}\n")  # with a newline, the text is no file name
 
     @server.tool()
     async def status() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The `kv_transfer_params` of a decode request name the engine and the request whose blocks the decode request reads. The
 event ReadsFrom records both. Two facts order the records without clocks. A lease begins before the router forwards the
-lease's parameters. A request arrives at the peer before the peer sends the request's release message.
+lease's parameters. A decode request arrives before its engine sends the release message for the blocks.
 """
 
 import functools
@@ -25,7 +25,7 @@ NOTICE = 1_000_000_000
 
 
 class Link(NamedTuple):
-    """Request `reader` of engine `reads` reads blocks of request `kept`, which engine `keeps` holds for `reader`."""
+    """The decode request `reader` of engine `reads` loads blocks of the prefill request `kept` of engine `keeps`."""
 
     reads: Engine
     reader: str
@@ -42,7 +42,7 @@ class Reader(NamedTuple):
     #: Latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a load
     #: is in flight, the request has not ended, or the difference of the clocks has no bound.
     done: int | None
-    pushed: bool  # as in the event ReadsFrom
+    pushed: bool  # True: prefill writes the blocks (push)
 
 
 class RouterLog:
@@ -184,7 +184,7 @@ def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Itera
 
 
 def _lost(readers: Sequence[Reader], until: int) -> Reader | None:
-    """Return a reader without a release message; None unless all readers were done NOTICE before `until`."""
+    """Return a reader whose release message is missing; None if a reader ended less than NOTICE before `until`."""
     times = [each.done for each in readers if each.done is not None and not each.failed]
     if not times or len(times) < len(readers) or max(times) + NOTICE >= until:
         return None

@@ -42,7 +42,7 @@ _CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR.
 _OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
 _PROBE = "Import vLLM and LMCache, and test bugs whose presence is unknown."
-_RELEASED = "Download the newest LMCache and vLLM with pip. List the functions that kvfix wraps and that have changed."
+_RELEASED = "Download the newest LMCache and vLLM with pip. List functions of fixes whose code is new to kvfix."
 
 
 class Selected(NamedTuple):
@@ -64,7 +64,7 @@ def status(
     probe: Annotated[bool, typer.Option(help=_PROBE)] = False,
     released: Annotated[bool, flag("--released", _RELEASED)] = False,
 ) -> int:
-    """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if it has a bug."""
+    """Show which known bugs the installed code has, and which of them kvfix fixes. Exit 1 if it has a bug."""
     names = names or []
     if len(names) == 1 and names[0].isdigit():
         from kvfix_tools.look import attach

@@ -65,7 +65,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata: the scheduler handles failed copies. A worker that finds the mark reports its own."""
+    """Mark the metadata: the scheduler handles failed copies. A worker that finds the mark reports failed copies."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:

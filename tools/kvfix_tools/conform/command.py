@@ -32,7 +32,7 @@ def conform(
     connector: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help=_CONNECTOR)],
     config: Annotated[str, value("JSON", _CONFIG)] = "{}",
     lose: Annotated[str, value("MODULE:FUNCTION", _LOSE)] = "",
-    seconds: Annotated[float, typer.Option(help="Seconds to play random schedules, after the fixed ones.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Seconds to play random schedules, after the scenarios.")] = 30.0,
     seeds: Annotated[str, value("A:B", "Draw schedules with these seeds.")] = "0:100000",
     fixes: Annotated[bool, typer.Option(help="Run vLLM with the fixes of kvfix, or unchanged.")] = True,
     json: Json = False,

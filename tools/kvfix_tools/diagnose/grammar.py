@@ -74,7 +74,7 @@ def _longest_text(pattern: str) -> str:
 
 
 class Tables(msgspec.Struct):
-    """The tables of messages.toml, connectors.toml and words.toml in knowledge/. problems.py reads the records."""
+    """The tables of messages.toml, connectors.toml and words.toml in knowledge/. problems.py reads the other files."""
 
     messages: dict[str, dict[str, str]]
     connectors: dict[str, tuple[str, ...]]
@@ -106,7 +106,7 @@ def containing(text: bytes) -> list[Message]:
 #: Part of `[2026-11-21 01:41:27,007] LMCache INFO: `, with which LMCache 0.3.0 to 0.5.6 begins each line.
 FRAME = b"] LMCache "
 NEEDLES = tuple(needle.encode() for needle in TABLES.needles)
-#: Return the needles in a line without LMCache's frame. LeftmostFirst is fast: it compares many bytes at once.
+#: Find the needles in a line of another logger (no FRAME). LeftmostFirst is fast: it compares many bytes at once.
 in_line = BytesAhoCorasick(
     NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA
 ).find_matches_as_indexes

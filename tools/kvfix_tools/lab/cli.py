@@ -27,12 +27,12 @@ app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors
 
 LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
 _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
-mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: NIXL and OffloadingConnector."""
+mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: with OffloadingConnector."""
 _SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcache server` (mp only)."
 _TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."
 _MODE = "fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."
-_FIXES_IN = """Choose the engines with fixes. both: all engines. prefill, decode: only this engine of a pair. one: one of
-two engines that share a cache (v1, mp). Seeds that fail without fixes too are counted apart."""
+_FIXES_IN = """Choose the engines with fixes. both: all engines. prefill or decode: only this engine of a
+pair. one: one of two engines that share a cache (v1, mp). Seeds that also fail without fixes are counted apart."""
 Fixes = Annotated[bool, typer.Option(help="Play with the fixes of kvfix, or with LMCache and vLLM as released.")]
 
 
@@ -171,7 +171,7 @@ def replay_recording(
 
 @app.command("continue")
 def continue_state(
-    file: Annotated[Path, typer.Argument(help="A state, from `kvfix look PID --save FILE` or kvfix's watchdog.")],
+    file: Annotated[Path, typer.Argument(help="A file of `kvfix look --save`, or of the watchdog in an engine.")],
     save: Annotated[Path | None, value("FILE", "Write the shortest schedule that is stuck.")] = None,
     shrink: Annotated[float, value("SECONDS", "Search this long for a shorter schedule.")] = 45.0,
     lmcache_path: LMCachePath = None,

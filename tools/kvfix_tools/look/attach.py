@@ -15,7 +15,7 @@ from kvfix_tools.command_options import Names
 from kvfix_tools.dump import processes
 from kvfix_tools.look import in_engine, inject, looking
 
-#: _SECONDS: maximum seconds until a main thread reaches a bytecode. _PAUSE: seconds between two tries.
+#: _SECONDS: maximum seconds until a main thread returns from C code to Python. _PAUSE: seconds between two tries.
 _SECONDS, _PAUSE = 5.0, 0.03
 
 #: The code that runs in each process. A new thread imports kvfix, because the import takes a second. `source` is the
@@ -102,7 +102,7 @@ class _Engine:
 
 
 def attach(pid: int, mode: str, only: Names, idle: bool, wait: float, json: bool, plus: Names = None) -> int:
-    """Apply the fixes. Return 0 if every process has them, 1 if not, 2 for wrong usage, 77 if kvfix may not trace."""
+    """Apply the fixes. Return 0 if every process has them, 1 if not, 2 for wrong usage, 77 if tracing is forbidden."""
     try:
         config = Config(mode, only, None, plus=plus)
         if mode == "strict":

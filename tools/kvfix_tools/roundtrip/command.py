@@ -45,14 +45,14 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", nargs="+", metavar="NAME", help="test these copy routines; default: all installed (see --list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        what = "prefixes that a load leaves out (part: under a block; chunk: over one)" if name == "skip" else "values"
+        what = "prefixes that a load skips (part: below a block; chunk: above a chunk)" if name == "skip" else "values"
         shown = f"test only these {what}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
     add("--head-size", type=int, default=32, help="elements of a head; its bytes must be a multiple of 8 (default: 32)")
     add("--full", action="store_true", help="test every combination, not only every pair of values")
-    add("--race", nargs="*", metavar="NAME", help=f"test only races, all or these: {', '.join(races.RACES)}")
-    add("--gib", type=float, help="copy this many GiB to measure the speed, 0 for none (default: 1/32, on CUDA 4)")
+    add("--race", nargs="*", metavar="NAME", help=f"test only races; without a NAME: {', '.join(races.RACES)}")
+    add("--gib", type=float, help="copy this many GiB to measure the speed, 0 for none (default: 4 on CUDA, else 1/32)")
     add("--seed", type=int, default=0, help="draw slots and values with this seed (default: 0)")
     add("--inject", choices=tuple(FAULTS), help="plant this fault, which the test must find")
     add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")

@@ -124,7 +124,7 @@ def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Return True for each number that is an identity of the region. By chance, less than 1 of 2**30 words is one."""
+    """Return True for each number that is an identity of the region. A random word is one in 2**30 cases at most."""
     who, sizes = Identity.of(numbers), region.geometry
     generation = (who.generation <= OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (

@@ -1,7 +1,7 @@
 """EngineCore dies with `max_tokens_per_load`: LMCache promises the whole cap, but loads only up to a chunk boundary.
 
 Symptom: EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens
-in vllm) - 0 (...)`. The crash also occurs without a preemption. The crash occurs if vLLM's prefix hit is not a multiple
+in vllm) - 0 (...)`. The crash occurs if vLLM's prefix hit is not a multiple
 of LMCache's chunk size, and LMCache's hit is larger than the cap.
 
 Cause: `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below

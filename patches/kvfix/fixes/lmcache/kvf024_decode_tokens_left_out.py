@@ -1,6 +1,6 @@
 """Wrong text with `save_decode_cache` and asynchronous scheduling: LMCache skips generated tokens or stores wrong KV.
 
-Symptom: Nothing is logged. Requests that begin with generated text, as in a conversation's next turn, get wrong text.
+Symptom: Nothing is logged. Requests whose prompts contain earlier answers, as in a conversation, get wrong text.
 
 Cause: The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
 `build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that position is in flight

@@ -1,9 +1,9 @@
-"""The prefill worker's memory grows: MooncakeConnector keeps each transfer that decode asked for and that never came.
+"""The prefill worker's memory grows: MooncakeConnector keeps transfers whose prefill request never comes.
 
 Symptom: The memory grows by less than a kilobyte for each decode request that comes after its prefill's timeout, or
 that names a wrong transfer_id. The log has only `Timeout waiting for P side ready`.
 
-Cause: A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py
+Cause: A decode request whose transfer has no entry in reqs_need_send makes one (mooncake_connector.py
 0.32.0:1563). When the wait for the prefill times out, nothing removes the entry (:1593).
 
 Fix: The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between two checks. Only the second check removes an entry, because its request may begin to wait late.
+#: Seconds between two checks. Only the second check removes an entry, which a request makes just before it waits.
 _PAUSE = 0.25
 
 

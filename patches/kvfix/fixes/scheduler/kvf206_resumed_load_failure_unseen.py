@@ -4,7 +4,7 @@ Symptom: Only LMCache's `Request ... failed to load ... tokens across ... blocks
 preempted returns wrong text, also with kv_load_failure_policy "fail".
 
 Cause: vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py
-0.15.1:2007). These tokens were cached when the request was first scheduled. A later load has tokens after these.
+0.15.1:2007). These tokens were cached when the request was first scheduled. A resumed request loads later tokens.
 
 Fix: In `_update_requests_with_invalid_blocks`, the fix raises `num_cached_tokens` to the end of the last failed block.
 - Upstream: None known; fixed in 0.20.2, which counts from `num_computed_tokens`.

@@ -40,7 +40,7 @@ PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """The reader for metadata that kvfix does not know. It takes all tokens of the hit that vLLM accepts for loads."""
+    """The reader for metadata that kvfix does not know. It expects loads of all tokens that vLLM accepts."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -54,7 +54,7 @@ class AnyReader(Reader):
 class AnyWorker(Worker):
     """The worker role, called in the order of vLLM's model runner (v1/worker/gpu_model_runner.py 0.32.0:3968-4216).
 
-    Layers: model_executor/layers/attention/kv_transfer_utils.py:27-47.
+    The calls for each layer are those in model_executor/layers/attention/kv_transfer_utils.py:27-47.
     """
 
     def __init__(self, rank: int, slots: Slots, connector: Any, config: Any, memory: TensorMemory) -> None:
@@ -202,7 +202,7 @@ class AnyConnector(Connector):
         self._to_lose = True
 
     def handed_out(self) -> None:
-        """Drop the stored tokens after a step `lose_stored`. Called before a worker gets the metadata of a step."""
+        """Drop the stored tokens after `lose_stored`. The lab calls this before a worker gets the metadata."""
         if self._to_lose and self.reader.granted:
             self._to_lose = False
             module, _, name = self._options.lose.rpartition(":")

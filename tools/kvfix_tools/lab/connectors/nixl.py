@@ -1,7 +1,7 @@
 """One engine with vLLM's NixlConnector in pull or push mode, in the scheduler and worker roles.
 
 pair.py makes two engines. The lab replaces the agent (nixl_network.py or nixl_real.py), the sockets and threads of the
-handshake, the attention backend, and the clock of the leases. The slots are in the agent's memory.
+handshake, the attention backend, and the clock of the leases. The lab's KV cache is in memory of the agent.
 """
 
 import threading

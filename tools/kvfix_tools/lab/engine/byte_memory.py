@@ -14,7 +14,7 @@ import torch
 from kvfix_tools.lab.engine.memory import GARBAGE, Block, Slots
 from kvfix_tools.lab.options import Options
 
-#: Floats in the slot of one head: 32 for K and 32 for V (kv_layout.kv_cache). The first two floats hold the content.
+#: Floats in the slot of one head: 32 for K and 32 for V (kv_layout.kv_cache). Two floats hold the content (memory.py).
 FLOATS = 64
 #: SLOT: bytes in the slot of one head. WORD: bytes of its content.
 SLOT, WORD = 4 * FLOATS, 8

@@ -22,9 +22,9 @@ _FAULTS = {
     "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "ask_again": 1,
     "malform": 1, "fail": 2, "handshakes_take": 1, "restart": 1,
 }  # fmt: skip
-#: Weights in push mode. If both engines get requests at once, the engines can wait for each other.
+#: Weights in push mode. "ask_at_once" is a fault: both engines get a request at once, and may wait for each other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
-#: All steps. "ends_at_once" is a step for Mooncake, and "on" is a step of one engine.
+#: All steps. Only Mooncake has "ends_at_once". "on" names an engine, which makes one of the steps of `_OF_ENGINE`.
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
 #: Steps of one engine.
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
@@ -62,13 +62,13 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     block = rng.choice((4, 8, 16))
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
     room = block * (min(blocks, decode_blocks) - 2)
-    # a waiting peer renews a lease after each sixth of the lease's duration, by two thirds of the duration
+    # a waiting peer renews a lease six times in its duration; each renewal adds two thirds of the duration
     extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice((3, 6, 30))}
     push = connector in ("nixl-push", "nixl-push-multi")
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:
-        # in this mode KVF319 does not cover a lease that ends: make the lease long enough for the read
+        # in this mode the fix KVF319 does not act if a lease ends during the read: draw a longer lease
         extra |= {"bidirectional_kv_xfer": True, "kv_lease_duration": 30}
         extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(

@@ -60,7 +60,7 @@ SCENARIOS = {
     ),
     "offload-window-chunk-stored-in-part": scenario(
         [do.serve("before", prompt(129)), do.evict(100)],
-        # vLLM has 128 tokens. The window has blocks 5 to 7: of the chunk of blocks 4 and 5, only block 5 is stored.
+        # The prefix cache has 128 tokens. The window keeps blocks 5 to 7, so the chunk of blocks 4 and 5 lacks block 4.
         do.serve("hit", prompt(130)),
         do.serve("shorter", prompt(97)),  # the window has blocks 3 to 5, and blocks 4 and 5 count as stored
         [do.reset_prefix_cache(), do.admit("r", prompt(120), max_tokens=2)],
