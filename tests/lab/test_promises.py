@@ -83,7 +83,7 @@ def test_a_promise_needs_a_peer(name: str, once: Once) -> None:
 def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
     """Up to vLLM 0.15, blocks are one list (nixl_connector.py 0.15.1:755). Later releases have a list for each group.
 
-    KVF301 knows both forms. The stub has no worker, which would fail such a load. So the fix must promise 0.
+    KVF301 knows both forms. The stub has no worker, which would fail a wrong load. So the fix must promise 0.
     """
     scheduler = SimpleNamespace(
         get_num_new_matched_tokens=lambda self, request, num_computed_tokens: (32, True),

@@ -175,8 +175,8 @@ def kvfix() -> dict[str, Any] | None:
 def recorded() -> dict[str, dict[str, Any]]:
     """Return {request: its state by the recorded events}; {} without a recorder.
 
-    {"asked": computed tokens at the last lookup, "promised": tokens of the connector's answer, "granted": tokens that
-     got blocks, "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds ago}
+    {"asked": computed tokens at the last lookup, "promised": tokens of the answer, "granted": tokens that got blocks,
+     "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds ago}
     """
     recorder = sys.modules.get("kvfix.connector_events.recorder")
     if recorder is None:

@@ -15,7 +15,7 @@ object. For a state, the server stores only this block. For a sliding window, a 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits
 are longer. Without this option all KV groups are in one object, so a hit ends before the first chunk without a state.
-- Releases: LMCache 0.5.4 to 0.5.6. Earlier servers refuse the store of a step with two blocks of such a model.
+- Releases: LMCache 0.5.4 to 0.5.6. Earlier servers refuse to store two blocks of one step for these models.
 - Remove when: The server stores no chunk with a null block in a part that a hit reads.
 """
 
