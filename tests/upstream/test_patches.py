@@ -141,8 +141,9 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
     assert bool(differ) == ((row.code, row.dist) in DIFFERS), f"{differ} play differently with kvfix's fix"
     for connector, digests in found["healthy"].items():
         expected = release.plays(connector, row.code)
-        healthy = [seed for seed in range(patched.SEEDS) if expected[seed]]
-        changed = [seed for seed in healthy if digests[seed] != expected[seed]]
+        played = zip(patched.SEEDS, digests, expected, strict=True)
+        healthy = [(seed, digest == right) for seed, digest, right in played if right]
+        changed = [seed for seed, is_equal in healthy if not is_equal]
         assert healthy
         assert not changed, f"{connector}: schedules {changed} of `kvfix lab fuzz` play differently"
 
