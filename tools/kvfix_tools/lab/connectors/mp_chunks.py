@@ -18,7 +18,9 @@ class Chunks:
         self.size = options.chunk_size
         self._options = options
         #: The memory of each rank with the block size of each KV group.
-        self._slots = [[slots.of_group(group.block_size) for group in kv_groups(options)] for slots in memories]
+        self._slots = [
+            [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])] for slots in memories
+        ]
         self.keep()
 
     def keep(self, windows: Sequence[int] = ()) -> None:
