@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import sys
 import tempfile
 from contextlib import suppress
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from kvfix.session import session
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests import late
-from tests.conftest import answers
+from tests.conftest import ForkServer, answers
 
 
 def play_all() -> dict[str, dict[str, list[str]]]:
@@ -91,11 +90,10 @@ def test_hooks_of_layers_are_watched_on_request_only() -> list[Any]:
     return [*found, is_wrapped()]
 
 
-@pytest.mark.parametrize(("mode", "answer"), [("fix", False), ("observe", True)])
-@answers(also="answer")
-def test_mode_fix_imports_no_connector_events(mode: str) -> bool:
-    kvfix.apply(mode)
-    return "kvfix.connector_events" in sys.modules
+@pytest.mark.parametrize(("mode", "imported"), [("fix", False), ("observe", True)])
+def test_mode_fix_imports_no_connector_events(mode: str, imported: bool, fork_server: ForkServer) -> None:
+    code = f"import sys, kvfix\nkvfix.apply({mode!r})\nresult = 'kvfix.connector_events' in sys.modules"
+    assert fork_server(code) is imported
 
 
 def test_every_hook_of_every_connector_is_watched_once(outcomes: dict[str, Any]) -> None:
