@@ -149,7 +149,10 @@ class Server:
             queue.cancel_streams()
         yield
         if queue is not None:
-            queue.process_inbound()
+            self._answer_something(client)
+
+    def _answer_something(self, client: Any) -> None:
+        client._message_queue_client.process_inbound()
 
     def _keys_from_start(self, key: Any) -> list[Any]:
         """Return the keys of the chunks in LMCache's key of a transfer."""
