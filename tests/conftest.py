@@ -180,15 +180,11 @@ with runner.quiet():
 class Once:
     """Run a function in a fork once for all processes of pytest. Return its answer, or fail with its error."""
 
-    def __init__(self, fork_server: ForkServer, answers: Path) -> None:
-        """answers: the folder for the answers of this run of pytest."""
-        self._fork_server = fork_server
+    def __init__(self, fork_server: ForkServer, warm: ForkServer, answers: Path) -> None:
+        """warm: a process that has imported NEWEST. answers: the folder for the answers of this run of pytest."""
+        self._fork_server, self._warm = fork_server, warm
         self._answers = answers
         self._read: dict[str, tuple[Any, str]] = {}
-
-    @functools.cached_property
-    def _warm(self) -> ForkServer:
-        return ForkServer(WARM)
 
     def __call__(self, function: Callable[..., Any], lmcache: Path, *arguments: Any, fixes: Fixes = False) -> Any:
         code = call(function, *arguments, fixes=fixes)
@@ -206,10 +202,6 @@ class Once:
     def both(self, function: Callable[..., Any], lmcache: Path, *arguments: Any) -> list[Any]:
         return [self(function, lmcache, *arguments, fixes=each) for each in (False, True)]
 
-    def close(self) -> None:
-        if "_warm" in vars(self):
-            self._warm.close()
-
     def _asked(self, code: str, lmcache: Path) -> tuple[Any, str]:
         try:
             return (self._warm(code) if lmcache == NEWEST else self._fork_server(code, lmcache)), ""
@@ -224,9 +216,9 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> I
         shared = shared.parent
     answers = shared / "answers"
     answers.mkdir(exist_ok=True)
-    made = Once(fork_server, answers)
-    yield made
-    made.close()
+    warm = ForkServer(WARM)
+    yield Once(fork_server, warm, answers)
+    warm.close()
 
 
 def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[..., Any]], Any]:
