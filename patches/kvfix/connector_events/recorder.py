@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 #: Maximum bytes of one file. kvfix leaves out the oldest events of a larger record.
 LARGEST = 8 << 20
-#: A process keeps at most FILES recorder files, and all processes together FILES_OF_ALL.
+#: A process keeps at most FILES recorder files, and all processes together FILES_OF_ALL: a crash loop starts many.
 FILES, FILES_OF_ALL = 32, 256
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"

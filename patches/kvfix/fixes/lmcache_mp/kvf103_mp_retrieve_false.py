@@ -9,7 +9,7 @@ Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the block
 
 Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM
 then ends the request with an error, or computes the tokens again (`kv_load_failure_policy`).
-- Releases: LMCache 0.4.2 to 0.5.4, also with vLLM's own connector. Earlier releases cannot report failed blocks.
+- Releases: LMCache 0.4.2 to 0.5.4, also in vLLM's copy of it. Earlier releases cannot report failed blocks.
 - Upstream: https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
 """
 
