@@ -36,7 +36,9 @@ class Rule(NamedTuple):
 
 _TEXT = Path(__file__).with_name("contract.md").read_text(encoding="utf-8")
 _RULE = re.compile(r"## (\S+): (.+)\n\n((?:.+\n)+)\n- proof: (\w+)(?:\n- codes: (.+))?")
-RULES = tuple(Rule._make([*found, tuple(codes.split())]) for *found, codes in _RULE.findall(_TEXT))
+RULES = tuple(
+    Rule(slug, title, doc, proof, tuple(codes.split())) for slug, title, doc, proof, codes in _RULE.findall(_TEXT)
+)
 SLUGS = {rule.slug: rule for rule in RULES}
 #: Rules about contents. In scenarios of these rules, wrong KV violates the rule; in any other scenario, `granted`.
 _OF_CONTENT = {

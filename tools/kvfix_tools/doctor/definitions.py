@@ -56,6 +56,10 @@ class Definitions(NamedTuple):
     aliases: dict[str, str] = {}
     deprecated: dict[str, str] = {}
 
+    def default(self, name: str) -> Any:
+        """Return the default of a setting; None for an unknown name."""
+        return self.known[name].default if name in self.known else None
+
     def is_read(self, name: str) -> bool:
         """Return True if the release reads this name from a file or the environment.
 

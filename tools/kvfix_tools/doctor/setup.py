@@ -157,9 +157,8 @@ class Setup:
     def setting(self, name: str) -> Any:
         """Return the effective value of a setting, or the release's default; None if neither is known."""
         values = [each.value for each in self.settings if self.current(each.name) == name]
-        definition = self.definitions.known.get(name)
-        default = definition.default if definition else None
-        return default if not values or values[-1] is None else values[-1]
+        value = values[-1] if values else None
+        return self.definitions.default(name) if value is None else value
 
     def several(self, name: str) -> list[Any]:
         """Return the items of a setting that is a list, or text with commas."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import kvfix
 from kvfix_tools import screen
-from kvfix_tools.dump import processes
+from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
@@ -20,7 +20,7 @@ def dump(pid: int, out: Path, json: bool) -> int:
         return screen.error(f"kvfix dump: there is no process {pid}")
     tree += processes.elsewhere(tree)
     print(f"reading stacks and recorders of {len(tree)} processes ...", file=sys.stderr)
-    rows, files = processes.gather(tree)
+    rows, files = gather.gather(tree)
     bundle = out / f"kvfix-dump-{pid}-{time.strftime('%Y%m%dT%H%M%S')}.tar.gz"
     try:
         _write(bundle, tree, rows, files)

@@ -17,7 +17,7 @@ from kvfix.ledger.liveness import LOAD, LOOKUP
 from kvfix.ledger.standstill import HOOK, LATE, Look, Verdict, moved, of_these_hooks
 from kvfix_tools import screen
 from kvfix_tools.doctor import servers
-from kvfix_tools.dump import processes
+from kvfix_tools.dump import gather
 from kvfix_tools.look import looking, show
 
 SCHEMA = 1
@@ -34,8 +34,8 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     tree = looking.engine_of(servers.client_of(pid) or pid)
     if not tree:
         return screen.error(f"kvfix look: {looking.why_none(pid)}")
-    listed = ", ".join(f"{each.pid} ({each.name})" for each in tree)
-    print(f"kvfix look: stops each of these processes for a moment: {listed}", file=sys.stderr)
+    processes = ", ".join(f"{each.pid} ({each.name})" for each in tree)
+    print(f"kvfix look: stops each of these processes for a moment: {processes}", file=sys.stderr)
     looker = looking.Looker(tree, full=bool(save))
     if watch:
         return _watch(looker)
@@ -140,7 +140,7 @@ def look_at_core(file: str, json: bool) -> int:
 
     Return 0 if no thread is in a connector hook, 1 if one is, 2 for an unreadable file, 77 without PyStack.
     """
-    pystack = processes.program("pystack")
+    pystack = gather.program("pystack")
     if pystack is None:
         why = "PyStack, which reads core files, is not installed. Run: pip install pystack"
         return screen.error(f"kvfix look: {why}", 77)

@@ -16,7 +16,7 @@ import psutil
 import kvfix.engine_state
 from kvfix.engine_state import places
 from kvfix.ledger.standstill import Look
-from kvfix_tools.dump import processes
+from kvfix_tools.dump import gather, processes
 from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
@@ -167,7 +167,7 @@ class Looker:
             return self._inside(process), INSIDE, "", ""
         except inject.Refused as refused:
             reason, setting = refused.reason, refused.setting
-            text, _ = processes.recorder(process)  # kvfix in the process writes its state if its mode records
+            text, _ = gather.recorder(process)  # kvfix in the process writes its state if its mode records
             lines = [line for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
             if lines:
                 return {**json.loads(lines[-1]), "name": process.name}, RECORDER, reason, setting
@@ -175,10 +175,10 @@ class Looker:
             reason = str(silent)
         except (ValueError, OSError) as error:
             reason = f"the answer of the process cannot be read: {error}"
-        threads, why = processes.stacks(process.pid)
+        threads, why = gather.stacks(process.pid)
         if not threads:
             return None, NOT, f"{reason}; {why}", setting
-        main = processes.main_frames(threads)
+        main = gather.main_frames(threads)
         frames = [(each["name"].rpartition(".")[2], each["filename"] or "", each["line"] or 0) for each in main]
         about = {"pid": process.pid, "process": process.name, "name": process.name, "silent": reason}
         return {**about, **of_stack(frames)}, STACKS, reason, setting

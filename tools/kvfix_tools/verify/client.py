@@ -122,9 +122,7 @@ class Server:
                 first = first or time.monotonic() - start
                 given = choice.get("logprobs") or {}
                 answered += given.get("tokens") or []
-                for top in given.get("top_logprobs") or []:  # null stands for NaN in JSON
-                    finite = {token: SMALLEST if one is None else float(one) for token, one in (top or {}).items()}
-                    logprobs.append(finite)
+                logprobs += [_finite(each) for each in given.get("top_logprobs") or []]
         if not answered:
             raise Refused(f"{self.url} answers without log probabilities. Start the server without --max-logprobs 0")
         details = usage.get("prompt_tokens_details") or {}
@@ -183,6 +181,11 @@ class Server:
         if response.status_code in (401, 403):
             return f"{self.url}{path} needs an API key. Give --api-key-env NAME, the variable with the key"
         return f"{self.url}{path} answers {response.status_code}: {response.text[:300]}"
+
+
+def _finite(logprobs: dict[str, float | None] | None) -> dict[str, float]:
+    """Replace null, which stands for NaN in JSON, by vLLM's smallest log probability."""
+    return {token: SMALLEST if value is None else float(value) for token, value in (logprobs or {}).items()}
 
 
 def _number(text: str | None) -> int:

@@ -14,14 +14,18 @@ from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 _RANGES: dict[str, tuple[float, float, str]] = {
     "chunk_size": (1, math.inf, "tokens"),
     "max_local_cpu_size": (0, math.inf, "GiB for each worker"),
-    **dict.fromkeys(("reserve_local_cpu_size", "max_local_disk_size"), (0, math.inf, "GiB")),
+    "reserve_local_cpu_size": (0, math.inf, "GiB"),
+    "max_local_disk_size": (0, math.inf, "GiB"),
     "min_retrieve_tokens": (0, math.inf, "tokens"),
     "lookup_timeout_ms": (1, math.inf, "milliseconds"),
-    **dict.fromkeys(("blocking_timeout_secs", "pin_timeout_sec", "pin_check_interval_sec"), (1, math.inf, "seconds")),
+    "blocking_timeout_secs": (1, math.inf, "seconds"),
+    "pin_timeout_sec": (1, math.inf, "seconds"),
+    "pin_check_interval_sec": (1, math.inf, "seconds"),
     "lazy_memory_initial_ratio": (0, 1, "a part of the memory"),
     "lazy_memory_expand_trigger_ratio": (0, 1, "a part of the memory"),
     "lazy_memory_step_ratio": (0, 1, "a part of the memory"),
-    **dict.fromkeys(("pd_buffer_size", "nixl_buffer_size"), (1, math.inf, "bytes")),
+    "pd_buffer_size": (1, math.inf, "bytes"),
+    "nixl_buffer_size": (1, math.inf, "bytes"),
 }
 
 

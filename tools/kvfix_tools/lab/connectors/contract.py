@@ -35,8 +35,9 @@ class Contract:
         connector = owner.in_scheduler
         self._ask, self._grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
         self._build = connector.build_connector_meta
-        for name in ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"):
-            setattr(connector, name, getattr(self, name))
+        connector.get_num_new_matched_tokens = self.get_num_new_matched_tokens
+        connector.update_state_after_alloc = self.update_state_after_alloc
+        connector.build_connector_meta = self.build_connector_meta
         for name in ("request_finished", "request_finished_all_groups"):
             if hasattr(connector, name):
                 setattr(connector, name, self._finished(name, getattr(connector, name)))

@@ -1,6 +1,5 @@
 """The rules in rules.md (LAB...), which only the lab can check. kvfix.ledger.rules has the other rules (KVR...)."""
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +10,13 @@ class LabRule(NamedTuple):
     doc: str
 
 
-_TEXT = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
-RULES = tuple(LabRule(*found) for found in re.findall(r"(?ms)^## (\S+) (\S+)\n\n(.*?)\s*(?=^## |\Z)", _TEXT))
+def _rule(section: str) -> LabRule:
+    heading, _, doc = section.partition("\n\n")
+    code, name = heading.split()
+    return LabRule(code, name, doc.rstrip())
+
+
+RULES = tuple(map(_rule, Path(__file__).with_suffix(".md").read_text(encoding="utf-8").split("\n## ")[1:]))
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
     NO_REQUEST_CAN_MOVE, STORED_AGAINST_POLICY, ASKED_AGAIN, WRONG_KIND, NEVER_GIVEN_BACK, NOT_ITS_TO_CHANGE,
