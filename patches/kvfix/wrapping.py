@@ -3,7 +3,9 @@
 The function gets its arguments as the caller passed them. A wrapper gets the arguments by position, with the defaults
 filled in, because releases and callers differ in what they pass by name.
 
-The wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments.
+The wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. A wrapper
+with the attribute `only`, a function of the instance, is left out of the calls of all other instances. This costs less
+than the wrapper in each step. So the answer of `only` must never change, for example the role of a connector.
 
 If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
 answer. The default, None, gives the function's own answer. Fixes of crashes, leaks and hangs use it. A fix of wrong
@@ -22,6 +24,7 @@ from kvfix import engine_log, metrics
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
+Only = Callable[[Any], Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: `on_fault` returns this if the function is safe to call now. If the function was called already, its answer is kept.
 GO_ON = object()
@@ -59,12 +62,12 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
     """
 
     def wrap(function: Function) -> Function:
-        by_position, code = positional(function), _Code(prepare, on_fault)
+        parameters, by_position, code = _count_parameters(function), positional(function), _Code(prepare, on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             try:
-                given, named = by_position(args, kwargs)
+                given, named = (args, kwargs) if len(args) == parameters else by_position(args, kwargs)
                 if (when is None or when(*given, **named)) and prepare(*given, **named):
                     metrics.acted(code.tally, function, args)
             except Exception as error:  # noqa: BLE001
@@ -86,13 +89,13 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
     """
 
     def wrap(function: Function) -> Function:
-        by_position, code = positional(function), _Code(change, on_fault)
+        parameters, by_position, code = _count_parameters(function), positional(function), _Code(change, on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             answer = function(*args, **kwargs)
             try:
-                (instance, *given), named = by_position(args, kwargs)
+                (instance, *given), named = (args, kwargs) if len(args) == parameters else by_position(args, kwargs)
                 if when is None or when(instance, answer, *given, **named):
                     changed = change(instance, answer, *given, **named)
                     if changed is not None and changed is not answer:
@@ -120,13 +123,13 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     """
 
     def wrap(function: Function) -> Function:
-        by_position, code = positional(function), _Code(steps, on_fault)
+        parameters, by_position, code = _count_parameters(function), positional(function), _Code(steps, on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             running = changed = None
             try:
-                given, named = by_position(args, kwargs)
+                given, named = (args, kwargs) if len(args) == parameters else by_position(args, kwargs)
                 running = steps(*given, **named) if when is None or when(*given, **named) else None
             except Exception as error:  # noqa: BLE001
                 answer = code.failed(error, args, kwargs)
@@ -246,13 +249,21 @@ class WrappedFunction:
         self._compose({})
 
     def _compose(self, wrappers: dict[str, tuple[int, Wrapper]]) -> None:
-        call = self._function
+        call = others = self._function
+        guards: dict[Only, None] = {}
         try:
             for _, key, wrap in sorted((order, key, wrap) for key, (order, wrap) in wrappers.items()):
                 metrics.composing = metrics.of(key)
                 call = wrap(call)
+                only = getattr(wrap, "only", None)
+                if only is not None:
+                    guards[only] = None
+                else:
+                    others = wrap(others) if guards else call
         finally:
             metrics.composing = metrics.NONE
+        if guards:
+            call = _for_some(tuple(guards), call, others)
         self._wrappers, self._call = wrappers, call
         current = vars(self.owner).get(self.name)
         if wrappers and current is (None if self._is_inherited else self.original):
@@ -264,6 +275,24 @@ class WrappedFunction:
                 setattr(self.owner, self.name, self.original)
 
 
+def _for_some(guards: tuple[Only, ...], call: Function, others: Function) -> Function:
+    """Return a function that runs `call` if a guard returns true for the instance. Otherwise it runs `others`."""
+
+    @functools.wraps(others)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        chain = others
+        try:
+            for only in guards:
+                if only(args[0]):
+                    chain = call
+                    break
+        except Exception:  # noqa: BLE001 - the wrapper that has this guard handles the error
+            chain = call
+        return chain(*args, **kwargs)
+
+    return chosen
+
+
 def _other_kind(original: Any) -> str:
     """Return the kind of a value that kvfix cannot wrap, such as "a property"; "" for a function or a method."""
     original = getattr(original, "__func__", original)
@@ -272,6 +301,13 @@ def _other_kind(original: Any) -> str:
     return "" if callable(original) else f"a {type(original).__name__}"
 
 
+def _count_parameters(function: Function) -> int:
+    """Return the number of arguments after which `positional` has nothing to do; -1 if it always has to look."""
+    inner = inspect.unwrap(function)
+    return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
+
+
+@functools.lru_cache(maxsize=256)
 def positional(function: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
     """Return a function that sorts the arguments of a call by position and fills in the defaults.
 

@@ -2,7 +2,8 @@
 
 vLLM preempts requests: prompts are random, blocks are few, and prefill is chunked. A server in mode `strict` has to
 answer every request. Then the clients ask three servers in turn: without kvfix, in mode `fix`, in mode `check`. A step
-takes 5 ms with the small model, and 10 to 50 ms with a real model. The time of kvfix does not depend on the model.
+takes 8 ms with the small model, and 10 to 50 ms with a real model. The time of kvfix does not depend on the model. The
+scheduler and the worker are in one process, as with one GPU.
 
 The four servers take nine minutes on two cores that must be idle otherwise. Each server computes with one thread.
 Several threads would spin while they wait for one another, and the bench would mostly measure these waits.

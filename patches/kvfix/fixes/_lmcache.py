@@ -57,6 +57,18 @@ def store_nothing(impl: Any, request: Any) -> None:
         request.token_ids, request.slot_mapping = [], request.slot_mapping[:0]
 
 
+def is_layerwise(impl: Any) -> bool:
+    return impl.use_layerwise and impl.lmcache_engine is not None
+
+
+def is_producer(impl: Any) -> bool:
+    return bool(impl.kv_role == "kv_producer")
+
+
+def _is_layerwise_producer(impl: Any) -> bool:
+    return is_layerwise(impl) and is_producer(impl)
+
+
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
     """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
 
@@ -72,14 +84,11 @@ def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing
             store_nothing(impl, request)
         return bool(meant)
 
-    @fix_after(
-        when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
-        on_fault=_closed.worker_saves_nothing,
-    )
+    @fix_after(only=_is_layerwise_producer, on_fault=_closed.worker_saves_nothing)
     def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
         store_nothing_of(impl)
 
-    wrap = fix_before(when=lambda impl, *_, **__: impl.kv_role == "kv_producer", on_fault=_closed.worker_saves_nothing)
+    wrap = fix_before(only=is_producer, on_fault=_closed.worker_saves_nothing)
     return wrap(store_nothing_of), start_load_kv
 
 
@@ -97,10 +106,6 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
 Add = Callable[[dict[str, Any], Any], None]
 #: A function (keyword arguments of the call) for an error in `Add`. It makes the call find and store nothing.
 Closed = Callable[[dict[str, Any]], None]
-
-
-def is_layerwise(impl: Any, *_: Any, **__: Any) -> bool:
-    return impl.use_layerwise and impl.lmcache_engine is not None
 
 
 def find_load(impl: Any) -> Callable[[Any], Any]:
@@ -121,7 +126,7 @@ def find_load(impl: Any) -> Callable[[Any], Any]:
 def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
     """For `start_load_kv`: add arguments that LMCache does not pass to its engine (0.5.6 vllm_v1_adapter.py:842)."""
 
-    @fix_around(when=is_layerwise, on_fault=_closed.worker_loads_fail if closed else None)
+    @fix_around(only=is_layerwise, on_fault=_closed.worker_loads_fail if closed else None)
     def start_load_kv(impl: Any, *_: Any, **__: Any) -> Steps:
         return _with_request(impl.lmcache_engine, "retrieve_layer", find_load(impl), add, closed)
 
@@ -131,7 +136,7 @@ def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
 def layer_saves(add: Add, closed: Closed) -> Fixing:
     """For `save_kv_layer`: add arguments as `layer_loads` does. A request has the same list object as the call."""
 
-    @fix_around(when=is_layerwise, on_fault=_closed.worker_saves_nothing)
+    @fix_around(only=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:
         metadata = impl._parent._connector_metadata
 

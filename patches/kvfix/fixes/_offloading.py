@@ -114,7 +114,8 @@ def reports_failed_loads(side: str, requests: str) -> Fixing:
     """
 
     @fix_after(
-        when=lambda connector, *_, **__: getattr(getattr(connector, side, None), requests, None),
+        only=lambda connector: hasattr(connector, side),
+        when=lambda connector, *_, **__: hasattr(getattr(connector, side), requests),
         on_fault=all_loads_fail,
     )
     def get_transfer_results(connector: Any, answer: Any, *_: Any) -> None:

@@ -27,20 +27,29 @@ __all__ = (
 Steps = Generator[Any, Any, Any]
 
 
-def _decorator(make: Callable[..., Wrapper], **options: Any) -> Callable[[Function], Fixing]:
+def _decorator(
+    make: Callable[..., Wrapper], only: Function | None = None, when: Function | None = None, **options: Any
+) -> Callable[[Function], Fixing]:
     """Turn the code of a fix into the `fix` of a target. The code must not need the module of the function.
 
-    make: before, after or around. options: the arguments `when` and `on_fault` of `make` (kvfix.wrapping).
+    make: before, after or around. only, when, on_fault: see kvfix.wrapping.
     """
+    options["when"] = when if only is None else _both(only, when)
 
     def decorate(code: Function) -> Fixing:
         def fixing(module: ModuleType) -> Wrapper:
-            return make(code, **options)
+            wrap = make(code, **options)
+            vars(wrap)["only"] = only
+            return wrap
 
         vars(fixing)["fails_closed"] = options.get("on_fault") is not None
         return fixing
 
     return decorate
+
+
+def _both(only: Function, when: Function | None) -> Function:
+    return lambda *given, **named: only(given[0]) and (when is None or when(*given, **named))
 
 
 #: `@fix_before(when=..., on_fault=...)` decorates the code of a fix that runs before the function.

@@ -11,10 +11,9 @@ class OwnTime:
 
     def __init__(self, functions: Iterable[Any]) -> None:
         """functions: objects of class WrappedFunction that have at least one wrapper."""
-        self._outside: list[float] = []
-        self._inside: list[float] = []
-        #: Times of the inner timer of two nested timers. `_inside` minus `_within` is the time that one timer takes.
-        self._within: list[float] = []
+        self._outside, self._inside = Spent(), Spent()
+        #: The inner timer of two nested timers. `_inside` minus `_within` is the time that one timer takes.
+        self._within = Spent()
         for function in functions:
             function._function = timed(timed(function._function, self._within), self._inside)
             function._compose(function._wrappers)
@@ -22,15 +21,20 @@ class OwnTime:
 
     @property
     def calls(self) -> int:
-        return len(self._outside)
+        return self._outside.calls
 
     @property
     def seconds(self) -> float:
-        outside, inside, within = map(sum, (self._outside, self._inside, self._within))
-        return outside - inside - (inside - within)
+        inside = self._inside.seconds
+        return self._outside.seconds - inside - (inside - self._within.seconds)
 
 
-def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+class Spent:
+    seconds = 0.0
+    calls = 0
+
+
+def timed(function: Callable[..., Any], spent: Spent) -> Callable[..., Any]:
     """Return a function that calls `function`, and adds the processor time in seconds to `spent`."""
 
     @functools.wraps(function)
@@ -39,6 +43,7 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
         try:
             return function(*args, **kwargs)
         finally:
-            spent.append(time.thread_time() - start)
+            spent.seconds += time.thread_time() - start
+            spent.calls += 1
 
     return call

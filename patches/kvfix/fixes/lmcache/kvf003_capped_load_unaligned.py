@@ -16,7 +16,7 @@ Fix: The fix promises only the tokens between vLLM's computed tokens and the end
 from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 
 
-@fix_after(when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load)
+@fix_after(only=lambda impl: impl._max_tokens_per_load, when=lambda impl, promised, *_, **__: promised)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs[request.request_id]
     if spec.lmcache_cached_tokens == request.num_tokens:  # LMCache has all tokens: the load is not capped

@@ -54,7 +54,7 @@ def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
     return _closed.worker_saves_nothing(impl)
 
 
-@fix_after(when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end)
+@fix_after(only=_lmcache.is_layerwise, when=_some_failed, on_fault=_saves_end)
 def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
     """Drop the stores after failed loads, before the layerwise save begins at the first layer."""
     _store_nothing_of_failed(impl)

@@ -26,7 +26,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, Steps, engine_log, fix_around,
 _WHERE = f"{__name__}.retrieve_layer"
 
 
-@fix_around(when=_lmcache.is_layerwise, on_fault=_closed.worker_loads_fail)
+@fix_around(only=_lmcache.is_layerwise, on_fault=_closed.worker_loads_fail)
 def fix(impl: Any, *_: Any, **__: Any) -> Steps:
     find, load = _lmcache.find_load(impl), impl.lmcache_engine.retrieve_layer
 

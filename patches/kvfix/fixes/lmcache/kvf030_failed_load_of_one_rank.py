@@ -75,11 +75,11 @@ def _join(meta: Any, earlier: Any) -> None:
     save.skip_leading_tokens = min(save.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
 
 
-def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
+def _has_ranks(impl: Any) -> Any:
     return impl._vllm_config.parallel_config.world_size > 1 and impl.kv_role in ("kv_both", "kv_producer")
 
 
-@fix_after(when=_has_ranks, on_fault=_closed.drop_saves)
+@fix_after(only=_has_ranks, on_fault=_closed.drop_saves)
 def fix_metadata(impl: Any, metadata: Any, scheduler_output: Any) -> None:
     unsaved = getattr(impl, _UNSAVED, None) or Unsaved(impl._vllm_config)
     setattr(impl, _UNSAVED, unsaved)

@@ -43,9 +43,13 @@ def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-@fix_before(when=lambda connector, metadata, *_, **__: hasattr(metadata, "_kvfix_preempted"), on_fault=_wait_for_all)
+@fix_before(
+    only=lambda connector: hasattr(connector, "worker_adapter"),
+    when=lambda connector, metadata, *_, **__: hasattr(metadata, "_kvfix_preempted"),
+    on_fault=_wait_for_all,
+)
 def wait(connector: Any, metadata: Any) -> None:
-    adapter = getattr(connector, "worker_adapter", None)
+    adapter = connector.worker_adapter
     if adapter is not None and adapter.is_healthy:
         for store in list(adapter.store_futures.values()):
             if not store.query():

@@ -21,7 +21,7 @@ from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replac
 
 
 # With one token of lookahead or none, no chunk is shortened.
-@fix_around(when=lambda sched, *_, **__: sched.need_mamba_block_aligned_split and sched.num_prefill_lookahead > 1)
+@fix_around(only=lambda sched: sched.need_mamba_block_aligned_split and sched.num_prefill_lookahead > 1)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
     """Wrap `schedule`: a wrapper of `_reserve_prefill_lookahead` would run for each request, even without Mamba."""
     shortened = scheduler._reserve_prefill_lookahead
