@@ -3,11 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvfix import metrics
+from kvfix.fixes.api import fix_after
 from kvfix.session import session
 from kvfix.wrapping import GO_ON, WrappedFunction, after, around, before, instead
 
@@ -257,3 +259,39 @@ class TestParameters:
     def test_a_callable_that_is_no_function(self, kind: Any) -> None:
         hook = kind(functools.partial(plain, two=3))
         assert hook(0, 1) == hook(0, one=1) == (1, 3)
+
+
+class Role(NamedTuple):
+    """An instance that a wrapper with `only` may concern."""
+
+    is_worker: Any
+
+    def hook(self) -> str:
+        return "own"
+
+
+def is_worker(role: Role) -> bool:
+    if role.is_worker is None:
+        raise ValueError("planted")
+    return bool(role.is_worker)
+
+
+@pytest.mark.parametrize(
+    ("role", "answer", "faults"), [(True, "own 1 2 3", 0), (False, "own 1 3", 0), (None, "own 1 closed 3", 1)]
+)
+def test_only_chooses_the_wrappers_of_an_instance(role: bool | None, answer: str, faults: int) -> None:
+    """A wrapper is left out of the calls of other instances. If `only` raises, the wrapper's `on_fault` answers."""
+
+    def adds(text: str, **options: Any) -> Any:
+        return fix_after(on_fault=lambda role, answer: f"{answer} closed", **options)(
+            lambda role, answer: f"{answer} {text}"
+        )(ModuleType("vllm"))
+
+    function = WrappedFunction(Role, "hook", vars(Role)["hook"])
+    for order in (1, 2, 3):
+        function.add(f"KVF00{order}", order, adds(str(order), **({"only": is_worker} if order == 2 else {})))
+    try:
+        assert Role(role).hook() == answer
+    finally:
+        function.clear()
+    assert sum(session.faults.values()) == faults
