@@ -42,7 +42,7 @@ _CONNECTOR = "Show only the bugs of these connectors. Default: $KVFIX_CONNECTOR.
 _OF_TRANSFER = "Show only the bugs of the connectors in this value of vLLM's --kv-transfer-config."
 _EFFECT = "Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."
 _PROBE = "Import vLLM and LMCache, and test bugs whose presence is unknown."
-_RELEASED = "Download the newest LMCache and vLLM with pip. List functions of fixes whose code is new to kvfix."
+_RELEASED = "Download the newest LMCache and vLLM with pip. List the fixes that wrap a function whose code has changed."
 
 
 class Selected(NamedTuple):

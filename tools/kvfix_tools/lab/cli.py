@@ -27,7 +27,7 @@ app = typer.Typer(help="Reproduce bugs on the real vLLM scheduler and connectors
 
 LMCachePath = Annotated[str | None, value("DIR", "Use LMCache from this folder (pip install --no-deps --target DIR).")]
 _CONNECTOR = f"""Play this connector: {", ".join(CONNECTORS)}. v1: LMCacheConnectorV1. mp: LMCacheMPConnector.
-mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: with OffloadingConnector."""
+mp-in-tree: vLLM's copy of mp. X-multi: X and v1 in a MultiConnector. nixl-offload: NIXL and offloading in one."""
 _SERVER = "lab: use the lab's stand-in for the server. real: start a real `lmcache server` (mp only)."
 _TRANSFERS = "lab: NIXL is simulated. real: use NIXL, and compare it with the simulation."
 _MODE = "fix: apply the fixes. check: also check the rules, as kvfix run --mode check does."

@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", nargs="+", metavar="NAME", help="test these copy routines; default: all installed (see --list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
-        what = "prefixes that a load skips (part: below a block; chunk: above a chunk)" if name == "skip" else "values"
+        what = (
+            "lengths of skipped prefixes (part: less than a block; chunk: over a chunk)" if name == "skip" else "values"
+        )
         shown = f"test only these {what}; default: {', '.join(values)}"
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=shown)
     add("--layers", type=int, default=3, help="set the layers of the KV cache (default: 3)")
