@@ -55,8 +55,7 @@ NAN = float("nan")
     [
         (4.0, {}, (0, "K", 0, 0.0), False),
         (4.0, {"v1": 0.03}, (1, "V", 1, 0.05), False),  # error: sqrt(0.03 / (3 * 4))
-        # The audit names the first layer above its limit, and not the layer that differs most.
-        (4.0, {"v0": 0.48, "k1": 12.0}, (0, "V", 1, 0.2), True),
+        (4.0, {"v0": 0.48, "k1": 12.0}, (0, "V", 1, 0.2), True),  # the first layer above its limit, not the worst
         (4.0, {"k1": NAN}, (1, "K", 1, 1e9), True),
         (0.0, {"k1": 1.0}, (1, "K", 1, 1e9), True),
         (0.0, {}, (0, "K", 0, 0.0), False),

@@ -88,11 +88,8 @@ def split(request: pytest.FixtureRequest, once: Once) -> Split:
 @pytest.fixture
 def files(split: Split, tmp_path: Path) -> dict[str, Path]:
     """Return the recorder files of scheduler, rank 0 and rank 1, each on a separate node."""
-    return {
-        "scheduler": split.write(tmp_path / "s.jsonl", "SCHEDULER", 0, "n0", split.events("SCHEDULER")),
-        "0": split.write(tmp_path / "0.jsonl", "WORKER", 0, "n1", split.events("WORKER")),
-        "1": split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", split.events("WORKER")),
-    }
+    parts = {"scheduler": ("SCHEDULER", 0, "n0"), "0": ("WORKER", 0, "n1"), "1": ("WORKER", 1, "n2")}
+    return {name: split.write(tmp_path / f"{name}.jsonl", *part, split.events(part[0])) for name, part in parts.items()}
 
 
 def engine_of(paths: list[Path]) -> engine_recordings.Engine:
@@ -199,7 +196,6 @@ def test_engines_are_distinguished(files: dict[str, Path], split: Split, tmp_pat
 
 
 def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], split: Split, tmp_path: Path) -> None:
-    """Without common events kvfix can only compare the wall clocks, and knows no bounds of their difference."""
     files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", [])
     clock = engine_of(list(files.values())).clocks["boot of n2"]
     assert (clock.low, clock.high) == (None, None)

@@ -29,7 +29,6 @@ RUBBISH = [
     b"[2026-13-45 99:99:99,999] LMCache ERROR: ", b"Error: \n", b"pid=", b"()", b" LMCache DEBUG:", b"\xff\xfe",
     b'{"kind":"event","connector":[],"event":"Asked","request":7}', b'{"kind":"recorder","versions":[]}',
 ]  # fmt: skip
-JOINS = [b"\n", b"", b"\r\n"]
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +51,7 @@ def draw(number: int) -> bytes:
         picked = lines[first : first + dice.randint(1, 40)]
     else:
         picked = dice.choices(lines, k=dice.randint(1, 25))
-    log = dice.choice(JOINS).join(picked)
+    log = dice.choice([b"\n", b"", b"\r\n"]).join(picked)
     if dice.random() < 0.2:
         return log[: dice.randrange(len(log) + 1)]
     for _ in range(dice.randrange(13)):

@@ -63,10 +63,7 @@ SECRETS = [
     "cannot open /srv/ada/private-model of ours/weights.bin",
     "cannot open models/private-model/weights.bin",
 ]
-HIDDEN = (
-    "secret illness", "pa55word", "10.1.2.3", "gpu-node-17", "sk-abcdef", "15496, 995, 318", "/home/ada",
-    "private-model",
-)  # fmt: skip
+HIDDEN = "secret illness", "pa55word", "10.1.2.3", "gpu-node-17", "sk-abcdef", "15496", "/home/ada", "private-model"
 
 
 @pytest.mark.parametrize("secret", SECRETS)

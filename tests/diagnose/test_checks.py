@@ -60,8 +60,7 @@ def test_it_names_the_releases_and_the_condition(log: str, says: str) -> None:
     [
         failed(function="another"), failed("another text"), failed(file="lmcache/v1/another.py"), failed(file="x.py"),
         asserted(function="another"), asserted("target_block_size == 0"),
-        # The release in the log does not have this check, so the user has changed the code.
-        STARTS.format("0.11.0") + asserted(),
+        STARTS.format("0.11.0") + asserted(),  # this release does not have the check: the user has changed the code
     ],
 )  # fmt: skip
 def test_near_misses(log: str) -> None:

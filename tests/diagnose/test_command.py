@@ -3,10 +3,10 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import jsonschema
@@ -152,8 +152,7 @@ def test_the_page_stands_alone_and_escapes_what_a_log_holds(run: Run, tmp_path: 
 
 
 def test_findings_of_a_stream_are_shown_as_they_come() -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([*COMMAND, "-"], env=clean_environment(), **pipes) as process:
+    with Popen([*COMMAND, "-"], env=clean_environment(), stdin=PIPE, stdout=PIPE) as process:
         process.stdin.write(real("crash-0.3.10"))
         process.stdin.flush()
         assert b"KVD101" in process.stdout.readline()
@@ -167,8 +166,7 @@ def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
     log = tmp_path / "long.log"
     log.write_bytes(real("healthy-0.5.6") + b"nothing that is read\n" * 1_700_000)
     ours, theirs = os.openpty()
-    command, environment = [*COMMAND, str(log)], clean_environment(TERM="xterm")
-    with subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=environment) as process:
+    with Popen([*COMMAND, str(log)], env=clean_environment(TERM="xterm"), stdout=PIPE, stderr=theirs) as process:
         os.close(theirs)
         shown = b"".join(iter(lambda: shown_by(ours), b""))
         report = process.stdout.read()

@@ -28,7 +28,6 @@ def test_is_found(code: str) -> None:
 
 @pytest.mark.parametrize("code", EVERY)
 def test_is_not_found(code: str) -> None:
-    """Similar logs that are healthy or show another crash do not have this finding."""
     assert ALIKE[code]
     for log in ALIKE[code]:
         assert code not in codes(diagnose(log)), log[-2000:]

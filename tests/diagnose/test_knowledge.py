@@ -209,23 +209,23 @@ RAN = "INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: {} a
 
 
 def shown(problem: Problem, sign: Sign) -> str:
+    file, _, function = sign.within.rpartition(":")
     if sign.form == "logged":
         return (VLLM if "vllm" in problem.releases else LMCACHE).format(level="ERROR", text=PLACE.sub("7", sign.text))
     if sign.form == "stack":
-        file, _, function = sign.within.rpartition(":")
         return f"Thread 4242 (active+gil)\n    {function} (lmcache/{file}:7)\n    run (threading.py:9)\n"
     if sign.form == "died":
         if not sign.within:
             text = PLACE.sub("7", sign.text)
             return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"ERROR {text}\n"
-        file, _, function = ("", "", sign.within) if "::" in sign.within else sign.within.rpartition(":")
+        if "::" in sign.within:  # a function of C++
+            file, function = "", sign.within
         return (
             f"Fatal Python error: {sign.text or 'Segmentation fault'}\n\n"
             "Current thread 0x00007f (most recent call first):\n"
             f'  File "/opt/app/{file or "any.py"}", line 7 in {function}\n'
             '  File "/opt/app/vllm/core.py", line 9 in run\n\n'
         )
-    file, _, function = sign.within.rpartition(":")
     path = file or ("any.py" if problem.general else "lmcache/any.py")
     text = f": {PLACE.sub('7', sign.text)}" if sign.text else ""
     caller = sign.through if sign.through.endswith(".py") else f"{sign.through}/caller.py"
@@ -248,9 +248,8 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 def second(problem: Problem, log: str) -> list[str]:
     """Return the codes of the other findings in this log of one line, without records of other releases."""
-    found = [code for code in codes(diagnose(log)) if code != problem.code]
     known = {each.code: each for each in catalogue()}
-    records = {code: known.get(code) for code in found}
+    records = {code: known.get(code) for code in codes(diagnose(log)) if code != problem.code}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]
 
 

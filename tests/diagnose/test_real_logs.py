@@ -30,14 +30,10 @@ def diagnose(*names: str) -> Diagnosis:
 @pytest.mark.parametrize(
     ("names", "found"),
     [
-        # A small version of LMCache issue 2158, with LMCache 0.3.10.
-        (["crash-0.3.10"], ["KVD101"]),
-        # The first round of healthy-0.5.6 at DEBUG, cut off in the middle.
-        (["healthy-0.5.6-debug"], []),
-        # Six requests that preempt one another, with min_retrieve_tokens.
-        (["min-retrieve-0.5.6"], ["KVD103"]),
-        # The worker does not answer lookups.
-        (["deaf-0.5.6"], ["KVD203"]),
+        (["crash-0.3.10"], ["KVD101"]),  # a small version of LMCache issue 2158, with LMCache 0.3.10
+        (["healthy-0.5.6-debug"], []),  # the first round of healthy-0.5.6 at DEBUG, cut off in the middle
+        (["min-retrieve-0.5.6"], ["KVD103"]),  # six requests that preempt one another, with min_retrieve_tokens
+        (["deaf-0.5.6"], ["KVD203"]),  # the worker does not answer lookups
         # LMCache fails to start in the worker. The lookups of three requests time out.
         (["degraded-0.5.6"], ["KVD393", "KVD207", "KVD203"]),
         # Multi-process mode: a working engine, a server in the wrong mode, no server.

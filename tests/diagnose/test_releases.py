@@ -25,8 +25,7 @@ LOGO = "\u2588  version "
         ("vLLM Version                 : 0.22.1", "0.22.1"),
         ("          image: vllm/vllm-openai:v0.26.0@sha256:ffb2d59b1c05", "0.26.0"),
         ("          image: lmcache/vllm-openai:v0.4.2", ""),
-        # A checkout without tags names no release.
-        ("vLLM Version                 : 0.1.dev1+g127d96b.d20250624", ""),
+        ("vLLM Version                 : 0.1.dev1+g127d96b.d20250624", ""),  # a checkout without tags has no release
     ],
 )  # fmt: skip
 def test_a_line_names_the_release(line: str, release: str) -> None:

@@ -59,7 +59,6 @@ def test_a_log_has_one_finding(case: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("case", REPORTED["lines"], ids=lambda case: case["finding"] or "none")
 def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
-    """The line has its finding both alone and in the log of a running engine."""
     assert codes(diagnose(f"{case['log']}\n"))[:1] == [case["finding"]]
     assert codes(diagnose(f"{WORKS}{case['log']}\n(APIServer pid=7) INFO any\n"))[:1] == [case["finding"]]
 
@@ -69,8 +68,7 @@ def test_a_line_far_above_a_traceback_heads_nothing() -> None:
     line = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
     frames = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):
-        trace = raised(frames, f"ValueError: {text}").replace(CORE, "")
-        assert "KVD915" in codes(diagnose(line, apart, trace))
+        assert "KVD915" in codes(diagnose(line, apart, raised(frames, f"ValueError: {text}").replace(CORE, "")))
 
 
 def test_files_of_lmcache_do_not_say_that_vllms_connector_ran() -> None:

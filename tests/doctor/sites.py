@@ -145,9 +145,7 @@ def machine(
     (root / "dev/shm").mkdir(parents=True)
     (root / "proc/version").write_text(text)
     (root / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    kib = 2**20
-    lines = [f"MemTotal: {int(memory_gib * kib)} kB", f"MemAvailable: {48 * kib} kB"]
-    (root / "proc/meminfo").write_text("\n".join(lines) + "\n")
+    (root / "proc/meminfo").write_text(f"MemTotal: {int(memory_gib * 2**20)} kB\nMemAvailable: {48 * 2**20} kB\n")
     for path, content in (cgroup or {}).items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(content)

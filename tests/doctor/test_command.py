@@ -121,11 +121,9 @@ def test_one_engine_in_many_forms(words: list[str]) -> None:
 
 
 def test_the_environment_in_front_counts() -> None:
-    words = "env LMCACHE_CHUNK_SIZE=128 PYTHONHASHSEED=0 vllm serve m --port 8001"
-    command = command_line.read([words])
+    command = command_line.read(["env LMCACHE_CHUNK_SIZE=128 PYTHONHASHSEED=0 vllm serve m --port 8001"])
     assert (command.environment, command.container) == ({"LMCACHE_CHUNK_SIZE": "128", "PYTHONHASHSEED": "0"}, False)
-    words = "docker run -e A=1 --env B=2 -v x=y:/z -eC=3 vllm/vllm-openai:latest --model m"
-    docker = command_line.read([words])
+    docker = command_line.read(["docker run -e A=1 --env B=2 -v x=y:/z -eC=3 vllm/vllm-openai:latest --model m"])
     assert (docker.environment, docker.container) == ({"A": "1", "B": "2", "C": "3"}, True)
 
 

@@ -72,9 +72,8 @@ result = {{
 
 
 def test_every_list_knows_a_new_fix(tmp_path: Path, fresh: Fresh) -> None:
-    ignored = shutil.ignore_patterns("__pycache__")
     for folder in ("patches/kvfix", "tools/kvfix_tools", "tools/maintain"):
-        shutil.copytree(ROOT / folder, tmp_path / Path(folder).name, ignore=ignored)
+        shutil.copytree(ROOT / folder, tmp_path / Path(folder).name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "kvfix/fixes/lmcache/kvf099_planted_fix.py").write_text(FIX)
     (tmp_path / "kvfix_tools/lab/scenarios/planted_scenario.py").write_text(SCENARIO)
     path = f"{tmp_path}:{release('0.3.10')}"

@@ -30,9 +30,8 @@ def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
     """The wheel was built from the source archive, and equals the wheel built from the tree itself."""
     again = release._built(ROOT, "wheel", wheel.parent / "again")
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
-        assert {(each.filename, each.CRC) for each in one.infolist()} == {
-            (each.filename, each.CRC) for each in other.infolist()
-        }
+        first, second = ({(each.filename, each.CRC) for each in archive.infolist()} for archive in (one, other))
+        assert first == second
     for name in ("CHANGELOG.md", "SECURITY.md", "mkdocs.yml", "docs/matrix.json", "tests/conftest.py"):
         assert (checkout / name).is_file()
 

@@ -54,8 +54,7 @@ def test_every_kind_of_float_occurs(name: str) -> None:
 def test_each_row_lies_where_the_torch_backend_reads_it(name: str) -> None:
     heads = 1 if LAYOUTS[name].latent else 2
     geometry = Geometry(LAYOUTS[name], torch.float32, layers=3, blocks=5, block=4, heads=heads, head_size=8)
-    parts = [(geometry.sizes(), None)]
-    cache = region.make("KV cache", geometry, geometry.layout.axes, parts, CPU, seed=1)
+    cache = region.make("KV cache", geometry, geometry.layout.axes, [(geometry.sizes(), None)], CPU, seed=1)
     cache.fill(everywhere(FIRST))
     sizes = cache.geometry
     of_backend = [paged(tensor, sizes) for tensor in layers(cache.typed(), sizes)]

@@ -83,10 +83,8 @@ def test_progress_is_for_a_terminal(capsys: pytest.CaptureFixture[str], monkeypa
     output_of(*ONE)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    code = command.main([*ONE, "--device", "cpu", "--json"])
-    printed = capsys.readouterr()
-    assert code == json.loads(printed.out)["exit"] == 0
-    assert "0/1 torch nhd uint8" in printed.err
+    assert output_of(*ONE)["exit"] == 0
+    assert "0/1 torch nhd uint8" in capsys.readouterr().err
 
 
 def test_the_speed_stands_beside_that_of_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,6 @@ def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
 
 
 def test_a_finding_names_the_content_of_a_slot() -> None:
-    """A finding names the content of a slot and the right content: `layer 3 V, slot 21 holds layer 4 K, slot 5`."""
     result = ran(Cell("torch", slots="contiguous", tokens="3", heads="1", layers=5), "wrong-layer")
     assert result.findings[1].first == (
         "wrong layer: layer 0 K, slot 19 holds layer 1 K, slot 16; it should hold layer 0 K, slot 16"

@@ -160,14 +160,13 @@ result = [rows["KVF001"], "lmcache" in sys.modules]
 
 def test_an_editable_lmcache_is_installed(tmp_path: Path, fresh: Fresh) -> None:
     project, site = tmp_path / "project", tmp_path / "site"
-    project.mkdir()
+    (project / "wheel").mkdir(parents=True)
     (project / "src").symlink_to(release("0.3.10"))
     (project / "setup.py").write_text(
         "from setuptools import setup\n"
         "setup(name='lmcache', version='0.3.10', packages=['lmcache'], package_dir={'lmcache': 'src/lmcache'})\n"
     )
     build = "from setuptools.build_meta import build_editable; build_editable('wheel')"
-    (project / "wheel").mkdir()
     done = fresh.run([sys.executable, "-c", f"import os; os.chdir({str(project)!r}); {build}"])
     assert done.returncode == 0, done.stderr
     (wheel,) = (project / "wheel").glob("*.whl")

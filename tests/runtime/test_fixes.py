@@ -51,8 +51,7 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
             calls.append((instance, args, kwargs))
             return "the hook's own answer"
 
-        wrapped = wrap(hook)
-        assert wrapped(instance, request, one=1) == "the hook's own answer" or is_closed
+        assert wrap(hook)(instance, request, one=1) == "the hook's own answer" or is_closed
         assert calls == [(instance, (request,), {"one": 1})] or (is_closed and not calls)
 
         def raises(*args: Any, **kwargs: Any) -> None:

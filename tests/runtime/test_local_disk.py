@@ -42,8 +42,8 @@ class Disk:
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
         folder = tempfile.mkdtemp(prefix="kvfix-test-")
         config = LMCacheEngineConfig.from_defaults(local_disk=folder, max_local_disk_size=1.0, cache_policy="LFU")
         with contextlib.suppress(ModuleNotFoundError):  # LMCache 0.3.9 has no such module
@@ -52,7 +52,7 @@ class Disk:
             PinMonitor.GetOrCreate(config)
         self.allocator = host_memory()
         self.cpu = LocalCPUBackend(config, memory_allocator=self.allocator)
-        self.backend = module.LocalDiskBackend(config, loop, self.cpu, dst_device="cpu")
+        self.backend = module.LocalDiskBackend(config, self._loop, self.cpu, dst_device="cpu")
         self._shape = torch.Size([2, 2, 16, 16]), torch.float32, memory.MemoryFormat.KV_2LTD
         self.keys = [key_of(chunk) for chunk in range(CHUNKS)]
         self._writes: list[Any] = []
@@ -62,7 +62,6 @@ class Disk:
             return self._writes[-1]
 
         module.asyncio = SimpleNamespace(run_coroutine_threadsafe=submitted)
-        self._loop = loop
 
     def store(self, chunk: int) -> str:
         """Return the error of the write: "" if it has succeeded, "not submitted" if there was no write."""

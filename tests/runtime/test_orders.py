@@ -127,17 +127,14 @@ def test_a_reloaded_module_is_fixed_again() -> list[Any]:
     def wrong() -> bool:
         return shows_bug(vars(sys.modules[ADAPTER].LMCacheConnectorV1Impl)[HOOK], sys.modules[ADAPTER])
 
-    def import_again() -> None:
-        del sys.modules[ADAPTER]
-        importlib.import_module(ADAPTER)
-
-    def reload() -> None:
-        importlib.reload(sys.modules[ADAPTER])
-
     kvfix.apply(only=["KVF001"])
     result: list[Any] = []
-    for change in (STEPS["import"], reload, import_again, reload):
-        change()
+    for change in ("import", "reload", "import", "reload"):
+        if change == "reload":
+            importlib.reload(sys.modules[ADAPTER])
+        else:
+            sys.modules.pop(ADAPTER, None)
+            importlib.import_module(ADAPTER)
         result += [wrong(), status()]
     kvfix.revert()
     return [*result, wrong()]

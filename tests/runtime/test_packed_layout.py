@@ -97,10 +97,9 @@ def theirs(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -
     ids=["split", "MLA", "K and V apart"],
 )
 def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
-    connector = SimpleNamespace(use_mla=mla)
     for fix in (kvf020.fix_store, kvf020.fix_load):
         hook = fix(SimpleNamespace(torch=torch))(theirs)
-        assert hook(connector, None, 0, 5, kvcaches=kvcaches, slot_mapping=SLOTS) == "LMCache's own"
+        assert hook(SimpleNamespace(use_mla=mla), None, 0, 5, kvcaches=kvcaches, slot_mapping=SLOTS) == "LMCache's own"
 
 
 @answers(

@@ -23,7 +23,6 @@ BUG = "            return cached_num_hit_toks\n"
 FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
 STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"
-
 CODE, VERSION, STATE, REASON = 0, 3, 4, 5
 
 

@@ -70,18 +70,14 @@ def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
 
     context, server, port, client, key = connected()
 
+    calls = {
+        "prepare_store": (key, 1), "commit_store": (key, 1, b""), "prepare_retrieve": (key, 1),
+        "commit_retrieve": (key, 1), "store": (key, 1, [[3]], b""), "retrieve": (key, 1, [[3]], b"", 0),
+        "lookup": (key, 1), "query_prefetch_status": ("r",), "ping": (1,),
+    }  # fmt: skip
+
     def send_all() -> dict[str, Any]:
-        return {
-            "prepare_store": client.prepare_store(key, 1),
-            "commit_store": client.commit_store(key, 1, b""),
-            "prepare_retrieve": client.prepare_retrieve(key, 1),
-            "commit_retrieve": client.commit_retrieve(key, 1),
-            "store": client.store(key, 1, [[3]], b""),
-            "retrieve": client.retrieve(key, 1, [[3]], b"", 0),
-            "lookup": client.lookup(key, 1),
-            "query_prefetch_status": client.query_prefetch_status("r"),
-            "ping": client.ping(1),
-        }
+        return {name: getattr(client, name)(*arguments) for name, arguments in calls.items()}
 
     def received(count: int) -> list[str]:
         operations: list[str] = []
