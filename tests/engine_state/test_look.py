@@ -174,8 +174,7 @@ def test_a_core_file(tmp_path: Path) -> None:
 
 
 def test_without_rights_kvfix_in_the_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = inject.Refused("it may not be traced", "a setting")
-    monkeypatch.setattr(inject, "run", mock.Mock(side_effect=refused))
+    monkeypatch.setattr(inject, "run", mock.Mock(side_effect=inject.Refused("it may not be traced", "a setting")))
     with hanging(tmp_path) as process:
         looker = looking.Looker(looking.engine_of(process.pid), full=False)
         (state,) = looker.look().processes
