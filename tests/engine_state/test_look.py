@@ -111,9 +111,8 @@ def test_without_rights(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_in_a_container_without_ptrace(tmp_path: Path) -> None:
     """Root in a container without SYS_PTRACE may not trace a process with more rights."""
-    less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
     with running(tmp_path, sys.executable, "-c", f"import torch; {READY}") as process:
-        done = RUN([*less, *COMMAND, str(process.pid)])
+        done = RUN(["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", *COMMAND, str(process.pid)])
     assert done.returncode == 77, done.stdout + done.stderr
     reason = "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
     assert reason in done.stderr

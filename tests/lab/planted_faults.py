@@ -49,16 +49,20 @@ def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
     return plant
 
 
-def _in_metadata(change: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    """Return a fault that changes the metadata of each request between scheduler and worker."""
+def _built(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Return a fault that changes the metadata between scheduler and worker."""
 
     def built(engine: Any, build: Any, output: Any) -> Any:
         metadata = build(output)
-        for meta in metadata.requests:
-            change(engine, meta)
+        change(engine, metadata)
         return metadata
 
     return built
+
+
+def _in_metadata(change: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    """Return a fault that changes the metadata of each request."""
+    return _built(lambda engine, metadata: [change(engine, meta) for meta in metadata.requests])
 
 
 def _less(engine: Any, meta: Any) -> None:
@@ -128,6 +132,9 @@ rows({
 rows({
     "step_writes_a_wrong_slot": ("model.groups.0._memories.*.write",
         lambda _, write, blocks, start, kv: write(blocks, start, [*kv[:-1], 7] if len(kv) > 40 else kv), "LAB001"),
+    "loads_are_dropped": (BUILD, _built(lambda _, metadata: vars(metadata).update(
+        requests=[each for each in metadata.requests if each.direction != "RETRIEVE"]
+    )), "KVR006", "KVR010"),
     "store_has_a_gap": ("request_events.stored", _stored(32, 32), "KVR007"),
 }, on=MP)  # fmt: skip
 row(
@@ -153,6 +160,9 @@ rows({
     "a_load_ends_a_block_early": ("connector.reader.loads",
         lambda _, loads, metadata: [(name, start, end - 16) for name, start, end in loads(metadata)],
         "KVR004", "LAB002"),
+    "a_load_is_lost": (BUILD,
+        _built(lambda _, metadata: vars(metadata).update(load_cpu_blocks=[], load_event=-1)),
+        "KVR006", "KVR010", "LAB003"),
     "a_load_holds_its_memory_for_ever": (f"{IN_SCHEDULER}._cleanup_load_request",
         lambda engine, _, name: engine.connector.in_scheduler.scheduler_manager._reqs_to_load.pop(name, None) and 0,
         "LAB028"),
@@ -208,13 +218,6 @@ def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
         noted(engine)["done"] = True
 
 
-@fault("KVR006", "KVR010", on=MP, at=BUILD)
-def loads_are_dropped(engine: Any, build: Any, output: Any) -> Any:
-    meta = build(output)
-    meta.requests = [each for each in meta.requests if each.direction != "RETRIEVE"]
-    return meta
-
-
 @fault("KVR009", on=MP, at="settle")
 def a_lookup_is_kept(engine: Any, settle: Any) -> None:
     engine.connector.scheduler_adapter._finished_lookup_results["a"] = 0
@@ -238,13 +241,6 @@ def a_hit_is_kept(engine: Any, ask: Any, request: Any, computed: int) -> Any:
     answer = ask(request, computed)
     manager._pending_cpu_hits.setdefault(request.request_id, (([],), 0, computed))
     return answer
-
-
-@fault("KVR006", "KVR010", "LAB003", on=SIMPLE, at=BUILD)
-def a_load_is_lost(engine: Any, build: Any, output: Any) -> Any:
-    metadata = build(output)
-    metadata.load_cpu_blocks, metadata.load_event = [], -1
-    return metadata
 
 
 @fault("LAB001 store", at=BUILD, **DRAFTS)
