@@ -47,11 +47,9 @@ def look(pid: int, *options: str) -> subprocess.CompletedProcess[str]:
 def watched(pid: int, draws: int) -> tuple[int, str]:
     """Interrupt `kvfix look --watch` after `draws` draws. Return the exit code, and all drawn text."""
     ours, its = pty.openpty()
-    environment = clean_environment(TERM="xterm", COLUMNS="240")
-
     # Restore SIGINT, which the background jobs of a shell and their children ignore.
     with subprocess.Popen(
-        [*COMMAND, str(pid), "--watch"], env=environment, stdout=its, stderr=its,
+        [*COMMAND, str(pid), "--watch"], env=clean_environment(TERM="xterm", COLUMNS="240"), stdout=its, stderr=its,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         os.close(its)
