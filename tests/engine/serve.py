@@ -41,10 +41,7 @@ def main(job: dict[str, Any]) -> None:
     requests: list[tuple[list[int], int]] = []
     preempted: list[int] = []
     for number, asked in enumerate(job["rounds"]):
-        requests = [
-            ([*requests[each][0], *rounds[-1][each]] if isinstance(each, int) else each, tokens)
-            for each, tokens in asked
-        ]
+        requests = [(continued(each, requests, rounds), tokens) for each, tokens in asked]
         for name, *arguments in job["before"].get(str(number), ()):
             globals()[name](llm.llm_engine, *arguments)
         rounds.append(real_engine.generate(llm, requests))
@@ -67,6 +64,10 @@ def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
         preempted = real_engine.counter(llm, "vllm:num_preemptions")
         print(f"{kind} round {len(rounds)} ended", flush=True)
     return {"rounds": rounds, "preemptions": preempted}
+
+
+def continued(prompt: list[int] | int, asked: list[tuple[list[int], int]], rounds: list[list[list[int]]]) -> list[int]:
+    return [*asked[prompt][0], *rounds[-1][prompt]] if isinstance(prompt, int) else prompt
 
 
 def recorders(folder: Path, limit: float, among: Container[int] | None = None) -> list[Path]:
