@@ -237,9 +237,8 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
             given = {"fixes": len(expected) > 1, "release": "0.5.6", **fixed, **parameters}
             right, fixes = list(expected or [given["answer"]]), given["fixes"]
             arguments = [given[name] for name in names]
-            folder = release(given["release"])
             ways = [False, fixes][-len(right) :]
-            assert [once(case, folder, *arguments, fixes=each) for each in ways] == right
+            assert [once(case, release(given["release"]), *arguments, fixes=each) for each in ways] == right
 
         of_test = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("once", *names, *also.split())]
         vars(test)["__signature__"] = inspect.Signature(of_test)

@@ -15,9 +15,8 @@ import pytest
 from kvfix_tools.conform import command, verdicts
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from kvfix_tools.lab.options import Options
-from tests.conftest import RELEASES, Fresh, Once, run_forked
+from tests.conftest import NEWEST, Fresh, Once, run_forked
 
-LMCACHE = RELEASES / "0.5.6"
 #: Options of a pytest that runs in a separate process.
 OWN = ["-q", "-rs", "-p", "no:cacheprovider", "-c"]
 FAULTS = {
@@ -83,7 +82,7 @@ def says() -> Any:
 
 def test_connector_of_the_documentation_keeps_all(once: Once) -> None:
     """The connector breaks no rule. For a rule that is not applicable, the report gives the reason."""
-    good = once(commanded, LMCACHE, "FolderConnector")
+    good = once(commanded, NEWEST, "FolderConnector")
     assert (good["violations"], good["code"], good["seeds"]) == ([], 0, 6)
     assert [each["rule"] for each in good["verdicts"]] == [rule.slug for rule in verdicts.RULES]
     assert [each["rule"] for each in good["verdicts"] if each["outcome"] != "ok"] == ["groups"]
@@ -101,26 +100,26 @@ def test_connector_of_the_documentation_keeps_all(once: Once) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_fails_by_its_rule(once: Once, name: str) -> None:
-    found = once(faults, LMCACHE)[name]
+    found = once(faults, NEWEST)[name]
     assert found["broken"], f"nothing of {FAULTS[name]}"
     assert 0 < len(found["broken"][0]["schedule"]) <= found["steps"]
     assert found["broken"][0]["history"]
 
 
 def test_a_connector_that_stores_nothing_or_cannot_be_made_says_what_is_not_tested(once: Once) -> None:
-    done = once(says, LMCACHE)["nothing"]
+    done = once(says, NEWEST)["nothing"]
     assert (done["violations"], done["code"]) == ([], 2)
     assert "no hit and no load" in done["tested_nothing"]
     verdicts = {each["rule"]: each["outcome"] for each in done["verdicts"]}
     assert verdicts["raises-nothing"] == verdicts["keeps-nothing"] == "ok"
     assert verdicts["granted"] == verdicts["promise"] == "not applicable"
-    done = once(says, LMCACHE)["nowhere"]
+    done = once(says, NEWEST)["nowhere"]
     assert done["code"] == 2
     assert "Nowhere not found in tests.conform.broken" in done["cannot"]
 
 
 def test_a_violation_has_its_schedule_in_table_and_junit(once: Once) -> None:
-    done = once(says, LMCACHE)["wrong"]
+    done = once(says, NEWEST)["wrong"]
     (failure,) = ElementTree.fromstring(done["junit"]).findall("testcase/failure")
     assert "LAB001" in failure.attrib["message"]
     assert "new_weights()" in str(failure.text)
@@ -188,10 +187,9 @@ def seen() -> Any:
     from kvfix_tools.lab.engine.tensor_memory import TensorMemory
 
     options = Options(connector="a:B", layers=2, block_size=4, num_blocks=3, max_model_len=64)
-    config = kv_layout.kv_cache(options, vllm_objects.vllm_config(Options(num_blocks=3)))
     found = {}
     for name, do in {**WRONG, "in half precision": moved}.items():
-        memory = TensorMemory(config)
+        memory = TensorMemory(kv_layout.kv_cache(options, vllm_objects.vllm_config(Options(num_blocks=3))))
         block = memory.blocks[1]
         block[:] = CONTENTS
         others = [memory.go_on(layer) for layer in memory.layers()[1:]]
@@ -204,7 +202,7 @@ def seen() -> Any:
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_wrong_kv_is_seen_and_what_was_only_moved_is_right(once: Once, fault: str) -> None:
-    found = once(seen, LMCACHE)
+    found = once(seen, NEWEST)
     assert found["in half precision"] == {"contents": CONTENTS, "others": [[]]}
     contents = found[fault]["contents"]
     assert contents != CONTENTS

@@ -9,8 +9,7 @@ import pytest
 
 from kvfix_tools.conform import command, scenarios, verdicts
 from maintain import connectors
-from tests.conform.test_conform import LMCACHE
-from tests.conftest import Once
+from tests.conftest import NEWEST, Once
 from tests.diagnose.lines import site_packages
 
 BESIDE = [{"kv_connector": "LMCacheMPConnector"}, {"kv_connector": "OffloadingConnector"}]
@@ -40,7 +39,7 @@ def test_each_connector_that_vllm_ships_is_in_the_table() -> None:
 
 def test_the_table_agrees_with_a_new_run(once: Once) -> None:
     (said,) = (each for each in connectors.load() if each.name == "ExampleConnector")
-    broken = violated(once(example, LMCACHE))
+    broken = violated(once(example, NEWEST))
     assert broken == {"promise", "stored", "reset", "raises-nothing"}
     assert broken <= violated(said.verdicts)  # the table also has violations that the fuzzer found
 
@@ -81,7 +80,7 @@ def answers() -> dict[str, Any]:
 
 
 def test_the_scenarios_run_with_a_stand_in(once: Once) -> None:
-    done = once(answers, LMCACHE)["SimpleCPUOffloadConnector"]
+    done = once(answers, NEWEST)["SimpleCPUOffloadConnector"]
     assert (done["cannot"], done["violations"]) == ("", [])
     assert "stand-in" in done["stand_in"]
     assert done["counts"]["loaded_tokens"] > 1000
@@ -91,7 +90,7 @@ def test_the_scenarios_run_with_a_stand_in(once: Once) -> None:
 
 
 def test_two_engines_are_played_by_the_fuzzer(once: Once) -> None:
-    done = once(answers, LMCACHE)["NixlPullConnector"]
+    done = once(answers, NEWEST)["NixlPullConnector"]
     assert (done["cannot"], done["seeds"]) == ("", 3)
     assert done["counts"]["loaded_tokens"] > 0
     assert {case["outcome"] for case in done["scenarios"]} == {"not applicable"}

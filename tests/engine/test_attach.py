@@ -113,8 +113,7 @@ def test_attach_and_detach_under_load(
         )  # fmt: skip
     assert ran.answer["preemptions"] > 0
     assert ran.count("load") > 0
-    wrong = [(at, kind) for at, (kind, answers) in enumerate(ran.answer["rounds"]) if answers != right[kind]]
-    assert not wrong
+    assert [at for at, (kind, answers) in enumerate(ran.answer["rounds"]) if answers != right[kind]] == []
     for pid in memory[0]:
         assert memory[-1][pid] < memory[0][pid] + 32 * 1024, memory
 

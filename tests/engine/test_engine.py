@@ -45,9 +45,8 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Run LMCacheMPConnector with a server, in mode `check`. The plugin makes all code of kvfix in hooks raise."""
     with server() as transfer:
-        folder = tmp_path_factory.mktemp("mp")
         more = {"mode": "check", "environment": {"KVFIX_TEST_FAULTS": "1"}}
-        return start.run(folder, apply=True, transfer=transfer, **more)
+        return start.run(tmp_path_factory.mktemp("mp"), apply=True, transfer=transfer, **more)
 
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:

@@ -32,7 +32,6 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 # it guesses the layout of this vLLM (KVD777), so its log is not healthy.
 @pytest.mark.parametrize(("connector", "lmcache"), [("mp", "0.5.6"), ("v1", "0.5.6"), ("v1", "0.5.5")])
 def test_a_healthy_engine(level: str, workload: str, mode: str, connector: str, lmcache: str, tmp_path: Path) -> None:
-    """The engine answers every request and loads its stored KV. The logs of engine and server have no finding."""
     mp = connector == "mp"
     logs = [tmp_path / "log", tmp_path / "server.log"][: 1 + mp]
     levels = {"LMCACHE_LOG_LEVEL": level, "VLLM_LOGGING_LEVEL": level}

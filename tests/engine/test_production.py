@@ -65,8 +65,7 @@ class Engines:
         self.folder = folder
         self.stop_server = stack.close
         l2 = json.dumps({"type": "fs", "base_path": str(folder / "l2")})
-        options = ("--separate-object-groups", "--l2-adapter", l2)
-        self.transfer = stack.enter_context(start.server(options=options))
+        self.transfer = stack.enter_context(start.server(options=("--separate-object-groups", "--l2-adapter", l2)))
         self.port: int = self.transfer["kv_connector_extra_config"]["lmcache.mp.port"]
         command = servers.running(self.port)
         assert command is not None

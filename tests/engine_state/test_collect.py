@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from kvfix import engine_state
-from tests.conftest import RELEASES, Fresh, Once
+from tests.conftest import NEWEST, Fresh, Once
 from tests.engine_state import wedged
-
-NEWEST = RELEASES / "0.5.6"
 
 
 def row(state: dict[str, Any], name: str) -> dict[str, Any]:

@@ -47,11 +47,9 @@ def look(pid: int, *options: str) -> subprocess.CompletedProcess[str]:
 def watched(pid: int, draws: int) -> tuple[int, str]:
     """Interrupt `kvfix look --watch` after `draws` draws. Return the exit code, and all drawn text."""
     ours, its = pty.openpty()
-    environment = clean_environment(TERM="xterm", COLUMNS="240")
-
     # Restore SIGINT, which the background jobs of a shell and their children ignore.
     with subprocess.Popen(
-        [*COMMAND, str(pid), "--watch"], env=environment, stdout=its, stderr=its,
+        [*COMMAND, str(pid), "--watch"], env=clean_environment(TERM="xterm", COLUMNS="240"), stdout=its, stderr=its,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         os.close(its)
@@ -111,9 +109,8 @@ def test_without_rights(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_in_a_container_without_ptrace(tmp_path: Path) -> None:
     """Root in a container without SYS_PTRACE may not trace a process with more rights."""
-    less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
     with running(tmp_path, sys.executable, "-c", f"import torch; {READY}") as process:
-        done = RUN([*less, *COMMAND, str(process.pid)])
+        done = RUN(["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", *COMMAND, str(process.pid)])
     assert done.returncode == 77, done.stdout + done.stderr
     reason = "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
     assert reason in done.stderr
@@ -174,8 +171,7 @@ def test_a_core_file(tmp_path: Path) -> None:
 
 
 def test_without_rights_kvfix_in_the_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = inject.Refused("it may not be traced", "a setting")
-    monkeypatch.setattr(inject, "run", mock.Mock(side_effect=refused))
+    monkeypatch.setattr(inject, "run", mock.Mock(side_effect=inject.Refused("it may not be traced", "a setting")))
     with hanging(tmp_path) as process:
         looker = looking.Looker(looking.engine_of(process.pid), full=False)
         (state,) = looker.look().processes

@@ -12,10 +12,9 @@ from kvfix.ledger.standstill import Look, verdicts
 from kvfix_tools.look import show
 from kvfix_tools.look.command import seconds_to_look
 from kvfix_tools.look.show import waits_for
-from tests.conftest import RELEASES, Once
+from tests.conftest import NEWEST, Once
 from tests.engine_state import wedged
 
-NEWEST = RELEASES / "0.5.6"
 States = list[dict[str, Any]]
 STACK = ["recv (zmq/socket.py:980)", "send_and_recv_all (rpc/zmq_transport.py:116)"]
 

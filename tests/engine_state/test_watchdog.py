@@ -112,11 +112,10 @@ def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
     """Return the seconds until a report, first while the decode engine makes steps, and then while it makes none."""
     prepare()
     pair = late.Pair(Options(connector="mooncake", block_size=16, num_blocks=40, max_num_batched_tokens=64))
-    prefill = pair.prefill.scheduler
     pair.ask_at_once("r", prompt(100), 5)
     while not any(each.status.name == "WAITING_FOR_REMOTE_KVS" for each in pair.decode.scheduler.requests.values()):
         pair.step_alone("decode")
-    del session.connectors[vars(prefill)["_kvfix_watched"].number]
+    del session.connectors[vars(pair.prefill.scheduler)["_kvfix_watched"].number]
     return [due(lambda: pair.step_alone("decode"), 40), due(lambda: None, 40)]
 
 

@@ -66,6 +66,12 @@ def row(name: str, at: str, call: Callable[..., Any], *shows: str, **more: Any) 
     fault(*shows, at=at, **more)(call)
 
 
+def rows(table: dict[str, tuple[Any, ...]], **more: Any) -> None:
+    """Register faults as `row` does. table: {name: (at, call, what the lab must find ...)}."""
+    for name, (at, call, *shows) in table.items():
+        row(name, at, call, *shows, **more)
+
+
 def _replace_method(path: str, call: Callable[..., Any], engine: Any) -> None:
     owners, (*places, name) = [engine], path.split(".")
     for part in places:

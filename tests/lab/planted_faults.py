@@ -9,7 +9,7 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.engine.memory import GARBAGE
 from kvfix_tools.lab.fuzz.parameters import CONFIGURED
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import SETUPS, counted, fault, noted, row, steps, until, wrap
+from tests.lab.planted import SETUPS, counted, fault, noted, row, rows, steps, until, wrap
 
 V1, MP, OFFLOADING, SIMPLE, BOTH = ("v1",), ("mp",), ("offloading",), ("simple-offload",), ("v1-simple",)
 #: Play LMCache's connector in a MultiConnector, before OffloadingConnector.
@@ -22,39 +22,157 @@ DRAFTS: dict[str, dict[str, Any]] = {
 #: Paths from the engine to methods and objects in which faults are planted.
 COPIES, BUILD = "connector.offloading.ranks.0", "scheduler.connector.build_connector_meta"
 IN_SCHEDULER = "connector.in_scheduler.scheduler_manager"
-TIER = "connector.offloading.manager.secondary_tiers.0"
+TIER, MANAGER = "connector.offloading.manager.secondary_tiers.0", "connector.offloading._manager"
+METADATA = "connector.scheduler_adapter.build_connector_meta"
 
-row("load_goes_one_slot_too_far", "slots.put", lambda _, put, slot, kv: put(slot + (slot % 16 < 15), kv), "LAB001")
-row("load_moves_nothing_and_says_it_did", "slots.put", lambda *_: None, "LAB001")
-row("load_takes_the_chunk_of_another_key", "cache.get", lambda engine, *_: [*engine.cache.values()][-1], "LAB001")
+
+def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
+    """Return a fault that changes the promise of `get_num_new_matched_tokens`. Then the lab wraps the hook again.
+
+    change: gets the request, its computed tokens, the promise, and the number of preemptions at each call so far.
+    """
+
+    def plant(engine: Any) -> None:
+        connector, asked = engine.scheduler.connector, []
+        ask = type(connector).get_num_new_matched_tokens.__get__(connector)
+
+        def answer(request: Any, computed: int) -> tuple[Any, bool]:
+            promised, later = ask(request, computed)
+            asked.append(request.num_preemptions)
+            changed = promised if promised is None else change(request, computed, promised, asked)
+            return changed, later and changed != 0
+
+        connector.get_num_new_matched_tokens = answer
+        connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
+        engine.request_events.wrap_hooks(connector)
+
+    return plant
+
+
+def _built(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Return a fault that changes the metadata between scheduler and worker."""
+
+    def built(engine: Any, build: Any, output: Any) -> Any:
+        metadata = build(output)
+        change(engine, metadata)
+        return metadata
+
+    return built
+
+
+def _in_metadata(change: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    """Return a fault that changes the metadata of each request."""
+    return _built(lambda engine, metadata: [change(engine, meta) for meta in metadata.requests])
+
+
+def _less(engine: Any, meta: Any) -> None:
+    if meta.load_spec is not None and meta.load_spec.can_load:
+        meta.load_spec.lmcache_cached_tokens -= engine.options.chunk_size
+
+
+def _skip(engine: Any, meta: Any) -> None:
+    if meta.req_id == "other" and meta.save_spec is not None:
+        meta.save_spec.skip_leading_tokens += engine.options.chunk_size
+
+
+def _stored(start_later: int, end_later: int) -> Any:
+    """Return a fault that reports each store with a later start and end."""
+    return lambda _, report, name, tokens, start, end, rank=0: report(
+        name, tokens, start + start_later, end + end_later
+    )
+
+
+class _Kept(dict):  # type: ignore[type-arg]
+    """A dictionary that keeps each key for ever."""
+
+    def __delitem__(self, key: Any) -> None: ...
+
+    def pop(self, key: Any, default: Any = None) -> Any:
+        return self.get(key, default)
+
+
+def _keep(owner: Any, name: str) -> None:
+    setattr(owner, name, _Kept(getattr(owner, name)))
+
+
+def load_other_kv(connector: Any) -> None:
+    """Put wrong KV into each chunk that LMCache loads."""
+    wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
+
+
+rows({
+    "load_goes_one_slot_too_far": ("slots.put", lambda _, put, slot, kv: put(slot + (slot % 16 < 15), kv), "LAB001"),
+    "load_moves_nothing_and_says_it_did": ("slots.put", lambda *_: None, "LAB001"),
+    "load_takes_the_chunk_of_another_key": ("cache.get", lambda engine, *_: [*engine.cache.values()][-1], "LAB001"),
+    "store_reads_the_next_block": ("slots.get",
+        lambda engine, get, slot: get((slot + 16) % (engine.options.num_blocks * 16)), "LAB001"),
+    "store_reports_more_than_there_is": ("request_events.stored", _stored(0, 64), "KVR008 are computed"),
+    "chunk_is_lost": ("cache.get", lambda *_: None, "LAB002"),
+    "a_hook_raises": (BUILD, lambda *_: 1 // 0, "KVR011 ZeroDivisionError"),
+    "promises_one_too_many": ("", _promise(lambda request, computed, *_: request.num_tokens - computed), "KVR001"),
+})  # fmt: skip
+rows({
+    "pins_are_kept": ("cache.unpin", lambda *_: None, "KVR009 pins of the worker"),
+    "load_comes_short_for_no_reason": ("",
+        lambda engine: engine.workers[0].failing.update(again=3), "LAB002 loaded up to 192 of 256"),
+    "blocks_of_others_never_come_free": ("free_blocks",
+        lambda engine, _: engine._held.clear(), "LAB009 again needs "),
+    "changes_its_mind": ("",
+        _promise(lambda _, __, promised, asked: 0 if asked.count(1) > 1 else promised), "KVR002 promised 0 where"),
+    "no_question_is_ever_answered": ("",
+        _promise(lambda request, _, promised, __: None if request.num_preemptions else promised),
+        "LAB003 is PREEMPTED for ever"),
+    "load_of_less_than_was_granted": (METADATA, _in_metadata(_less), "KVR004"),
+    "load_is_forgotten": (METADATA,
+        _in_metadata(lambda _, meta: setattr(meta, "load_spec", None)), "KVR006 no load of them was started"),
+    "store_skips_a_chunk": (METADATA, _in_metadata(_skip), "KVR007 never are"),
+    "a_load_spec_is_kept": ("",
+        lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"), "KVR009 load_specs"),
+}, on=V1)  # fmt: skip
+rows({
+    "step_writes_a_wrong_slot": ("model.groups.0._memories.*.write",
+        lambda _, write, blocks, start, kv: write(blocks, start, [*kv[:-1], 7] if len(kv) > 40 else kv), "LAB001"),
+    "loads_are_dropped": (BUILD, _built(lambda _, metadata: vars(metadata).update(
+        requests=[each for each in metadata.requests if each.direction != "RETRIEVE"]
+    )), "KVR006", "KVR010"),
+    "store_has_a_gap": ("request_events.stored", _stored(32, 32), "KVR007"),
+}, on=MP)  # fmt: skip
 row(
-    "store_reads_the_next_block", "slots.get",
-    lambda engine, get, slot: get((slot + 16) % (engine.options.num_blocks * 16)), "LAB001",
+    "changes_its_promise", "", _promise(lambda _, __, promised, asked: promised if len(asked) % 2 else 0), "KVR002",
+    on=MP, schedule=steps(
+        [do.stored_elsewhere(prompt(64)), do.keep_blocks(0), do.admit("z", prompt(64)), do.step(5)],
+        [do.free_blocks(), lambda engine: SETUPS["mp"].schedule(engine)],
+    ),
 )  # fmt: skip
-row(
-    "step_writes_a_wrong_slot", "model.groups.0._memories.*.write",
-    lambda _, write, blocks, start, kv: write(blocks, start, [*kv[:-1], 7] if len(kv) > 40 else kv), "LAB001", on=MP,
-)  # fmt: skip
-row("chunk_is_lost", "cache.get", lambda *_: None, "LAB002")
-row("a_hook_raises", BUILD, lambda *_: 1 // 0, "KVR011 ZeroDivisionError")
-row("pins_are_kept", "cache.unpin", lambda *_: None, "KVR009 pins of the worker", on=V1)
+rows({
+    # the worker does not wait for copies of blocks that vLLM gives to other requests
+    "a_store_is_not_waited_for": ("connector.offloading.ranks.0.connector.worker.wait",
+        lambda *_: None, "LAB001 the OffloadingConnector stores"),
+    # the connector keeps a request's state as long as a store of the request is in flight
+    "a_job_is_never_reported": ("",
+        lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"), "KVR009 _req_status"),
+}, on=OFFLOADING)  # fmt: skip
 row(
     "a_load_is_reported_before_it_is_done", f"{COPIES}.is_done", lambda *_: True, "LAB001 the step reads",
     on=(*OFFLOADING, *SIMPLE),
 )  # fmt: skip
-# the worker does not wait for copies of blocks that vLLM gives to other requests
-row(
-    "a_store_is_not_waited_for", "connector.offloading.ranks.0.connector.worker.wait", lambda *_: None,
-    "LAB001 the OffloadingConnector stores", on=OFFLOADING,
-)  # fmt: skip
-row(
-    "load_comes_short_for_no_reason", "", lambda engine: engine.workers[0].failing.update(again=3),
-    "LAB002 loaded up to 192 of 256", on=V1,
-)  # fmt: skip
-row(
-    "blocks_of_others_never_come_free", "free_blocks", lambda engine, _: engine._held.clear(), "LAB009 again needs ",
-    on=V1,
-)  # fmt: skip
+rows({
+    "a_load_ends_a_block_early": ("connector.reader.loads",
+        lambda _, loads, metadata: [(name, start, end - 16) for name, start, end in loads(metadata)],
+        "KVR004", "LAB002"),
+    "a_load_is_lost": (BUILD,
+        _built(lambda _, metadata: vars(metadata).update(load_cpu_blocks=[], load_event=-1)),
+        "KVR006", "KVR010", "LAB003"),
+    "a_load_holds_its_memory_for_ever": (f"{IN_SCHEDULER}._cleanup_load_request",
+        lambda engine, _, name: engine.connector.in_scheduler.scheduler_manager._reqs_to_load.pop(name, None) and 0,
+        "LAB028"),
+}, on=SIMPLE)  # fmt: skip
+rows({
+    "lmcache_loads_other_kv": ("", lambda engine: load_other_kv(engine.connector), "LAB001 the step"),
+    # vLLM asks LMCache first. LMCache has the prompt, so vLLM drops the hit of SimpleCPUOffloadConnector.
+    "a_hit_is_never_released": (f"{MANAGER}._free_pending_cpu_hit", lambda *_: None, "LAB028"),
+    "a_load_keeps_its_request": (f"{MANAGER}.request_finished", lambda *_: (False, None), "KVR009"),
+}, on=BOTH)  # fmt: skip
 
 
 @fault("LAB001 Connector stores", on=("v1", "mp", *OFFLOADING, *SIMPLE, *BOTH), at=f"{COPIES}._submit", **LAST)
@@ -100,116 +218,6 @@ def two_blocks_are_exchanged(engine: Any, iterate: Any) -> None:
         noted(engine)["done"] = True
 
 
-def promise(name: str, change: Callable[..., Any], *shows: str, **more: Any) -> None:
-    """Register a fault that changes the promise of `get_num_new_matched_tokens`. Then the lab wraps the hook again.
-
-    change: gets the request, its computed tokens, the promise, and the number of preemptions at each call so far.
-    """
-
-    def plant(engine: Any) -> None:
-        connector, asked = engine.scheduler.connector, []
-        ask = type(connector).get_num_new_matched_tokens.__get__(connector)
-
-        def answer(request: Any, computed: int) -> tuple[Any, bool]:
-            promised, later = ask(request, computed)
-            asked.append(request.num_preemptions)
-            changed = promised if promised is None else change(request, computed, promised, asked)
-            return changed, later and changed != 0
-
-        connector.get_num_new_matched_tokens = answer
-        connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
-        engine.request_events.wrap_hooks(connector)
-
-    row(name, "", plant, *shows, **more)
-
-
-promise("promises_one_too_many", lambda request, computed, *_: request.num_tokens - computed, "KVR001")
-promise(
-    "changes_its_mind", lambda _, __, promised, asked: 0 if asked.count(1) > 1 else promised, "KVR002 promised 0 where",
-    on=V1,
-)  # fmt: skip
-promise(
-    "changes_its_promise", lambda _, __, promised, asked: promised if len(asked) % 2 else 0, "KVR002", on=MP,
-    schedule=steps(
-        [do.stored_elsewhere(prompt(64)), do.keep_blocks(0), do.admit("z", prompt(64)), do.step(5)],
-        [do.free_blocks(), lambda engine: SETUPS["mp"].schedule(engine)],
-    ),
-)  # fmt: skip
-promise(
-    "no_question_is_ever_answered", lambda request, _, promised, __: None if request.num_preemptions else promised,
-    "LAB003 is PREEMPTED for ever", on=V1,
-)  # fmt: skip
-
-
-def in_metadata(name: str, change: Callable[[Any, Any], None], *shows: str, **more: Any) -> None:
-    """Register a fault that changes the metadata of each request between scheduler and worker."""
-
-    def built(engine: Any, build: Any, output: Any) -> Any:
-        metadata = build(output)
-        for meta in metadata.requests:
-            change(engine, meta)
-        return metadata
-
-    row(name, "connector.scheduler_adapter.build_connector_meta", built, *shows, on=V1, **more)
-
-
-def _less(engine: Any, meta: Any) -> None:
-    if meta.load_spec is not None and meta.load_spec.can_load:
-        meta.load_spec.lmcache_cached_tokens -= engine.options.chunk_size
-
-
-def _skip(engine: Any, meta: Any) -> None:
-    if meta.req_id == "other" and meta.save_spec is not None:
-        meta.save_spec.skip_leading_tokens += engine.options.chunk_size
-
-
-in_metadata("load_of_less_than_was_granted", _less, "KVR004")
-in_metadata("load_is_forgotten", lambda _, meta: setattr(meta, "load_spec", None), "KVR006 no load of them was started")
-in_metadata("store_skips_a_chunk", _skip, "KVR007 never are")
-
-
-@fault("KVR006", "KVR010", on=MP, at=BUILD)
-def loads_are_dropped(engine: Any, build: Any, output: Any) -> Any:
-    meta = build(output)
-    meta.requests = [each for each in meta.requests if each.direction != "RETRIEVE"]
-    return meta
-
-
-def _stored(start_later: int, end_later: int) -> Any:
-    """Return a fault that reports each store with a later start and end."""
-    return lambda _, report, name, tokens, start, end, rank=0: report(
-        name, tokens, start + start_later, end + end_later
-    )
-
-
-row("store_has_a_gap", "request_events.stored", _stored(32, 32), "KVR007", on=MP)
-row("store_reports_more_than_there_is", "request_events.stored", _stored(0, 64), "KVR008 are computed")
-
-
-class _Kept(dict):  # type: ignore[type-arg]
-    """A dictionary that keeps each key for ever."""
-
-    def __delitem__(self, key: Any) -> None: ...
-
-    def pop(self, key: Any, default: Any = None) -> Any:
-        return self.get(key, default)
-
-
-def _keep(owner: Any, name: str) -> None:
-    setattr(owner, name, _Kept(getattr(owner, name)))
-
-
-row(
-    "a_load_spec_is_kept", "", lambda engine: _keep(engine.connector.scheduler_adapter, "load_specs"),
-    "KVR009 load_specs", on=V1,
-)  # fmt: skip
-# the connector keeps a request's state as long as a store of the request is in flight
-row(
-    "a_job_is_never_reported", "", lambda engine: _keep(engine.connector.offloading.scheduler, "_req_status"),
-    "KVR009 _req_status", on=OFFLOADING,
-)  # fmt: skip
-
-
 @fault("KVR009", on=MP, at="settle")
 def a_lookup_is_kept(engine: Any, settle: Any) -> None:
     engine.connector.scheduler_adapter._finished_lookup_results["a"] = 0
@@ -233,39 +241,6 @@ def a_hit_is_kept(engine: Any, ask: Any, request: Any, computed: int) -> Any:
     answer = ask(request, computed)
     manager._pending_cpu_hits.setdefault(request.request_id, (([],), 0, computed))
     return answer
-
-
-row(
-    "a_load_ends_a_block_early", "connector.reader.loads",
-    lambda _, loads, metadata: [(name, start, end - 16) for name, start, end in loads(metadata)], "KVR004", "LAB002",
-    on=SIMPLE,
-)  # fmt: skip
-
-
-@fault("KVR006", "KVR010", "LAB003", on=SIMPLE, at=BUILD)
-def a_load_is_lost(engine: Any, build: Any, output: Any) -> Any:
-    metadata = build(output)
-    metadata.load_cpu_blocks, metadata.load_event = [], -1
-    return metadata
-
-
-row(
-    "a_load_holds_its_memory_for_ever", f"{IN_SCHEDULER}._cleanup_load_request",
-    lambda engine, _, name: engine.connector.in_scheduler.scheduler_manager._reqs_to_load.pop(name, None) and 0,
-    "LAB028", on=SIMPLE,
-)  # fmt: skip
-
-
-def load_other_kv(connector: Any) -> None:
-    """Put wrong KV into each chunk that LMCache loads."""
-    wrap(connector.cache_engines[0], "chunk", lambda chunk, name, key: [7] * len(chunk(name, key) or ()) or None)
-
-
-row("lmcache_loads_other_kv", "", lambda engine: load_other_kv(engine.connector), "LAB001 the step", on=BOTH)
-# vLLM asks LMCache first. LMCache has the prompt, so vLLM drops the hit of SimpleCPUOffloadConnector.
-MANAGER = "connector.offloading._manager"
-row("a_hit_is_never_released", f"{MANAGER}._free_pending_cpu_hit", lambda *_: None, "LAB028", on=BOTH)
-row("a_load_keeps_its_request", f"{MANAGER}.request_finished", lambda *_: (False, None), "KVR009", on=BOTH)
 
 
 @fault("LAB001 store", at=BUILD, **DRAFTS)
@@ -378,9 +353,10 @@ FOR_DECODER = steps(
     do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
     for seed, name in enumerate(("prefill", "skip_save"), 1)
 )
-in_metadata(
-    "what_is_not_to_be_stored_is_stored", lambda _, meta: setattr(meta.save_spec, "can_save", True),
-    "LAB010 it asks for lmcache.skip_save", schedule=FOR_DECODER,
+row(
+    "what_is_not_to_be_stored_is_stored", METADATA,
+    _in_metadata(lambda _, meta: setattr(meta.save_spec, "can_save", True)), "LAB010 it asks for lmcache.skip_save",
+    on=V1, schedule=FOR_DECODER,
 )  # fmt: skip
 #: The server pauses during a store, and LMCache takes the server for dead. Then the server ends the store.
 SILENT_SERVER = steps(

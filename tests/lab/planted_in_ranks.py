@@ -5,7 +5,7 @@ from typing import Any
 
 from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.steps import prompt
-from tests.lab.planted import fault, noted, row, steps, wrap
+from tests.lab.planted import fault, noted, row, rows, steps, wrap
 from tests.lab.planted_faults import MP, V1
 
 #: Play two ranks. With mp, the second rank takes longer.
@@ -111,25 +111,24 @@ def _before(groups: list[Any]) -> list[Any]:
     return [groups[0], [*groups[1][1:], 0]]
 
 
-#: {fault: (method of the server's transfer, function that changes its blocks, text of the finding, setup, options)}
-BLOCKS: dict[str, tuple[str, Any, str, tuple[str, ...], dict[str, Any]]] = {
-    "load_of_a_window_goes_to_blocks_of_another": ("load", _others, f"{COMPUTED} in KV group 1", WINDOWS, {}),
-    "store_of_a_window_reads_other_blocks": ("read", _others, STORED, WINDOWS, {}),
-    "load_of_a_state_goes_to_the_block_before": ("load", _before, f"{COMPUTED} in KV group 1", STATES, {}),
-    "store_takes_the_state_for_that_of_the_chunk_before": ("read", _before, STORED, STATES, {}),
-    "part_of_a_group_is_read_from_blocks_of_another": (
-        "load", _before, "in KV group 1", WINDOWS, {"mp_windows": ONE_OBJECT},
-    ),
-}  # fmt: skip
-
-
 def _changed(changed: Callable[[Any], Any], place: int) -> Callable[..., Any]:
+    """Return a fault that changes the blocks of a transfer. place: position of the blocks in the arguments."""
     return lambda _, original, *given: original(*given[:place], changed(given[place]), *given[place + 1 :])
 
 
-for name, (method, changed, text, on, options) in BLOCKS.items():
-    call = _changed(changed, 0 if method == "load" else 1)
-    row(name, f"connector.server.chunks.{method}", call, f"LAB001 {text}", on=on, **options)
+LOAD, READ = "connector.server.chunks.load", "connector.server.chunks.read"
+rows({
+    "load_of_a_window_goes_to_blocks_of_another": (LOAD, _changed(_others, 0), f"LAB001 {COMPUTED} in KV group 1"),
+    "store_of_a_window_reads_other_blocks": (READ, _changed(_others, 1), f"LAB001 {STORED}"),
+}, on=WINDOWS)  # fmt: skip
+rows({
+    "load_of_a_state_goes_to_the_block_before": (LOAD, _changed(_before, 0), f"LAB001 {COMPUTED} in KV group 1"),
+    "store_takes_the_state_for_that_of_the_chunk_before": (READ, _changed(_before, 1), f"LAB001 {STORED}"),
+}, on=STATES)  # fmt: skip
+row(
+    "part_of_a_group_is_read_from_blocks_of_another", LOAD, _changed(_before, 0), "LAB001 in KV group 1", on=WINDOWS,
+    mp_windows=ONE_OBJECT,
+)  # fmt: skip
 FAILED_LOAD = steps(do.stored_elsewhere(prompt(128)), do.admit("r", prompt(160), 5), do.fail_load("r"), do.run())
 row(
     "a_failed_load_of_groups_is_not_reported", "workers.0.also_reported", lambda *_: {}, "LAB003", "LAB008", "KVR010",

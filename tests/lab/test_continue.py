@@ -9,10 +9,8 @@ import pytest
 
 from kvfix_tools.lab import runner
 from tests import late
-from tests.conftest import RELEASES, Once
+from tests.conftest import NEWEST, Once
 from tests.engine_state import test_watchdog, wedged
-
-NEWEST = RELEASES / "0.5.6"
 
 
 def saved(engine: str, steps: int = 0) -> dict[str, Any]:

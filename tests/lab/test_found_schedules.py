@@ -129,11 +129,10 @@ def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def play_all() -> dict[str, Any]:
-    scenario = find("failed-load-of-one-rank")
     with applied(True):
         ways = {way: {ranks: saved(ranks, options) for ranks in (1, 2)} for way, options in WAYS.items()}
     with applied(True, only=[code for code in played() if code != "KVF030"]):
-        return {"saved": ways, "without": [found.code for found in scenario.played().findings]}
+        return {"saved": ways, "without": [found.code for found in find("failed-load-of-one-rank").played().findings]}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -146,5 +145,4 @@ def test_tokens_of_a_step_with_a_load_are_stored_later(way: str, outcomes: dict[
 
 
 def test_without_kvf030_the_caches_are_wrong(outcomes: dict[str, Any]) -> None:
-    """If KVF030 is left out, the caches of two ranks are wrong, although all other fixes are applied."""
     assert "LAB001" in outcomes["without"]

@@ -95,7 +95,7 @@ def found(options: Options, *parts: Any) -> list[str]:
     with runner.applied(True):
         engine = late.LabEngine(options)
         steps(*parts, do.run(), do.settle())(engine)
-        return [*map(str, engine.findings), *(["a load has failed"] * engine.counts["loads_failed"])]
+        return [*map(str, engine.findings), *([FAILED] * engine.counts["loads_failed"])]
 
 
 def other_fails(_: Any) -> None:
@@ -116,7 +116,7 @@ def shared(*parts: Any) -> list[str]:
         [do.evict(6, forced=True), do.free_blocks(), do.admit("sharing", prompt(112))],
         [until(lambda engine: engine.counts["loads_failed"]), *parts],
     )
-    return [each for each in findings if each != "a load has failed"]
+    return [each for each in findings if each != FAILED]
 
 
 def fails_again() -> list[str]:
@@ -246,7 +246,6 @@ def wrapped(fix: Fix, targets: Iterable[Target]) -> list[str]:
 
 
 def test_without_a_function_no_half_of_a_fix_is_applied(once: Once) -> None:
-    """A fix wraps several functions, and no function if one of them is replaced."""
     found = once(play_replaced, RELEASES / "0.5.6")
     whole = {name: each for name, each in found.items() if name.endswith(" whole")}
     assert len(whole) > 20

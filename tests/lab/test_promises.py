@@ -91,8 +91,7 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
         request_finished=SimpleNamespace(__annotations__={"block_ids": annotation}),
     )
     module = SimpleNamespace(__name__="", NixlConnectorScheduler=scheduler)
-    wrap = kvf301_nixl_promise_without_blocks.FIX.targets[0].fix(module)
-    hook = wrap(scheduler.get_num_new_matched_tokens)
+    hook = kvf301_nixl_promise_without_blocks.FIX.targets[0].fix(module)(scheduler.get_num_new_matched_tokens)
     for blocks, promised in ((good, (32, True)), (wrong, (0, False)), ([], (0, False))):
         request = SimpleNamespace(kv_transfer_params={**NIXL, "remote_block_ids": blocks})
         assert hook(scheduler, request, 0) == promised

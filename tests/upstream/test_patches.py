@@ -140,8 +140,7 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
     differ = [name for name in with_fix if found["digests"][name] != with_fix[name]]
     assert bool(differ) == ((row.code, row.dist) in DIFFERS), f"{differ} play differently with kvfix's fix"
     for connector, digests in found["healthy"].items():
-        expected = release.plays(connector, row.code)
-        played = zip(patched.SEEDS, digests, expected, strict=True)
+        played = zip(patched.SEEDS, digests, release.plays(connector, row.code), strict=True)
         healthy = [(seed, digest == right) for seed, digest, right in played if right]
         changed = [seed for seed, is_equal in healthy if not is_equal]
         assert healthy
@@ -151,16 +150,14 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
 @pytest.mark.parametrize("row", [row for row in PATCHES if row.code in ENGINE], ids=lambda row: str(row.slug))
 def test_chunks_after_one_load(row: upstream.Ready, fork_server: ForkServer, tmp_path: Path) -> None:
     """Try the patch on LMCache's own cache engine, which the lab replaces."""
-    folder = patched.apply(row.path, released(row), tmp_path / "patched")
-    mode = ENGINE[row.code]
+    folder, mode = patched.apply(row.path, released(row), tmp_path / "patched"), ENGINE[row.code]
     found = fork_server(call(test_async_release.after_one_load, mode, 0), folder)
     assert found == [64, [test_async_release.right(mode)]]
 
 
 def has_no_probe(row: upstream.Ready) -> bool:
     mine = [target for target in catalogue.find(row.code).targets if target.dist == row.dist and not target.helper]
-    wrong = [target for target in mine if row.version in SpecifierSet(target.broken)]
-    return any(target.probe is None for target in wrong)
+    return any(target.probe is None for target in mine if row.version in SpecifierSet(target.broken))
 
 
 def test_every_fix_has_a_patch_or_a_reason() -> None:

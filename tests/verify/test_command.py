@@ -21,11 +21,8 @@ def run(capsys: pytest.CaptureFixture[str], engine: Engine, **options: Any) -> t
     return code, capsys.readouterr().out
 
 
-def every_hit(prompt: list[int], hit: int, together: int) -> bool:
-    return True
-
-
 NOISY = {"noise": 0.01}
+EVERY_HIT: dict[str, Any] = {"wrong": lambda prompt, hit, together: True}
 TWO = (("base", None), ("adapter", "base"))
 NO_RESET = {"blocks": 300, "missing": ("/reset_prefix_cache",)}
 NO_TOKENIZER = {"missing": ("/tokenize",)}
@@ -34,7 +31,7 @@ OTHERS = {"others": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = {
     "exact": ({}, {}, 0, ("verify same: 48 prompts", f"chunks of {CHUNK}", "equal in every bit")),
     "noisy": (NOISY, {}, 0, ("verify same: 48 prompts", "differ by at most")),
-    "every hit is wrong": ({**NOISY, "wrong": every_hit}, {}, 1,
+    "every hit is wrong": ({**NOISY, **EVERY_HIT}, {}, 1,
         ("SUMMARY: kvfix verify different: wrong for all hits, alone and under load", "kvfix explain KVF020")),
     # After the first NaN, computed answers and so the noise are NaN too. The survey (rounds.py) finds this.
     "NaN that spoils the noise": ({"spreads_nan": True}, {}, 1,
@@ -50,9 +47,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
         ("adapter got KV of a prompt that was never sent to it",)),
     "an adapter has its base model's context length": ({"models": TWO, "length": 250}, {"model": "adapter"}, 0, ()),
     "fillers empty the cache": (NO_RESET, {}, 0, ("other prompts each time, which use all GPU blocks",)),
-    "fillers, and every hit is wrong": ({**NO_RESET, "wrong": every_hit}, {}, 1, ()),
+    "fillers, and every hit is wrong": ({**NO_RESET, **EVERY_HIT}, {}, 1, ()),
     "texts if nothing tokenizes": (NO_TOKENIZER, {}, 0, ()),
-    "texts, and every hit is wrong": ({**NO_TOKENIZER, "wrong": every_hit}, {}, 1, ()),
+    "texts, and every hit is wrong": ({**NO_TOKENIZER, **EVERY_HIT}, {}, 1, ()),
     "requests are not counted": ({"has_counts": False}, {}, 77, ("/metrics does not count the requests",)),
     "no connector": ({"connector": False}, {}, 77,
         ("vLLM never asked a connector. Start vLLM with --kv-transfer-config",)),
@@ -64,7 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
         ("expected tokens came from the connector", "is too small for all prompts")),
     "other clients hide the hits": (OTHERS, {}, 77,
         ("SUMMARY: kvfix verify nothing proven: requests of other clients hide",)),
-    "other clients, and every hit is wrong": ({**OTHERS, "wrong": every_hit}, {}, 1, ()),
+    "other clients, and every hit is wrong": ({**OTHERS, **EVERY_HIT}, {}, 1, ()),
     "no prefix cache": ({"prefix_caching": False}, {}, 77, ("Start vLLM with --enable-prefix-caching",)),
     "metrics are hidden": ({"missing": ("/metrics",)}, {}, 77, ("Use the port of the engine, not of a proxy",)),
     "noise hides everything": ({"noise": 1.0}, {}, 77, ("the noise is too large",)),
@@ -93,7 +90,7 @@ def test_one_large_difference_that_nothing_repeats(capsys: pytest.CaptureFixture
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, Engine(noise=0.01, wrong=every_hit), json=True)
+    code, text = run(capsys, Engine(noise=0.01, **EVERY_HIT), json=True)
     answer = json.loads(text)
     assert code == answer["exit"] == 1
     assert answer["verdict"] == "different"

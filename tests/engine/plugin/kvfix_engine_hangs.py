@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
-#: WHAT: the function of this module that plants the hang. SERVER: pids of the LMCache server.
+#: WHAT: a key of HANGS. SERVER: pids of the LMCache server.
 WHAT, SERVER = os.environ.get("KVFIX_TEST_HANG", ""), os.environ.get("KVFIX_TEST_SERVER", "")
 
 
 def plant(connector: Any) -> None:
-    """Call the function WHAT for this connector, if the hang begins in a connector of this role."""
+    """Plant the hang WHAT in this connector, if the hang begins in a connector of this role."""
     if connector.role.name == ("SCHEDULER" if WHAT in ("server_stops", "abort_comes_first") else "WORKER"):
-        globals()[WHAT](connector)
+        HANGS[WHAT](connector)
 
 
 def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
@@ -30,32 +30,6 @@ def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, function)
-
-
-def lookup_thread_ends(connector: Any) -> None:
-    """End the worker's thread that answers lookups, as an exception that no code catches would do."""
-    _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit)
-
-
-def lookup_thread_waits(connector: Any) -> None:
-    """Make the worker's thread that answers lookups wait for ever in its next lookup."""
-    _before(connector._lmcache_engine.lmcache_engine, "lookup", threading.Event().wait)
-
-
-def server_stops(connector: Any) -> None:
-    """The LMCache server runs, but answers nothing from the next lookup on."""
-
-    def stop() -> None:
-        for pid in SERVER.split():
-            os.kill(int(pid), signal.SIGSTOP)
-
-    _before(connector.scheduler_adapter, "maybe_submit_lookup_request", stop)
-
-
-def load_is_lost(connector: Any) -> None:
-    """The worker forgets its loads and never reports them."""
-    adapter = connector.worker_adapter
-    _before(adapter, "get_finished", lambda: adapter.retrieve_futures.clear())
 
 
 def abort_comes_first(connector: Any) -> None:
@@ -109,3 +83,24 @@ def hook_waits(connector: Any) -> None:
     reading, _ = os.pipe()
     read, buffer = ctypes.CDLL(None).read, ctypes.create_string_buffer(1)
     _before(connector.worker_adapter, "create_recorded_event", lambda: read(reading, buffer, 1))
+
+
+#: {hang: function that plants it in this connector}
+HANGS: dict[str, Callable[[Any], None]] = {
+    # the worker's thread that answers lookups ends, as after an exception that no code catches
+    "lookup_thread_ends": lambda connector: _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit),
+    # the worker's thread that answers lookups waits for ever in its next lookup
+    "lookup_thread_waits": lambda connector: _before(
+        connector._lmcache_engine.lmcache_engine, "lookup", threading.Event().wait
+    ),
+    # the LMCache server runs, but answers nothing from the next lookup on
+    "server_stops": lambda connector: _before(
+        connector.scheduler_adapter, "maybe_submit_lookup_request",
+        lambda: [os.kill(int(pid), signal.SIGSTOP) for pid in SERVER.split()],
+    ),
+    # the worker forgets its loads and never reports them
+    "load_is_lost": lambda connector: _before(
+        connector.worker_adapter, "get_finished", lambda: connector.worker_adapter.retrieve_futures.clear()
+    ),
+    "abort_comes_first": abort_comes_first, "locked_out": locked_out, "hook_waits": hook_waits,
+}  # fmt: skip

@@ -103,28 +103,20 @@ def plant(fault: str, kv: torch.Tensor, argument: str) -> None:
     tokens = kv.shape[2]
     chunks = [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
     if fault not in SOMETIMES:
-        globals()[fault](kv, chunks, argument)
+        FAULTS[fault](kv, chunks, argument)
     elif SOMETIMES[fault](chunks, argument):
-        last_chunk_wrong(kv, chunks, "")
-
-
-# Each function below is a fault. It changes the loaded chunks `kv` in place: [K and V, layers, tokens, ...]. The last
-# argument is the text after `NAME:` in the file. Without a text it is the number of requests for which the step loads.
+        FAULTS["last_chunk_wrong"](kv, chunks, "")
 
 
 def is_whole(chunk: slice) -> bool:
     return chunk.stop - chunk.start == CHUNK
 
 
-def two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+def two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str = "") -> None:
     """Swap two chunks, K and V together. This changes the order of a sum, and so only the last bits of the answer."""
     if len(chunks) > 1 and is_whole(chunks[1]):
         one, other = (kv[:, :, chunk].clone() for chunk in chunks[:2])
         kv[:, :, chunks[0]], kv[:, :, chunks[1]] = other, one
-
-
-def k_of_two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    two_chunks_swapped(kv[:1], chunks, "")
 
 
 def chunk_of_another_prompt(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
@@ -132,21 +124,6 @@ def chunk_of_another_prompt(kv: torch.Tensor, chunks: list[slice], _: str) -> No
         now = kv[:, :, chunks[0]].clone()
         kv[:, :, chunks[0]] = EARLIER[0] if EARLIER else now
         EARLIER[:] = [now]
-
-
-def chunk_shifted_by_one(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    first = kv[:, :, chunks[0]]
-    first[:, :, 1:] = first[:, :, :-1].clone()
-
-
-def last_chunk_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    """Reverse the order of the last chunk's tokens in K, but not in V."""
-    kv[0, :, chunks[-1]] = kv[0, :, chunks[-1]].flip(1)
-
-
-def other_weights(kv: torch.Tensor, _: list[slice], share: str) -> None:
-    """Change KV as if the weights differed by this share."""
-    kv *= 1 + float(share) * torch.randn(kv.shape, generator=torch.Generator().manual_seed(0))
 
 
 def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
@@ -158,28 +135,29 @@ def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
         v += float(share) * v @ down @ up.T
 
 
-def one_layer_wrong(kv: torch.Tensor, _: list[slice], __: str) -> None:
-    kv[0, -1] = kv[0, -1].flip(0)
-
-
-def one_bit(kv: torch.Tensor, _: list[slice], bit: str) -> None:
-    """Flip one bit of one element: V of the first loaded token, in the first layer and head."""
-    kv[1, 0, 0, 0, -1:].view(torch.int32).bitwise_xor_(1 << int(bit))
-
-
-def v_of_one_token_wrong(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    token = chunks[1].start + 5
-    kv[1, 0, token] = kv[1, 0, token + 1]
-
-
-def not_a_number(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
-    kv[1, 1, chunks[2].start + 7].view(-1)[0] = float("nan")
-
-
-def zeros(kv: torch.Tensor, _: list[slice], __: str) -> None:
-    kv.zero_()
-
-
+#: {fault: function that changes the loaded chunks `kv` in place: [K and V, layers, tokens, ...]}. The last argument is
+#: the text after `NAME:` in the file. Without a text it is the number of requests for which the step loads.
+FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
+    "two_chunks_swapped": two_chunks_swapped,
+    "k_of_two_chunks_swapped": lambda kv, chunks, _: two_chunks_swapped(kv[:1], chunks),
+    "chunk_of_another_prompt": chunk_of_another_prompt,
+    "chunk_shifted_by_one": lambda kv, chunks, _: kv[:, :, 1 : chunks[0].stop].copy_(
+        kv[:, :, : chunks[0].stop - 1].clone()
+    ),
+    # the last chunk's tokens are in reverse order in K, but not in V
+    "last_chunk_wrong": lambda kv, chunks, _: kv[0, :, chunks[-1]].copy_(kv[0, :, chunks[-1]].flip(1)),
+    # KV changes as if the weights differed by this share
+    "other_weights": lambda kv, _, share: kv.mul_(
+        1 + float(share) * torch.randn(kv.shape, generator=torch.Generator().manual_seed(0))
+    ),
+    "other_adapter": other_adapter,
+    "one_layer_wrong": lambda kv, *_: kv[0, -1].copy_(kv[0, -1].flip(0)),
+    # one bit of one element flips: V of the first loaded token, in the first layer and head
+    "one_bit": lambda kv, _, bit: kv[1, 0, 0, 0, -1:].view(torch.int32).bitwise_xor_(1 << int(bit)),
+    "v_of_one_token_wrong": lambda kv, chunks, _: kv[1, 0, chunks[1].start + 5].copy_(kv[1, 0, chunks[1].start + 6]),
+    "not_a_number": lambda kv, chunks, _: kv[1, 1, chunks[2].start + 7].view(-1)[0].fill_(float("nan")),
+    "zeros": lambda kv, *_: kv.zero_(),
+}
 #: {fault: condition under which `last_chunk_wrong` is done}. A condition gets the arguments of a fault without `kv`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
