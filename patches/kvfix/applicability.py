@@ -50,8 +50,7 @@ def fingerprints() -> dict[str, Any]:
 
     `make fingerprints` writes fingerprints.json from the released files.
     """
-    text = pkgutil.get_data("kvfix", "fingerprints.json")  # kvfix may be in a zip
-    return dict(json.loads(text or b""))
+    return dict(json.loads(pkgutil.get_data("kvfix", "fingerprints.json") or b""))  # kvfix may be in a zip
 
 
 def judge(target: Target) -> Applicability:

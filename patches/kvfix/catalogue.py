@@ -120,9 +120,6 @@ def _outcome(fix: Fix, decision: Decision) -> Applicability:
 
 def rows_handling(finding: Finding) -> list[FixRow]:
     """Return the rows of the fixes for this finding, without fixes that this process does not need."""
-    return [
-        row
-        for fix in handling(finding.code, finding.message)
-        for row in rows_of(fix)
-        if row.verdict in ("applied", "applicable", "opt-in", "refused", "unknown", "unfixable")
-    ]
+    needed = ("applied", "applicable", "opt-in", "refused", "unknown", "unfixable")
+    found = [row for fix in handling(finding.code, finding.message) for row in rows_of(fix)]
+    return [row for row in found if row.verdict in needed]

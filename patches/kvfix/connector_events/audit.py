@@ -62,8 +62,7 @@ class Audit:
         try:
             starts = {name: start for name, start, _ in stores if self.takes(name)}
             metas = [meta for meta in metadata.requests if meta.req_id in starts] if starts else []
-            found = [self._compare(meta, starts[meta.req_id]) for meta in metas]
-            return [each for each in found if each is not None]
+            return [each for meta in metas if (each := self._compare(meta, starts[meta.req_id])) is not None]
         except NotAudited as reason:
             engine_log.warning(f"audit: this process compares no more hits: {reason}")
         except Exception as error:  # noqa: BLE001
@@ -101,10 +100,9 @@ class Audit:
 
 
 class Difference(NamedTuple):
-    """The difference between cached and computed K or V of one chunk and layer.
+    """The difference between cached and computed K or V of one chunk and layer. `Compared` describes the fields.
 
-    error: the norm of the difference as a share of the norm of the computed part. layer: its number in vLLM's order.
-    token: the token that differs most, counted from the start of the chunk.
+    layer: its number in vLLM's order. token: counted from the start of the chunk.
     """
 
     layer: int

@@ -108,8 +108,7 @@ class Offloading(Reader):
 def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
     """Return the first token and the end of a job of the OffloadingConnector, over all KV groups.
 
-    In each KV group the end of the job is rounded up to a whole block. So the smallest of these ends is nearest to the
-    last token of the job.
+    Each KV group rounds the job's end up to a whole block. So the smallest end is nearest to the job's last token.
     blocks: GPULoadStoreSpec, the job's GPU blocks. sizes: tokens of a block, by KV group.
     """
     groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)

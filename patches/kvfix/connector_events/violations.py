@@ -49,8 +49,7 @@ def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exce
         path = written(recorder.write, "violation", finding)
         path = path and written(_write, watched, hook, finding, fixes, path)
         handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""
-        where = f" Report: {path}" if path else ""
-        engine_log.warning(what + handled + where)
+        engine_log.warning(what + handled + (f" Report: {path}" if path else ""))
     elif session.violations[finding.code] == 1:
         engine_log.warning(f"{what} No report: the limit of {DUMPS} per process is reached.")
     if session.mode == "strict" and error is None:
@@ -78,8 +77,7 @@ def written(write: Callable[..., Any], *arguments: Any) -> str:
     try:
         return str(write(*arguments))
     except OSError as error:
-        reason = error.strerror or error
-        engine_log.warning(f"no dump can be written ({reason}): name another folder in KVFIX_DUMP_DIR")
+        engine_log.warning(f"no dump can be written ({error.strerror or error}): name another folder in KVFIX_DUMP_DIR")
     except Exception as error:  # noqa: BLE001
         engine_log.fault("kvfix.connector_events.recorder", error)
     return ""

@@ -142,7 +142,6 @@ class WatchedConnector:
     def after_update_connector_output(self, answer: Any, connector_output: Any) -> None:
         for name in connector_output.finished_sending or ():
             self._sent(name)
-        received = set(connector_output.finished_recving or ())
         failed = set(getattr(connector_output, "failed_recving", None) or ())
         invalid = connector_output.invalid_block_ids
         if invalid:
@@ -150,7 +149,7 @@ class WatchedConnector:
         for name in failed:
             self._blocks.pop(name, None)
             self._record(ev.LoadFailed(name, None))
-        for name in received - failed:
+        for name in set(connector_output.finished_recving or ()) - failed:
             self._received(name)
 
     def before_request_finished(self, request: Any, *blocks: Any) -> None:
@@ -168,8 +167,7 @@ class WatchedConnector:
             self._ended.pop(request.request_id, None)
             self._sending.add(request.request_id)
             if self.reader.keeps_for_peer:
-                name = self.reader.lease_name(request)
-                self._record(ev.Leased(request.request_id, self.reader.lease(answer), name))
+                self._record(ev.Leased(request.request_id, self.reader.lease(answer), self.reader.lease_name(request)))
 
     before_request_finished_all_groups = before_request_finished
     after_request_finished_all_groups = after_request_finished

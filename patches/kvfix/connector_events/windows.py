@@ -59,8 +59,7 @@ class Stores:
             if not written.isdisjoint(lost):
                 yield _event(read, "blocks freed after the step and used again")
         for read in self._last:
-            lost = self._lost(read)
-            if lost:
+            if lost := self._lost(read):
                 yield _event(read, "null blocks" if 0 in lost else "blocks freed before the step")
 
     def _read(self, name: str, op: Any) -> Iterator[Read]:

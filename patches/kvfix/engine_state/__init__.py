@@ -74,7 +74,6 @@ def collect(
     found = [getattr(scheduler, "connector", None), *(workers or [read("worker", places.worker_connector)])]
     held = read("connectors", _rows, found)
     events = read("recorder", places.recorded) or {}
-    rows = _by_request(held or ())
     state = {
         "schema": SCHEMA,
         "pid": os.getpid(),
@@ -86,7 +85,7 @@ def collect(
         "stack": read("stack", places.stack, calls[:24]),
         "hook": read("hook", places.hook, calls),
         "in_step": read("in_step", places.in_step, calls),
-        "scheduler": read("scheduler", schedulers.read, scheduler, engine, rows, events, full),
+        "scheduler": read("scheduler", schedulers.read, scheduler, engine, _by_request(held or ()), events, full),
         "connectors": held,
         "unread": unread,
     }
@@ -136,10 +135,9 @@ def place(connector: Any) -> dict[str, Any]:
     try:
         config = connector._vllm_config
         parallel = config.parallel_config
-        replica = getattr(parallel, "data_parallel_rank", 0)
         return {
             "engine": str(config.kv_transfer_config.engine_id),
-            "replica": int(replica),
+            "replica": int(getattr(parallel, "data_parallel_rank", 0)),
             "rank": int(parallel.rank),
             "ranks": int(parallel.world_size),
         }

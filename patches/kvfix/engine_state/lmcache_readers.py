@@ -33,8 +33,7 @@ class V1(Reader):
         self._statuses = getattr(self.client, "reqs_status", {})
         #: A dictionary of LMCache's module: both roles share it if they are in one process.
         self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
-        config = getattr(self.impl, "config", None)
-        self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
+        self._timeout = (getattr(getattr(self.impl, "config", None), "lookup_timeout_ms", None) or 3000) / 1000
         self._chunk = getattr(self.impl, "_lmcache_chunk_size", 1)
 
     def hit(self, request: str) -> int | None:
@@ -128,8 +127,7 @@ class V1(Reader):
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
     """Return the row of a request with unknown promised tokens (`kvfix.engine_state` describes rows)."""
-    unknown = dict.fromkeys(("promised", "granted", "stored", "since"))
-    return {"hit": hit, "lookup": lookup, "phase": "", **unknown}
+    return {"hit": hit, "lookup": lookup, "phase": "", **dict.fromkeys(("promised", "granted", "stored", "since"))}
 
 
 def _v1_requests(impl: Any, client: Any) -> dict[str, dict[str, Any]]:
@@ -183,11 +181,8 @@ class MP(Reader):
         return getattr(adapter, "lmcache_tokens_per_chunk", getattr(adapter, "chunk_size", None))
 
     def loads(self, metadata: Any) -> Spans:
-        return [
-            (meta.request_id, meta.op.start + getattr(meta.op, "skip_first_n_tokens", 0), meta.op.end)
-            for meta in metadata.requests
-            if meta.direction == "RETRIEVE"
-        ]
+        ops = [(meta.request_id, meta.op) for meta in metadata.requests if meta.direction == "RETRIEVE"]
+        return [(name, op.start + getattr(op, "skip_first_n_tokens", 0), op.end) for name, op in ops]
 
     def stores(self, metadata: Any) -> Spans:
         metas = [meta for meta in metadata.requests if meta.direction == "STORE"]

@@ -78,11 +78,20 @@ def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
     """Store nothing in this step (LMCache in process). Loads and pins work as without the fix."""
     for meta in impl._parent._get_connector_metadata().requests:
         if meta.save_spec is not None:
-            meta.save_spec.can_save = False
-            if impl.kv_role == "kv_producer":
-                meta.save_spec.skip_leading_tokens = 0
-                meta.token_ids, meta.slot_mapping = [], meta.slot_mapping[:0]
+            store_nothing(impl, meta)
     return GO_ON
+
+
+def store_nothing(impl: Any, request: Any) -> None:
+    """Store nothing for this request in this step. request: its metadata.
+
+    A kv_producer ignores `can_save` and, with layerwise stores, starts at the first token (0.5.6
+    vllm_v1_adapter.py:1022, 1152). So this function removes the request's tokens.
+    """
+    request.save_spec.can_save = False
+    if impl.kv_role == "kv_producer":
+        request.save_spec.skip_leading_tokens = 0
+        request.token_ids, request.slot_mapping = [], request.slot_mapping[:0]
 
 
 def worker_loads_fail(impl: Any, *_: Any, **__: Any) -> Any:

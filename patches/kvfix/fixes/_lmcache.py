@@ -45,28 +45,12 @@ def unpin(chunk: Any) -> None:
         chunk.unpin()
 
 
-def store_nothing(impl: Any, request: Any) -> None:
-    """Store nothing for this request in this step. request: its metadata.
-
-    A kv_producer ignores `can_save` and, with layerwise stores, starts at the first token (0.5.6
-    vllm_v1_adapter.py:1022, 1152). So this function removes the request's tokens.
-    """
-    request.save_spec.can_save = False
-    if impl.kv_role == "kv_producer":
-        request.save_spec.skip_leading_tokens = 0
-        request.token_ids, request.slot_mapping = [], request.slot_mapping[:0]
-
-
 def is_layerwise(impl: Any) -> bool:
     return impl.use_layerwise and impl.lmcache_engine is not None
 
 
 def is_producer(impl: Any) -> bool:
     return bool(impl.kv_role == "kv_producer")
-
-
-def _is_layerwise_producer(impl: Any) -> bool:
-    return is_layerwise(impl) and is_producer(impl)
 
 
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
@@ -81,15 +65,14 @@ def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing
         requests = impl._parent._get_connector_metadata().requests
         meant = [request for request in requests if request.save_spec and is_meant(request)]
         for request in meant:
-            store_nothing(impl, request)
+            _closed.store_nothing(impl, request)
         return bool(meant)
 
-    @fix_after(only=_is_layerwise_producer, on_fault=_closed.worker_saves_nothing)
+    @fix_after(only=lambda impl: is_layerwise(impl) and is_producer(impl), on_fault=_closed.worker_saves_nothing)
     def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
         store_nothing_of(impl)
 
-    wrap = fix_before(only=is_producer, on_fault=_closed.worker_saves_nothing)
-    return wrap(store_nothing_of), start_load_kv
+    return fix_before(only=is_producer, on_fault=_closed.worker_saves_nothing)(store_nothing_of), start_load_kv
 
 
 def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:

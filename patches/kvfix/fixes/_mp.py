@@ -171,6 +171,5 @@ def is_left_unanswered(hook: Callable[..., Any], operation: str) -> bool:
     """For probes of `cancel_streams`: return True if a request in flight gets no answer."""
     answers: list[Any] = []
     future = stubs.Stub(set_result=answers.append, set_exception=answers.append)
-    in_flight = {0: (future, stubs.Stub(operation=operation))}
-    hook(stubs.Stub(pending_streams={}, pending_futures=in_flight))
+    hook(stubs.Stub(pending_streams={}, pending_futures={0: (future, stubs.Stub(operation=operation))}))
     return not answers

@@ -52,7 +52,7 @@ class Target:
         applies. With None, the target only shows if the bug is there: a helper in the module fixes it, or nothing can.
     order: position of its wrapper around the function. The wrapper with the lowest order is next to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
-    copy: the name of the copy of the code that has the function. "": every copy needs the function for its fix.
+    copy: the name of the copy that has the function, if the same code is in several places. "": every copy needs it.
         kvfix wraps the functions of one copy together or not at all (kvfix.applicability).
     """
 
@@ -72,10 +72,7 @@ class Target:
 
 
 class Owner:
-    """A class or a module with fixed functions: `SCHEDULER.schedule(broken=..., probe=..., fix=...)` is a target.
-
-    copy: the name of this copy, if the same code is in several places and each is fixed by itself.
-    """
+    """A class or a module with fixed functions: `SCHEDULER.schedule(broken=..., probe=..., fix=...)` is a target."""
 
     def __init__(self, dist: str, module: str, name: str = "", copy: str = "") -> None:
         self.dist = dist

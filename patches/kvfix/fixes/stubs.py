@@ -70,8 +70,7 @@ def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **mo
     """
     tracker = adapter.RequestTracker(NAME, total, [0] * tracked, list(range(-(-total // 16))))
     known = request(total, num_computed_tokens=computed)
-    impl = scheduler_side(_request_trackers={NAME: tracker}, _unfinished_requests={NAME: known}, **more)
-    return impl, tracker
+    return scheduler_side(_request_trackers={NAME: tracker}, _unfinished_requests={NAME: known}, **more), tracker
 
 
 def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:

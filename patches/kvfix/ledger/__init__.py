@@ -88,8 +88,7 @@ class History:
 class Ledger:
     """Check events against the rules. The caller feeds the events in the order in which they happened.
 
-    events_kept: maximum events kept per request, for the report. A finished request is kept until `forget`, so that its
-    leaks can be reported.
+    events_kept: maximum events per request, for the report. A finished request is kept, for its leaks, until `forget`.
     sees_loads: False if the source of the events cannot read the connector's metadata, so it sees no loads.
     """
 

@@ -278,8 +278,7 @@ class LeaseEnded(NamedTuple):
 
     def text(self) -> str:
         how = {None: "", True: ": its lease has expired", False: " after a notice"}
-        renewed = f", renewed {self.renewed} times" if self.renewed else ""
-        return "its blocks are free" + how[self.expired] + renewed
+        return "its blocks are free" + how[self.expired] + (f", renewed {self.renewed} times" if self.renewed else "")
 
 
 class ReadsFrom(NamedTuple):

@@ -138,12 +138,8 @@ class Engine:
 def engines(processes: Iterable[dict[str, Any]]) -> list[Engine]:
     """Return one engine for each scheduler in these processes."""
     processes = [each for each in processes if "schema" in each]
-    workers = [
-        (process, connector)
-        for process in processes
-        for connector in process.get("connectors") or ()
-        if connector["role"] == "WORKER"
-    ]
+    connectors = [(process, each) for process in processes for each in process.get("connectors") or ()]
+    workers = [pair for pair in connectors if pair[1]["role"] == "WORKER"]
     found = []
     for process in processes:
         if process.get("scheduler"):
@@ -180,16 +176,14 @@ def state(engine: Engine) -> State:
     scheduler = engine.scheduler
     rows = tuple(Waiting(row["id"], kind, row["needs"], row["blocks"]) for row, kind in waits(engine))
     running = sum(row["queue"] in ("running", "") for row in engine.requests)
-    in_flight = scheduler["answers"] or 0
-    in_flight += scheduler["deferred"]
+    in_flight = (scheduler["answers"] or 0) + scheduler["deferred"]
     for _, each in engine.workers:
         in_flight += sum(len(each.get(kind, ())) for kind in ("stores", *KINDS))
     # The scheduler has each request that has a transfer: the request waits for its load, or it has ended.
     kept = any(row["queue"] == "ended" for row in engine.requests) or any(each.waits_for == LOAD for each in rows)
     unknown = kept and not engine.sees_transfers and bool(engine.connectors)
     lookups = sum(each.waits_for == LOOKUP for each in rows)
-    free = scheduler["pool"]["free"]
-    return State(rows, free, running, None if unknown and not in_flight else in_flight, lookups)
+    return State(rows, scheduler["pool"]["free"], running, None if unknown and not in_flight else in_flight, lookups)
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -293,9 +293,8 @@ def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
         ended = {row["id"] for row in before.requests if row["queue"] == "ended"}
         for row in after.requests:
             name, kinds = row["id"], ("stores", *liveness.KINDS)
-            if row["queue"] == "ended" and name in ended and row["blocks"]:
-                if before.ranks_with(name, *kinds) or after.ranks_with(name, *kinds):
-                    continue
+            is_kept = row["queue"] == "ended" and name in ended and row["blocks"]
+            if is_kept and not (before.ranks_with(name, *kinds) or after.ranks_with(name, *kinds)):
                 yield Verdict(
                     "KVR009", "state-left-behind", name,
                     f"{name} has ended, and its {row['blocks']} blocks wait for a transfer that no worker has",

@@ -35,8 +35,7 @@ def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int
         return promised
     hit = promised
     if not accounted or spec.lmcache_cached_tokens != hit:
-        load_spec = LMCACHE_V1.imported.LoadSpec
-        impl.load_specs[request.request_id] = load_spec(num_computed_tokens, hit, can_load=False)
+        impl.load_specs[request.request_id] = LMCACHE_V1.imported.LoadSpec(num_computed_tokens, hit, can_load=False)
     return max(0, balance(hit, num_computed_tokens, total))
 
 

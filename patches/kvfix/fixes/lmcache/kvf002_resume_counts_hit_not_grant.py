@@ -29,9 +29,8 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
         for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
             computed = request.num_computed_tokens
-            until = computed + scheduler_output.num_scheduled_tokens[name]
             # Up to 0.3.10.post2 the hook keeps the tracker's tokens. From 0.3.11 on it takes the request's tokens.
-            tracker.token_ids = list(request.all_token_ids[:until])
+            tracker.token_ids = list(request.all_token_ids[: computed + scheduler_output.num_scheduled_tokens[name]])
             spec = impl.load_specs.get(name)
             if spec is None:
                 spec = impl.load_specs[name] = LMCACHE_V1.imported.LoadSpec(computed, 0, can_load=False)

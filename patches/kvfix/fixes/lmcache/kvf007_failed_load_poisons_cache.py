@@ -75,7 +75,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
         size = impl._block_size
         if request.save_spec is not None and any(int(slot) // size in blocks for slot in request.slot_mapping[::size]):
             note(__name__, f"request {request.req_id}: its load failed, so this step does not store it")
-            _lmcache.store_nothing(impl, request)
+            _closed.store_nothing(impl, request)
 
 
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)

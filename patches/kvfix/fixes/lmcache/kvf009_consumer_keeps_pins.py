@@ -23,8 +23,7 @@ def fix(impl: Any, answer: None) -> None:
 def shows_bug(hook: Any, adapter: Any) -> bool:
     """Run a step with one request on a consumer. With the bug, the consumer does not unpin the request."""
     unpin, meta = stubs.Calls(), stubs.Stub(req_id=stubs.NAME, save_spec=None)
-    engine = stubs.Stub(lookup_unpin=unpin)
-    hook(stubs.worker_side(adapter, meta, kv_role="kv_consumer", lmcache_engine=engine))
+    hook(stubs.worker_side(adapter, meta, kv_role="kv_consumer", lmcache_engine=stubs.Stub(lookup_unpin=unpin)))
     return not unpin
 
 

@@ -54,9 +54,8 @@ def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
     """Give each new request a tag of its own. Promised loads then fail, and no request finds the stores."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
-        new.sampling_params.extra_args = {
-            **(new.sampling_params.extra_args or {}), "kv_transfer_params": {TAG: f"error-{new.req_id}"},
-        }  # fmt: skip
+        own_tag = {"kv_transfer_params": {TAG: f"error-{new.req_id}"}}
+        new.sampling_params.extra_args = {**(new.sampling_params.extra_args or {}), **own_tag}
     return GO_ON
 
 

@@ -49,8 +49,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """Let the collector find a chunk. With the bug, `__del__` frees the chunk at once."""
     freed: list[Any] = []
     allocator, meta = stubs.Stub(free=freed.append), stubs.Stub(ref_count=0, pin_count=0, address=0)
-    chunk = stubs.Stub(parent_allocator=allocator, is_valid=lambda: True, meta=meta)
-    hook(chunk)
+    hook(stubs.Stub(parent_allocator=allocator, is_valid=lambda: True, meta=meta))
     return bool(freed)
 
 

@@ -42,8 +42,7 @@ def keeps_its_cache(scheduler: Any) -> bool:
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
     """Reset a connector that has no `reset_cache` of its own. With the bug, the answer is not False."""
-    connector = stubs.Stub(reset_cache=lambda: None)
-    return hook(stubs.Stub(connector=connector, log_stats=False)) is not False
+    return hook(stubs.Stub(connector=stubs.Stub(reset_cache=lambda: None), log_stats=False)) is not False
 
 
 FIX = Fix(

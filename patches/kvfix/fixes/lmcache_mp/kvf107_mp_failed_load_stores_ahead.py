@@ -56,8 +56,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     tracker.state = module.LMCacheMPRequestState.READY
     blocks = list(range(256))
     tracker.append_block_ids((blocks,) if isinstance(tracker.allocated_block_ids, dict) else blocks)
-    new = stubs.Stub(req_id=stubs.NAME, num_computed_tokens=256)
-    metadata = hook(connector, stubs.step(1024, new=new))
+    metadata = hook(connector, stubs.step(1024, new=stubs.Stub(req_id=stubs.NAME, num_computed_tokens=256)))
     return any(each.direction == "STORE" and each.op.end > 1280 for each in metadata.requests)
 
 

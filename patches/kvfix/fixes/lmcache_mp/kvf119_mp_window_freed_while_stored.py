@@ -92,10 +92,8 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
     for meta in metadata.requests:
         if meta.direction == "STORE":
             done = computed[meta.request_id] + scheduled[meta.request_id]
-            stores.held += [
-                Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done)
-                for group, window in windows.items()
-            ]
+            for group, window in windows.items():
+                stores.held.append(Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

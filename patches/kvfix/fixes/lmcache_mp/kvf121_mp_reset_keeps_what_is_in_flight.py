@@ -35,8 +35,7 @@ def shows_bug(hook: Any, connector: Any) -> bool:
     """Reset the connector while a request is open. With the bug, the answer is True."""
     adapter = stubs.Stub(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER
-    trackers = {stubs.NAME: None}
-    impl = stubs.Stub(role=role, scheduler_adapter=adapter, request_trackers=trackers, _kvfix_requests=1)
+    impl = stubs.Stub(role=role, scheduler_adapter=adapter, request_trackers={stubs.NAME: None}, _kvfix_requests=1)
     return bool(hook(impl))
 
 

@@ -37,8 +37,7 @@ def fix(
 
 def shows_bug(function: Any, module: Any) -> bool:
     """Check a chunk whose last block is null in the second of two KV groups. With the bug, the chunk is stored."""
-    group = stubs.Stub(kernel_group_indices=[0, 1], aux=False)
-    return not function([[1, 2], [3, 0]], [group], [2, 2], 1)[0][0]
+    return not function([[1, 2], [3, 0]], [stubs.Stub(kernel_group_indices=[0, 1], aux=False)], [2, 2], 1)[0][0]
 
 
 FIX = Fix(

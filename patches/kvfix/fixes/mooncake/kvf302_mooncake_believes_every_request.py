@@ -23,7 +23,6 @@ from kvfix.fixes import _mooncake, _prefills, api
 from kvfix.fixes.api import PRIVATE, Any, Fix, Fixing, Steps, View, fix_around, instead, stubs
 
 _ADDRESS = "remote_bootstrap_addr"
-_KEYS_0_15 = ("remote_host", "remote_port")
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
@@ -94,7 +93,7 @@ def _targets(owner: Any, broken: str, keys: tuple[str, ...]) -> Iterator[Any]:
 
 
 FIX = Fix(
-    *_targets(api.MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
+    *_targets(api.MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", ("remote_host", "remote_port")),
     *_targets(api.MOONCAKE_SCHEDULER, ">=0.20", _mooncake.PEER),
     effect="crash",
     evidence={"KVR010": "", "KVD291": "", "KVD584": ""},

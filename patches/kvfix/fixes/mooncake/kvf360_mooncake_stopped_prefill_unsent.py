@@ -22,8 +22,7 @@ from kvfix.fixes.api import MOONCAKE_SCHEDULER, Any, Fix, Steps, View, fix_aroun
 def fix(connector: Any, request: Any, blocks: Any) -> Steps:
     if not request.kv_transfer_params.get("do_remote_decode") or request.status.name != "FINISHED_STOPPED":
         return (yield)
-    capped = type(request.status).FINISHED_LENGTH_CAPPED
-    return (yield (View(request, status=capped), blocks))
+    return (yield (View(request, status=type(request.status).FINISHED_LENGTH_CAPPED), blocks))
 
 
 def shows_bug(hook: Any, module: Any) -> bool:

@@ -21,8 +21,7 @@ fix = _prefills.drop_peerless(__name__, lambda params: all(isinstance(params.get
 def shows_bug(hook: Any, module: Any) -> bool:
     """Abort a request that names no peer. The bug raises KeyError."""
     waiting: dict[str, Any] = {stubs.NAME: (stubs.request(8, kv_transfer_params={"transfer_id": "t"}), [])}
-    connector = _mooncake.scheduler_side("kv_consumer", _reqs_need_recv=waiting)
-    return stubs.raises(KeyError, hook, connector, stubs.Stub())
+    return stubs.raises(KeyError, hook, _mooncake.scheduler_side("kv_consumer", _reqs_need_recv=waiting), stubs.Stub())
 
 
 FIX = Fix(

@@ -31,8 +31,7 @@ def _fix(owner: Owner) -> Fixing:
         scheduler = getattr(module, owner.name)
         keys = _asked_for(scheduler.update_state_after_alloc)
         # The prefill of this release names a list of blocks for each KV group. Up to 0.15 it names one list.
-        named = getattr(scheduler.request_finished, "__annotations__", {}).get("block_ids")
-        groups = str(named) != "list[int]"
+        groups = str(getattr(scheduler.request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
         def is_complete(connector: Any, request: Any) -> bool:
             params = request.kv_transfer_params

@@ -23,8 +23,7 @@ def on_new_request(connector: Any, request: Any) -> None:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Start a request whose engine id is a list. The bug raises TypeError."""
-    request = _nixl.remote_prefill(8, remote_engine_id=[])
-    return stubs.raises(TypeError, hook, _nixl.scheduler_side(), request)
+    return stubs.raises(TypeError, hook, _nixl.scheduler_side(), _nixl.remote_prefill(8, remote_engine_id=[]))
 
 
 FIX = Fix(

@@ -30,8 +30,7 @@ def fix(connector: Any, request: Any) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Look up a remote prefill that names no peer. With the bug, the tokens of the prefill are promised."""
-    request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
-    return bool(hook(_nixl.scheduler_side(), request, 0)[0])
+    return bool(hook(_nixl.scheduler_side(), stubs.request(32, kv_transfer_params={"do_remote_prefill": True}), 0)[0])
 
 
 FIX = Fix(

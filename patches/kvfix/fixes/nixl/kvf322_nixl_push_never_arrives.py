@@ -31,11 +31,9 @@ _UNTIL = "kvfix_until"
 
 @fix_after(when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations)
 def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any) -> None:
-    """Add the end time to the registration."""
     until = connector._push_registration_deadlines.get(request.request_id)
-    registration = connector._push_pending_registrations[request.request_id]
     if until is not None:
-        registration.setdefault(_UNTIL, until)
+        connector._push_pending_registrations[request.request_id].setdefault(_UNTIL, until)
 
 
 @fix_before(when=lambda worker, metadata: metadata.push_registrations)

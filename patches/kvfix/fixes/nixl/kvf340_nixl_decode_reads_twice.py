@@ -22,8 +22,7 @@ from kvfix.fixes.api import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHED
 
 def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     prefill = params.get("remote_engine_id"), params.get("remote_request_id")
-    pulls = getattr(connector, "_TRANSFER_MODE", "pull") == "pull"
-    return prefill if pulls and None not in prefill else None
+    return prefill if None not in prefill and getattr(connector, "_TRANSFER_MODE", "pull") == "pull" else None
 
 
 promise_once, arrive_once = _prefills.for_the_first(_prefill)
@@ -31,8 +30,7 @@ promise_once, arrive_once = _prefills.for_the_first(_prefill)
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Look up two requests for one prefill. With the bug, both get its tokens."""
-    peer = _nixl.remote_prefill(32).kv_transfer_params
-    return _prefills.promised_twice(hook, _nixl.scheduler_side(), **peer)
+    return _prefills.promised_twice(hook, _nixl.scheduler_side(), **_nixl.remote_prefill(32).kv_transfer_params)
 
 
 FIX = Fix(

@@ -30,8 +30,7 @@ def reset_cache(connector: Any, answer: Any) -> bool:
 
 def shows_bug(hook: Any, module: Any) -> bool:
     """Reset a manager that has a secondary tier. With the bug, the answer is True."""
-    manager = stubs.Stub(secondary_tiers=[object()])
-    scheduler = stubs.Stub(manager=manager, reset_cache=lambda: None)
+    scheduler = stubs.Stub(manager=stubs.Stub(secondary_tiers=[object()]), reset_cache=lambda: None)
     return hook(stubs.Stub(connector_scheduler=scheduler)) is True
 
 

@@ -94,8 +94,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
         _insert_block_hash=lambda *args, **_: found.append(args),
     )  # fmt: skip
     state = stubs.Stub(block_ids=([3],), store_events={7}, finished=False, num_stored_blocks=[1])
-    kind = module.SimpleCPUOffloadScheduler
-    scheduler = kind.__new__(kind)
+    scheduler = module.SimpleCPUOffloadScheduler.__new__(module.SimpleCPUOffloadScheduler)
     vars(scheduler).update(
         cpu_block_pool=pool, _gpu_block_pool=pool, _lazy_mode=False, enable_kv_cache_events=False,
         _in_flight_store_gpu_blocks={3}, _store_event_to_blocks={7: module.TransferMeta([3], [3])},
