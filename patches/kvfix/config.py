@@ -18,6 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+#: `fix` applies fixes, `observe` also records hooks, `check` also checks rules, and `strict` also raises exceptions.
 MODES = ("fix", "observe", "check", "strict")
 
 

@@ -24,6 +24,8 @@ EVENTS = 8192
 
 
 class Session:
+    """The state of kvfix in this process. `session` is the only instance."""
+
     def __init__(self) -> None:
         #: None: kvfix does nothing in this process.
         self.config: Config | None = None
