@@ -28,7 +28,6 @@ NOTHING_HERE = """\
 Neither vLLM nor LMCache is installed for this Python. Run kvfix status where the engine
 runs (in its container, with its Python).
 Without them you can run: kvfix-diagnose LOG, kvfix explain CODE, kvfix status --released"""
-
 #: {verdict: the command to type}
 _TYPE = {
     "applicable": "kvfix.apply(), or: kvfix run -- CMD",

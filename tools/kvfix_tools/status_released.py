@@ -26,7 +26,6 @@ DISTS = ("lmcache", "vllm")
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 _PYTHON = "3.12"
 _LIMIT = 1800  # Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
-
 #: Changes of a function, the worst first. A fix's row shows its worst function. `unknown`: no comparison is possible.
 CHANGES = ("unknown", "changed", "unchanged")
 

@@ -21,7 +21,6 @@ from kvfix_tools import screen
 from kvfix_tools.command_options import Json, value
 
 app = typer.Typer(no_args_is_help=True, help="List and export patches for LMCache and vLLM.")
-
 #: Folders of the patches: the first in an installed wheel, the second in a checkout.
 FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
 

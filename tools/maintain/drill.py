@@ -125,9 +125,7 @@ def states() -> dict[str, Any]:
 def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str, Any]:
     """Play the connector in another process. edited: a folder with edited copies of `vllm` and `lmcache`."""
     older = OLDER_LMCACHE.get(connector)
-    lmcache = LMCACHE / (older or newest("lmcache"))
-    if edited is not None and not older:
-        lmcache = edited / "lmcache"
+    lmcache = edited / "lmcache" if edited is not None and not older else LMCACHE / (older or newest("lmcache"))
     forgotten = {dist: newest(dist) for dist in ("vllm", "lmcache")}
     code = f"from maintain import drill; drill.answer({connector!r}, {str(lmcache)!r}, {steps}, {forgotten!r})"
     first = [edited / "vllm"] if edited is not None else []
@@ -176,11 +174,10 @@ def rename_parameter(node: ast.FunctionDef, package: Path) -> bool:
         call = re.compile(rf"\b{node.name}\((?:[^()]|\([^()]*\))*\b{argument.arg}\s*=[^=]")
         if any(call.search(path.read_text(errors="replace")) for path in package.rglob("*.py")):
             continue
-        old, new = argument.arg, f"{argument.arg}_given"
-        argument.arg = new
+        old, argument.arg = argument.arg, f"{argument.arg}_given"
         for each in ast.walk(node):
             if isinstance(each, ast.Name) and each.id == old:
-                each.id = new
+                each.id = argument.arg
         return True
     return False
 

@@ -66,9 +66,8 @@ def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str
     # Leave out a function without a release, because no fix needs this function any more.
     functions = {name: _ordered(found, lambda its: its[0]) for name, found in sorted(functions.items()) if found}
     files = {module: _ordered(hashes, str) for module, hashes in sorted(files.items()) if hashes}
-    releases = sorted([*mine["releases"], *taken], key=Version)
-    tables = {"functions": functions, "files": files}
-    return {**known, dist: {"releases": releases, **tables, "fixes": modules_of_fixes(dist)}}
+    tables = {"functions": functions, "files": files, "fixes": modules_of_fixes(dist)}
+    return {**known, dist: {"releases": sorted([*mine["releases"], *taken], key=Version), **tables}}
 
 
 def _ordered(found: dict[str, Any], release: Callable[[Any], str]) -> dict[str, Any]:

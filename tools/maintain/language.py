@@ -17,10 +17,8 @@ ROOT = Path(__file__).parents[2]
 MAX_WORDS = 30
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/*.md")
 MODULES = ("patches/**/*.py", "tools/**/*.py", "tests/**/*.py")
-
 #: A statement that starts with one of these words makes the reader wait for its subject.
 _OPENER = re.compile(r"\W*(Of|What|That|Which|Whether)\b")
-
 #: {phrase that is hard to read at night: plain replacement}
 PHRASES = {
     "beside": "next to; with; in addition to",
@@ -43,7 +41,6 @@ PHRASES = {
     "have it right": "do not have the bug",
 }
 _PHRASE = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, PHRASES))})(?!\w)", re.IGNORECASE)
-
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|https?://\S+")
 #: The name of a field of a docstring (`name: text`), which is checked like a list item.

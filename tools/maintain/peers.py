@@ -130,9 +130,8 @@ def take(suite: Suite) -> None:
     first, again = run(suite, ""), run(suite, "")
     worse = {name: outcome for name, outcome in (*again.items(), *first.items()) if outcome != "passed"}
     passed = sum(outcome == "passed" for outcome in first.values()) - sum(first.get(name) == "passed" for name in worse)
-    kept = {"passed": passed, "not passed": dict(sorted(worse.items()))}
     suite.file.parent.mkdir(exist_ok=True)
-    suite.file.write_text(json.dumps(kept, indent=1) + "\n")
+    suite.file.write_text(json.dumps({"passed": passed, "not passed": dict(sorted(worse.items()))}, indent=1) + "\n")
 
 
 def baseline(suite: Suite) -> dict[str, Any]:
@@ -151,10 +150,9 @@ def compare(suite: Suite, mode: str) -> dict[str, Any]:
     passed = [name for name, outcome in found.items() if outcome == "passed"]
     green = [name for name in passed if kept["not passed"].get(name) == "failed"]
     gone = max(0, kept["passed"] - sum(name not in kept["not passed"] for name in found))
-    seconds = round(time.monotonic() - begun)
     return {
         "dist": suite.dist, "release": suite.release, "mode": mode, "passed": len(passed), "red": sorted(red),
-        "green": sorted(green), "not run": gone, "seconds": seconds,
+        "green": sorted(green), "not run": gone, "seconds": round(time.monotonic() - begun),
     }  # fmt: skip
 
 

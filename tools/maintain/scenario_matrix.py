@@ -56,8 +56,7 @@ def load(text: str) -> Pairs:
 
 def dump(pairs: Pairs) -> str:
     """Return the text of docs/matrix.json. A line has all LMCache releases with the same values."""
-    runs: dict[str, list[str]] = {}
-    outcomes: dict[str, list[str]] = {}
+    runs, outcomes = dict[str, list[str]](), dict[str, list[str]]()
     for (vllm, lmcache), pair in sorted(pairs.items(), key=lambda each: (Version(each[0][0]), Version(each[0][1]))):
         run = {name: value for name, value in pair.items() if name != "outcomes"}
         runs.setdefault(json.dumps({"vllm": vllm, **run}), []).append(lmcache)

@@ -61,8 +61,7 @@ class Subject:
         """The requirements (keys of NEEDS) that the connector does not meet. Raise the error if its import fails."""
         if self.side is not None:
             return self.side.lacks
-        transfer = vllm_objects.vllm_config(self.options()).kv_transfer_config
-        groups = KVConnectorFactory.supports_hma_config(transfer)
+        groups = KVConnectorFactory.supports_hma_config(vllm_objects.vllm_config(self.options()).kv_transfer_config)
         return {need for need, there in (("lose", self.lose), ("groups", groups)) if not there}
 
     def start(self) -> None:

@@ -51,8 +51,7 @@ def of_finding(code: str, about: str) -> str:
     """Return the rule that a finding violates. about: the rule of the scenario."""
     if code == "KVR011" and about == "parameters":  # `parameters` is about exceptions
         return about
-    content = about if about in _OF_CONTENT else "granted"
-    return next((rule.slug for rule in RULES if code in rule.codes), content)
+    return next((rule.slug for rule in RULES if code in rule.codes), about if about in _OF_CONTENT else "granted")
 
 
 class Violation(NamedTuple):
@@ -150,8 +149,7 @@ class Run:
         why = next((NEEDS[need] for need in ("alone", *scenario.needs) if need in self.subject.lacks), "")
         outcome = NOT_APPLICABLE
         if not why:
-            schedule = self.subject.schedule(scenario)
-            done, found = self._play(scenario.name, scenario.rule, schedule, player.play)
+            done, found = self._play(name, scenario.rule, self.subject.schedule(scenario), player.play)
             untested = (WITHOUT[count] for count in scenario.proof if not done.counts.get(count))
             why = found[0].message if found else next(untested, "")
             outcome = VIOLATED if found else NOT_APPLICABLE if why else OK

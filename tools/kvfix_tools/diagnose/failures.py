@@ -176,8 +176,7 @@ def of_connector(line: LogLine) -> bool:
 
 def is_of_engine(line: LogLine) -> bool:
     """Return True if an engine, a worker or a connector raised the exception, and False for the API server."""
-    frames = line.fields["frames"]
-    paths = [f"/{frame[0]}" for frame in frames]
+    paths = [f"/{frame[0]}" for frame in line.fields["frames"]]
     if any(part in path for path in paths for part in _OF_A_REQUEST):
         return False
     return of_connector(line) or line.process.startswith(_ENGINES) or any("/vllm/" in path for path in paths)

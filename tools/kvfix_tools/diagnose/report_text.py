@@ -114,8 +114,7 @@ def _requests(others: list[LogFinding]) -> str:
     """Return a line about the other findings of the same rule, with the ids of their requests."""
     names = [found.request for found in others if found.request]
     some = ", ".join(names[:REQUESTS]) + (", ..." if len(names) > REQUESTS else "")
-    times = sum(found.count for found in others)
-    return f"{times} more: {some or 'no request named'} (--all shows each)"
+    return f"{sum(found.count for found in others)} more: {some or 'no request named'} (--all shows each)"
 
 
 def page(log: Diagnosis, findings: list[LogFinding]) -> str:

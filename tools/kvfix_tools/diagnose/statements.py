@@ -192,7 +192,6 @@ def _statements() -> list[tuple[str, str, re.Pattern[str]]]:
     made = []
     for name, template in dict.fromkeys(templates):
         parts = " ".join(template.strip().partition("\n")[0].split()).split(_VALUE)
-        longest = max(parts, key=len)
         if sum(map(len, parts)) >= _TELLS:
-            made.append((name, longest, re.compile(".{0,600}?".join(map(re.escape, parts)))))
+            made.append((name, max(parts, key=len), re.compile(".{0,600}?".join(map(re.escape, parts)))))
     return made

@@ -230,8 +230,7 @@ class Stacks:
             if frame is None:
                 return False, self.end()
             if len(self._frames) < 64:  # the innermost frames come first
-                place = _decoded(frame["file"]), int(frame["line"] or 0), _decoded(frame["function"])
-                self._frames.append(place)
+                self._frames.append((_decoded(frame["file"]), int(frame["line"] or 0), _decoded(frame["function"])))
             return True, None
         ended = self.end()
         if process is not None:

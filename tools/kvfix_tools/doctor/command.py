@@ -27,9 +27,8 @@ def doctor(words: list[str], json: bool, server_http: str = "", names: bool = Fa
             return screen.error(f"kvfix doctor: the command cannot be parsed: {error}")
         if command is None:
             return screen.error("kvfix doctor: the command starts neither vLLM nor an LMCache server")
-    setup = Setup(command, os.environ, server_http=server_http)
     print("reading the installation and loading the compiled extensions ...", file=sys.stderr)
-    lines = list(checks.lines(setup))
+    lines = list(checks.lines(Setup(command, os.environ, server_http=server_http)))
     if json:
         print(jsonlib.dumps([line._asdict() for line in lines], indent=2))
     else:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LIMIT = 180  # Time limit in seconds for all libraries. torch alone takes 2 to 20 s.
-
 _CHILD = r"""
 import ctypes, json, os, sys
 places, targets = json.loads(sys.argv[1])

@@ -93,8 +93,7 @@ class Setup:
 
     @cached_property
     def connectors(self) -> list[Connector]:
-        transfer, _ = self.transfer
-        return list(command_line.connectors(transfer)) if transfer else []
+        return list(command_line.connectors(self.transfer[0])) if self.transfer[0] else []
 
     @property
     def lmcache_connectors(self) -> list[Connector]:
@@ -221,8 +220,7 @@ class Setup:
     @cached_property
     def tried(self) -> extensions.Tried:
         """The result of loading `libraries` and the transfer modules that the connectors need."""
-        needed = [name for name in TRANSFER_MODULES if self.needs(name) and self.packages.get(name)]
-        modules = [TRANSFER_MODULES[name] for name in needed]
+        modules = [each for name, each in TRANSFER_MODULES.items() if self.needs(name) and self.packages.get(name)]
         return extensions.attempt(self.packages.places or [], self.libraries, modules, self._limit)
 
     @property

@@ -29,8 +29,7 @@ def dump(pid: int, out: Path, json: bool) -> int:
     if json:
         print(jsonlib.dumps({"bundle": str(bundle), "processes": rows}, indent=2))
     else:
-        print(_summary(rows), end="")
-        print(f"Bundle: {bundle}")
+        print(f"{_summary(rows)}Bundle: {bundle}")
     return 77 if all(row["hook"] is None for row in rows) else 0
 
 

@@ -17,7 +17,6 @@ from kvfix_tools.look import in_engine, inject, looking
 
 #: _SECONDS: maximum seconds until a main thread returns from C code to Python. _PAUSE: seconds between two tries.
 _SECONDS, _PAUSE = 5.0, 0.03
-
 #: The code that runs in each process. A new thread imports kvfix, because the import takes a second. `source` is the
 #: text of in_engine.py. The thread runs this text once, as a module that stays in the process.
 _CODE = """

@@ -30,7 +30,6 @@ INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only
 MISSING = "null"
 #: The package itself ("") is last, because it imports the other modules.
 _MODULES = ("places", "reader", "lmcache_readers", "scheduler", "")
-
 _BRING = """
 import sys
 name, parts = {name!r}, {parts!r}

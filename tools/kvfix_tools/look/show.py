@@ -108,9 +108,8 @@ def _head(engine: Engine, looks: Sequence[Look]) -> Text:
         f"engine {engine.process['pid']}: {running} running, {len(liveness.waiting(engine))} waiting; of "
         f"{pool['blocks']} blocks {pool['free']} free{reserved}, {pool['cached']} cached"
     )
-    rate = _rates(engine, looks)
     state = f"; paused: {scheduler['paused']}" if scheduler["paused"] else ""
-    return Text(f"\n{text}{state}{rate}", style="bold")
+    return Text(f"\n{text}{state}{_rates(engine, looks)}", style="bold")
 
 
 def _rates(engine: Engine, looks: Sequence[Look]) -> str:
@@ -197,7 +196,6 @@ def _or(value: Any) -> str:
 
 def _held(engine: Engine) -> Iterable[str]:
     """Yield lines about transfers, reports and lookups, and about state that is kept for ended requests."""
-    scheduler = engine.scheduler
     alive = {row["id"] for row in engine.requests}
     for process, each in engine.workers:
         held = {kind: each[kind] for kind in ("loads", "stores", "unreported", "fetched") if each.get(kind)}
@@ -219,8 +217,8 @@ def _held(engine: Engine) -> Iterable[str]:
     for connector in engine.connectors:
         if kept := [name for name in connector.get("requests") or () if name not in alive]:
             yield f"{connector['class']} of the scheduler still keeps ended requests: {_some(kept)}"
-    if scheduler["answers"]:
-        yield f"{scheduler['answers']} steps that the workers have not answered"
+    if engine.scheduler["answers"]:
+        yield f"{engine.scheduler['answers']} steps that the workers have not answered"
     if engine.process["hook"]:
         yield f"the scheduler is in {engine.process['hook']}: {engine.process['stack'][0]}"
 

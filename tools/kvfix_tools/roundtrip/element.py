@@ -14,11 +14,9 @@ WORD = 8  # bytes of one word
 #: {field: bits}, most significant first. The sum is 63, so that an identity is never negative.
 BITS = {"generation": 6, "layer": 10, "kv": 1, "slot": 26, "head": 8, "word": 12}
 _SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumerate(BITS)}
-
 #: Generations: 0 for content from before the check, 1 and higher for content that the check writes and compares.
 STALE, FIRST, SECOND, OTHER = 0, 1, 2, 3
 POISON, HOST_POISON, GUARD = 60, 61, 62
-
 _A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd, so they have an inverse modulo 2**64
 _S1, _S2 = 32, 29
 

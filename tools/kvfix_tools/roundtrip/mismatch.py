@@ -42,8 +42,7 @@ class Mismatch(NamedTuple):
 
 def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = False) -> Mismatch | None:
     """Classify and count the wrong words of a region. source: True if nothing may be written to the region."""
-    found: Counter[str] = Counter()
-    first = ""
+    found, first = Counter[str](), ""
     for part in wrong:  # in the order of addresses
         kinds = classify(region, part, source)
         found.update(CLASSES[kind] for kind in kinds.tolist())

@@ -14,7 +14,6 @@ from kvfix_tools.roundtrip.layout import Geometry
 BAND = 512  # words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors
 AT_ONCE = 1 << 20  # number of rows to make or compare at once. This limits the memory of kvfix
 KEPT = 1 << 16  # Maximum number of wrong words to classify in one part. Further wrong words are only counted.
-
 Coordinates = dict[str, torch.Tensor]
 #: A function that maps the coordinates of rows (with `slot` or `token`) to the identities of their first words.
 Expected = Callable[[Coordinates], Identity]
@@ -117,8 +116,7 @@ class Region:
         """Return the words of a guard band. All words differ, so that kvfix notices a copy between guard bands."""
         places = torch.arange(start, end, dtype=torch.int64, device=self.device)
         slot, word = places >> element.BITS["word"], places % (1 << element.BITS["word"])
-        who = Identity(GUARD, 0, 0, slot % (1 << element.BITS["slot"]), 0, word)
-        return element.encode(who.number(), self.seed)
+        return element.encode(Identity(GUARD, 0, 0, slot % (1 << element.BITS["slot"]), 0, word).number(), self.seed)
 
 
 def make(

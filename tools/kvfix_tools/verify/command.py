@@ -76,8 +76,7 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
     base = next((each for each in models if each["id"] == chosen.get("parent")), chosen)
     context = int(chosen.get("max_model_len") or base.get("max_model_len") or 0)
     maker, sizes = _plan(options, reference, metrics, context)
-    capacity = metrics.blocks * metrics.block
-    rounds = Rounds(subject, reference, maker, sizes, capacity, options.clients, screen.progress)
+    rounds = Rounds(subject, reference, maker, sizes, metrics.blocks * metrics.block, options.clients, screen.progress)
     if options.dry_run:
         return _dry_run(options, maker, sizes, rounds)
     started = time.monotonic()

@@ -132,9 +132,8 @@ def of_rule(rule: Rule | LabRule) -> str:
         for fix in catalogue.handling(rule.code)
     ]
     fixed = table(("fix", "", "where the message matches"), rows) if rows else "No fix of kvfix.\n"
-    text = prose(inspect.cleandoc(rule.doc))
     checked = "Checked by the lab (`kvfix lab`)."
     if not isinstance(rule, LabRule):
         event = inspect.cleandoc(rule.on.__doc__ or "").partition("\n")[0]
         checked = f"Checked at this event: {event} (`{rule.on.__name__}`)"
-    return f"# {rule.code} {rule.name}\n\n{text}\n\n{checked}\n\n## Fixed by\n\n{fixed}"
+    return f"# {rule.code} {rule.name}\n\n{prose(inspect.cleandoc(rule.doc))}\n\n{checked}\n\n## Fixed by\n\n{fixed}"

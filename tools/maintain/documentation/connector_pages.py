@@ -3,7 +3,7 @@
 from itertools import groupby
 
 from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS
-from kvfix_tools.conform.verdicts import RULES, Rule
+from kvfix_tools.conform.verdicts import RULES, SLUGS, Rule
 from maintain import connectors as kit
 from maintain import released_findings
 from maintain.documentation.markdown import link, links, prose, table
@@ -35,8 +35,7 @@ def connectors() -> str:
     runs = kit.load()
     can = [run for run in runs if not run.cannot]
     headings = ("rule", *(run.name for run in can))
-    slugs = [rule.slug for rule in RULES]
-    rows = [(f"[{slug}](contract.md#{slug})", *(_WORDS[run.verdicts[slug]] for run in can)) for slug in slugs]
+    rows = [(f"[{slug}](contract.md#{slug})", *(_WORDS[run.verdicts[slug]] for run in can)) for slug in SLUGS]
     loads = ("tokens loaded", *(f"{run.loaded}" for run in can))
     notes = "".join(f"- {run.name}: {run.note}\n" for run in runs if run.note)
     cannot = table(("connector", "cannot be run here"), [(run.name, run.cannot) for run in runs if run.cannot])

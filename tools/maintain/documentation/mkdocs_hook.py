@@ -35,8 +35,7 @@ def pairs() -> scenario_matrix.Pairs:
 
 
 def _checks() -> str:
-    rows = [(f"`{each.name}`", each.doc) for each in checks.catalogue()]
-    return table(("check", "what must be so"), rows).rstrip("\n")
+    return table(("check", "what must be so"), [(f"`{each.name}`", each.doc) for each in checks.catalogue()]).rstrip()
 
 
 #: {mark in a page: function with the text that replaces the mark}

@@ -87,12 +87,11 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
             if not any(fnmatch(file, pattern) for pattern in left_out):
                 part = next((part for pattern, part in apart.items() if fnmatch(file, pattern)), name)
                 parts.setdefault(part, {})[file] = whole.read(file)
-    about_wheel = parts[name][f"{name}-{version}.dist-info/WHEEL"]
     written = []
     for part, content in parts.items():
         info = f"{part}-{version}.dist-info"
         if part != name:
-            content[f"{info}/WHEEL"] = about_wheel
+            content[f"{info}/WHEEL"] = parts[name][f"{name}-{version}.dist-info/WHEEL"]
             content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {part}\nVersion: {version}\n".encode()
         content[f"{info}/RECORD"] = b""
         rows = (f'"{file}",,\n' for file in content)  # quoted: names of vLLM's files have commas. pip needs no hash

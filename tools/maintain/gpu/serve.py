@@ -124,12 +124,11 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
 
 def verify(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
     """Run `kvfix verify`. On CUDA it must exit with 1 (wrong KV) without the fixes, and with 0 with the fixes."""
-    for mode, code in {"off": int(device == "cuda"), "fix": 0}.items():
+    for mode, what, code in (("off", "as released", int(device == "cuda")), ("fix", "with fixes", 0)):
         url, seconds = f"http://localhost:{servers[mode][0]}", str(VERIFIED[device])
         command = [*KVFIX, "verify", url, "--seconds", seconds, "--json"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         found = json.loads(ran.stdout) if ran.stdout.startswith("{") else ran.stdout[-2000:]
-        what = {"off": "as released", "fix": "with fixes"}[mode]
         figures = f"exit {ran.returncode}, {code} expected"
         right = ran.returncode == code
         log = "" if right else _end_of(folder / f"log-{mode}")

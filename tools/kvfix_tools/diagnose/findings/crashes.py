@@ -84,8 +84,7 @@ def abort_asserts_engine(log: Diagnosis, line: LogLine) -> Answer | None:
     if _asserts(line, "assert self.lmcache_engine is not None", "request_finished"):
         return Answer("EngineCore died when a client disconnected", "")
     if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM has no assertions in this code
-        sentence = "an assertion failed during an abort; the traceback is cut before the assertion"
-        return Answer(sentence, "", sure=False)
+        return Answer("an assertion failed during an abort; the traceback is cut before the assertion", "", sure=False)
     return None
 
 
@@ -109,8 +108,7 @@ def store_asserts(log: Diagnosis, line: LogLine) -> Answers:
 
 @finding
 def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
-    names = ("memory_obj.tensor", "memory_obj_tensor")
-    if not any(_asserts(line, f"assert {name} is not None") for name in names):
+    if not any(_asserts(line, f"assert {name} is not None") for name in ("memory_obj.tensor", "memory_obj_tensor")):
         return None
     recent = log.releases.within("lmcache", ">=0.4.1")
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to LMCache 0.3.13

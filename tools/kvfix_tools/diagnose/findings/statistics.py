@@ -109,8 +109,7 @@ def nothing_external(log: Diagnosis, line: LogLine | None) -> Answers:
         sentence = f"{prompts}, up to {kept.local}% from the GPU's own cache, 0.0% external"
         yield "external-cache-never-hits", Answer(sentence, sure=False, evidence=(kept.last,))
     if kept.intervals >= INTERVALS and connectors <= BY_REQUEST and log.who.roles == {"kv_consumer"}:
-        answer = Answer(f"{prompts}, 0.0% external", sure=False, evidence=(kept.last,))
-        yield "decode-fetches-nothing", answer
+        yield "decode-fetches-nothing", Answer(f"{prompts}, 0.0% external", sure=False, evidence=(kept.last,))
 
 
 @finding

@@ -153,5 +153,4 @@ def _what(log: Diagnosis, line: LogLine) -> str:
 
 def _evidence(log: Diagnosis, first: LogLine) -> tuple[LogLine, ...]:
     """Return the line of the error, then the last line of each process."""
-    last = [line for line in log.failures.last.values() if line is not first]
-    return (first, *last[:4])
+    return (first, *[line for line in log.failures.last.values() if line is not first][:4])

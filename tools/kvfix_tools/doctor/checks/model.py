@@ -28,7 +28,6 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         return
     layers = {str(each) for each in setup.model.get("layer_types") or ()}
     state = bool(layers & {"linear_attention", "mamba", "mamba2"}) or any(setup.model.get(key) for key in _STATE)
-    sliding = has_windows(setup)
     kind = str(setup.model.get("model_type") or "this model")
     off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
@@ -47,7 +46,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     elif lmcache.is_v1 and setup.has_option("no-disable-hybrid-kv-cache-manager"):
         what = f"{lmcache.name} supports one KV group, but --no-disable-hybrid-kv-cache-manager asks for several"
         yield problem(what, remedy("KVD652"))
-    elif sliding and not takes:
+    elif has_windows(setup) and not takes:
         keeps = f"with {lmcache.name} vLLM keeps all of their KV, which takes more memory"
         yield ok(f"{kind} has sliding-window layers: {keeps}")
     else:

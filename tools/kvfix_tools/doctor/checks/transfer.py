@@ -138,17 +138,14 @@ def _key(setup: Setup, entry: Connector, key: str, value: Any, known: dict[str, 
     if key not in known:
         near, wants = nearest(key, known), "LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1"
         other = connector_keys(not entry.is_v1, setup.packages)
-        if near and key not in other:
-            do = f'"{near}"'
-        elif key in other:
+        if key in other:
             do = f"remove {key}: only {wants} has it. For options of the LMCache server see lmcache server --help"
         else:
-            do = f"remove {key}"
+            do = f'"{near}"' if near else f"remove {key}"
         yield problem(f"{entry.name} of {setup.lmcache_title} has no key {key!r}, and ignores it", do)
     elif entry.is_mp and known[key] is not None and _other_type(known[key], value):
-        default = known[key]
-        what = f"{key} is {value!r}, but must be a {type(default).__name__}"
-        yield problem(what, f'"{key}": {default!r} is the default')
+        what = f"{key} is {value!r}, but must be a {type(known[key]).__name__}"
+        yield problem(what, f'"{key}": {known[key]!r} is the default')
 
 
 def _other_type(default: Any, value: Any) -> bool:

@@ -116,8 +116,7 @@ class ThroughEngine(Transfer):
         self.engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, _: tensor, lambda thing, _: thing)
         gc.unfreeze()
         self.engine.post_init()
-        moved_by = operations(check.device, "multi_layer_kv_transfer")
-        self.operations = f"{moved_by}; V2, cache engine, LocalCPUBackend"
+        self.operations = f"{operations(check.device, 'multi_layer_kv_transfer')}; V2, cache engine, LocalCPUBackend"
 
     def store(self, slots: torch.Tensor) -> None:
         first = next(NUMBERS) * self.count  # new tokens, because LMCache does not store a chunk twice
@@ -188,8 +187,9 @@ def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
     for section, rows in zip(region.sections, region.tensors(), strict=True):
         tokens, width = section.sizes["token"], geometry.heads * geometry.head_size
         planes = [geometry.planes] if kind != "layerwise" or geometry.planes == 2 else []
-        lead = [tokens, *planes] if kind == "layerwise" else [*planes, geometry.layers, tokens]
-        shape = torch.Size([*lead, width])
+        shape = torch.Size(
+            [tokens, *planes, width] if kind == "layerwise" else [*planes, geometry.layers, tokens, width]
+        )
         raw = rows.reshape(-1).view(torch.uint8)
         about = MemoryObjMetadata(
             shape=shape, dtype=geometry.dtype, address=0, phy_size=raw.nbytes, ref_count=1,

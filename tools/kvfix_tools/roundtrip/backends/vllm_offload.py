@@ -134,8 +134,7 @@ def block_ids(slots: torch.Tensor, block: int) -> list[int]:
 
 def _batch_memcpy(to: int, source: int, sizes: int, count: int, *_: Any) -> int:
     """Copy as cuMemcpyBatchAsync does. The arguments are addresses of arrays: two of addresses, one of sizes."""
-    arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
-    cuda_stand_in.copy_all(*arrays)
+    cuda_stand_in.copy_all(*((ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)))
     return 0
 
 
