@@ -29,7 +29,7 @@ def kept(*roots: object) -> int:
 
 
 def requests(first: int, many: int) -> Iterator[bytes]:
-    """Yield for each request the lines of a lookup and a load, and of a worker that dies within its traceback."""
+    """Yield for each request the lines of a lookup, of a load, and of a worker whose traceback breaks off."""
     for number in range(first, first + many):
         yield (
             b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "
@@ -67,5 +67,5 @@ def test_crashes_without_end() -> None:
     log = diagnosis.diagnosed(b"".join(lives("crash-0.3.10", 36 << 20)))
     assert FINDINGS <= len(log._found) < FINDINGS + 10
     assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
-    # After any number of crashes, the violations of these requests are not separate findings.
+    # However many requests crash, a rule that a crashed request also violates is not a finding of its own.
     assert {found.rule.code for found in log.findings} == {"KVD101"}

@@ -1,4 +1,4 @@
-"""kvfix-diagnose finds the release of vLLM in logs in which no line of LMCache names this release."""
+"""kvfix-diagnose finds vLLM's release in logs of LMCache that do not name it."""
 
 import pytest
 from msgspec import structs
@@ -63,7 +63,8 @@ def test_other_files_and_lines_say_nothing() -> None:
 
 @pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
-    """A release outside the range has no code in this file. (A file of a few lines only re-exports names.)"""
+    """A release outside the range of a file in `grammar.TABLES` does not have this file, or the file has no code. A
+    file of a few lines only re-exports names."""
     for release, packages in vllm_releases().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
@@ -81,7 +82,8 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
-    """Diagnose a log with the sign of this problem, as if it were the only record. release: named in the log, or ""."""
+    """Diagnose a log that shows this problem, as if kvfix-diagnose knew no other problem. release: named in the log, or
+    ""."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())

@@ -13,7 +13,7 @@ from kvfix_tools.look import inject, other_process, ptrace
 from kvfix_tools.look.other_process import Process
 from tests.conftest import clean_environment
 
-pytestmark = pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process of this machine")
+pytestmark = pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call into a process on this architecture")
 
 
 def value(process: subprocess.Popen[str], expression: str) -> str:
@@ -58,7 +58,8 @@ def test_the_main_thread_answers(does: str) -> None:
 
 
 def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
-    """The thread may be about to take the GIL. An injected call would wait for ever for its own thread."""
+    """The thread may be about to take the GIL. The thread may already hold the GIL's mutex, and a call injected into it
+    would wait for this mutex for ever."""
 
     class GoesOn(Process):
         def wait(self) -> str:
@@ -107,7 +108,7 @@ def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> No
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert counted == sorted(counted)
     assert counted[-1] > counted[0]  # the program's loop ran between the calls
-    assert maps.count("6b76000") == 2  # one page: both its start and its end have this number
+    assert maps.count("6b76000") == 2  # in the line of a page, start and end address begin with these digits
     assert len(read) == 1
 
 

@@ -177,7 +177,7 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
 
 
 def _count(blocks: list[Any]) -> int:
-    """Count the blocks without null blocks, which replace blocks that have left a window."""
+    """Count the blocks that are not null. vLLM replaces a block that has left a sliding window with a null block."""
     return sum(not getattr(block, "is_null", False) for block in blocks)
 
 

@@ -25,7 +25,7 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
     The manager then drops the chunks of failed stores. Running requests then offer all of their chunks again. The
     request of a failed load loads nothing more.
-    mark: attribute of the scheduler with the failed jobs that not all workers have reported as done.
+    mark: name of the scheduler's attribute that keeps failed jobs until every worker has reported them as done.
     find: (scheduler, report) -> jobs whose failure is new.
     """
 
@@ -65,7 +65,8 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata: the scheduler handles failed copies. A worker that finds the mark reports failed copies."""
+    """Mark the metadata. The mark tells the workers that the scheduler can handle failed copies. A worker that finds
+    the mark reports failed copies."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:
@@ -102,7 +103,7 @@ def combines_reports(mark: str, completed: str) -> Fixing:
 
 
 def all_loads_fail(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
-    """For `on_fault` of `get_transfer_results`: report all loads that have ended as failed."""
+    """For `on_fault` of `get_transfer_results`: report every finished load as failed."""
     answer.failed_recving.update(answer.finished_recving or ())
     return answer
 

@@ -65,7 +65,8 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
     watched, applied = session.mode != "fix", _for_new_requests()
     activation.activate(config)
     if _for_new_requests() - applied or (config.mode != "fix" and not watched):
-        # A worker does not know the requests. Until `attached` brings their ids, all requests count as older.
+        # A worker does not know the requests. Until `attached` brings their ids, the worker treats every request as
+        # begun before the attach.
         session.before = frozenset(requests) if scheduler is not None else _Everything()
     if config.mode != "fix":
         watch_connectors()
@@ -126,7 +127,7 @@ def _unsafe() -> str:
     names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
     stacks = places.stacks()
     if len(stacks) >= places.MOST or any(len(calls) >= places.MOST for calls in stacks.values()):
-        return f"the process may be in a step: it has {places.MOST} threads or a stack of {places.MOST} calls, or more"
+        return f"the process may be in a step: {places.MOST} threads, or calls on a stack, are too many to check"
     for calls in stacks.values():
         for name, file, line in calls:
             if name in names and any(place in file for place in _PLACES):
@@ -155,7 +156,8 @@ def _scheduler() -> Any:
 
 
 def watch_connectors() -> None:
-    """Watch the classes of existing connectors. kvfix wraps vLLM's factory, but vLLM has already called it for them."""
+    """Watch the classes of existing connectors. vLLM has already called its factory, which kvfix wraps, for
+    these connectors."""
     from kvfix import connector_events
 
     base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)

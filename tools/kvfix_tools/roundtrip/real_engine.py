@@ -1,4 +1,5 @@
-"""A real vLLM engine with a small random model. run() starts a program that makes the engine and writes its answer."""
+"""A real vLLM engine with a small random model. run() starts a program. The program makes the engine and writes its own
+result to a file."""
 
 import json
 import os

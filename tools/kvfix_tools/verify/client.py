@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     first: float  # seconds until the first token
     prompt_tokens: int  # number of tokens by the server's count
     cached: int | None  # tokens from any cache; None unless the server runs with --enable-prompt-tokens-details
-    counted: int | None = None  # tokens from the connector, by /metrics. None: not read, or hidden by other clients
+    counted: int | None = None  # tokens from the connector, by /metrics. None: not read, or changed by other clients
 
     @property
     def hits(self) -> int | None:

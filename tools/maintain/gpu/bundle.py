@@ -25,7 +25,7 @@ LIMIT = 60 << 20  # Maximum bytes of a folder. One transfer to the host has at m
 PYTHON, PLATFORMS = "3.12", ("manylinux2014", *(f"manylinux_2_{glibc}" for glibc in range(39, 4, -1)))
 FOLDERS = {"vllm_operations": "2", "vllm_flash_attention": "3"}  # {part of vLLM with its own folder: the folder}
 SCRIPTS = ("__init__.py", "gpu/*.py", "gpu/run.sh")  # files below tools/maintain
-#: {files of vLLM's wheel to leave out: why the stages do not need them}
+#: {files of vLLM's wheel to leave out: why the GPU tests (the stages in README.md) do not need them}
 LEFT_OUT = {
     "vllm/vllm_flash_attn/_vllm_fa2_C.*": "FlashAttention 2, 129 MB. The stages use Triton attention",
     "vllm/_moe_C_*": "mixture of experts. The model of the stages is dense",
@@ -39,7 +39,8 @@ LEFT_OUT = {
 #: {files to move into a separate wheel, because vLLM's wheel exceeds the limit of a folder: name of the new wheel}
 APART = {
     "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and operations that every model runs
-    # On CUDA vLLM imports FlashAttention 2 or 3 with every attention (0.26.0 v1/attention/backends/fa_utils.py:23).
+    # On CUDA vLLM imports FlashAttention 2 or 3 whatever attention backend it uses (0.26.0
+    # v1/attention/backends/fa_utils.py:23).
     "vllm/vllm_flash_attn/_vllm_fa3_C.*": "vllm_flash_attention",
 }
 

@@ -5,7 +5,8 @@ Symptom: EngineCore dies in `build_connector_meta` when a preempted request is r
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
 
-LMCache 0.3.10 does not raise. But LMCache then stores chunks for a token list with a gap, which no request hits.
+LMCache 0.3.10 does not raise. But LMCache then stores chunks for a token list with a gap. No request ever hits these
+chunks.
 
 Cause: The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took
 exactly this number. vLLM took another number in five cases. First, the connector itself promised less
@@ -13,8 +14,9 @@ exactly this number. vLLM took another number in five cases. First, the connecto
 vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up
 to 0.4.2). Fifth, there is no LoadSpec, because the kv_role or the lookup client does no lookups.
 
-Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the LoadSpec holds vLLM's count
-while the hook runs, and later the hit again. A load is not changed, except for the last token of a full hit.
+Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the fix writes vLLM's count into
+the LoadSpec before the hook. After the hook it restores the hit. If the request loads tokens, the fix leaves its
+LoadSpec unchanged, unless vLLM recomputes the last token of a full hit.
 - Upstream: None known for current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
 """

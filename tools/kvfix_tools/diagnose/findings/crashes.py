@@ -11,7 +11,8 @@ _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connec
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an AssertionError without a message. source: part of its code. function: of a last frame."""
+    """Return True for an AssertionError without a message. source: part of its code. function: a function that must be
+    among the last three frames of the traceback; "" accepts any."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False
@@ -73,7 +74,7 @@ def resume_differs(log: Diagnosis, line: LogLine) -> Answers:
         why = "the whole prompt was hit, and vLLM computes the last token again"
         yield "resume-after-full-hit", Answer(f"{resumed}: {why}")
     elif not is_more and (history is None or history.asked is None):
-        why = "The log has no lookup of this request: below min_retrieve_tokens it is KVD103"
+        why = "The log has no lookup of this request. If its hit was below min_retrieve_tokens, this crash is KVD103"
         yield "resume-without-grant", Answer(f"{resumed}. {why}", sure=False)
     elif not is_more:
         yield "resume-without-grant", Answer(f"{resumed}: vLLM did not grant the promised tokens")
@@ -115,4 +116,4 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     if recent is False or (recent is None and old):
         return None  # the cause may be Mooncake's failure KVD801
     twice = f"{log.counts['double_unpin']} chunks were unpinned twice before the crash"
-    return Answer(f"a listed chunk has no tensor; {twice}", "", sure=bool(recent))
+    return Answer(f"a chunk that LMCache found has no tensor any more; {twice}", "", sure=bool(recent))

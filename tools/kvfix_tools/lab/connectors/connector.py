@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.engine.workers import Worker
 
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
-#: Modules in which LMCache opens sockets for lookups: up to 0.3, from 0.4 on, and with asynchronous loading.
+#: LMCache opens sockets for lookups in these modules: the first up to 0.3, the second from 0.4 on, the third with
+#: asynchronous loading.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
 #: Plugin launchers up to 0.3, and in later releases. The clean-up that a launcher registers with atexit keeps it alive.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
@@ -34,7 +35,7 @@ class Connector:
     in_scheduler: Any
     #: The worker of each rank. With a MultiConnector, the lab plays only one rank.
     workers: "Sequence[Worker]"
-    #: The reader of kvfix.connector_events.readers for the scheduler role.
+    #: For the scheduler role: the object (from kvfix.connector_events.readers) that reads the connector's own state.
     reader: Any
     events: "RequestEvents"
     #: The other connectors of a MultiConnector.
@@ -117,7 +118,7 @@ class Connector:
             self.offloading.never_given_back()
 
     def fail_store(self, name: str, rank: int = 0) -> None:
-        """A step: let the next store of this request to CPU memory fail in this rank."""
+        """Step of a schedule: let the next store of this request to CPU memory fail in this rank."""
         self.offloading.ranks[rank].failing_stores.add(name)
 
     def close(self) -> None:
@@ -162,7 +163,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """A connector that a MultiConnector asks first. The schedule sets its KV, and the lab's engine makes its loads."""
+    """A connector that a MultiConnector asks first. The lab's schedule says which requests this connector has KV for,
+    and the lab's engine performs its loads."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -1,6 +1,7 @@
 """The lab's engine: the real scheduler and connector, and memory for which the right content of each slot is known.
 
-A step of a schedule calls a method: an action of a client or another engine, a fault, or an expectation.
+The lab plays a schedule, which is a list of steps. A step calls a method of this class: an action of a client or of
+another engine, a fault, or an expectation.
 """
 
 import sys
@@ -31,7 +32,7 @@ from kvfix_tools.lab.options import KNOWN, OF_VLLM, Options
 IDLE = 64
 #: Seconds of the lab's time that a step takes.
 STEP = 0.1
-#: {status of a request at its abort: end of the counter's name}
+#: {status of a request at its abort: suffix of the counter's name, after "aborted_"}
 _STATE = {
     RequestStatus.WAITING: "waiting",
     RequestStatus.RUNNING: "running",
@@ -57,7 +58,7 @@ def side_class(options: Options) -> Any:
 
 
 class LabEngine:
-    """An engine. It ends if the scheduler raises. log: its events. requests: all that arrived. counts: in counts.py."""
+    """An engine. It ends if the scheduler raises. log: its events. requests: all that came. counts: see counts.py."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
         """caches: the caches of another engine, by rank, to share; None: make new caches."""
@@ -86,7 +87,8 @@ class LabEngine:
         clock.now = lambda: events.seconds  # the clock of the fixes
         #: Steps in a row in which nothing was scheduled and no transfer was in flight.
         self.idle = 0
-        #: _answers: steps whose outputs the scheduler does not have yet. _failed: their blocks whose load failed.
+        #: _answers: steps whose outputs the scheduler does not have yet. _failed: for each of these steps, the blocks
+        #: whose load failed in it.
         self._answers: deque[tuple[Any, Any]] = deque()
         self._failed: deque[set[int]] = deque()
         #: Blocks that `take_blocks` has taken.
@@ -276,7 +278,8 @@ class LabEngine:
         self.scheduler.max_num_scheduled_tokens = tokens
 
     def keep_blocks(self, how_many: int) -> None:
-        """Take free blocks until only `how_many` are free. vLLM takes the last blocks of a cached prefix first."""
+        """Take free blocks until only `how_many` are free. vLLM's pool hands out the last blocks of a cached prefix
+        first."""
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
@@ -383,7 +386,7 @@ class LabEngine:
         """Expect that the cache has each whole chunk of this request's prompt."""
         missing = self.connector.not_stored(self.requests[name])
         if missing:
-            message = f"was computed, the chunks from tokens {missing} on are not stored"
+            message = f"was computed, but its chunks that begin at tokens {missing} are not stored"
             self.request_events.violated(rules.NOT_STORED, name, message)
 
     def expect_hit(self, name: str) -> None:
@@ -391,7 +394,7 @@ class LabEngine:
             self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
 
     def expect_unharmed(self, name: str) -> None:
-        """Expect that this request did not end with an error, because only loads of other requests have failed."""
+        """Only loads of other requests have failed, so expect that this request did not end with an error."""
         status = self.requests[name].status
         if status == RequestStatus.FINISHED_ERROR:
             self.request_events.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")
