@@ -187,13 +187,17 @@ def test_a_copy_of_the_folder_needs_torch_alone(tmp_path: Path, fresh: Fresh) ->
     source = Path(roundtrip.__path__[0])
     shutil.copytree(source, tmp_path / "kvfix_tools/roundtrip", ignore=shutil.ignore_patterns("__pycache__"))
     code = f"""
-import sys
+import runpy, sys
 for name in ("typer", "rich", "kvfix", "vllm", "lmcache", "msgspec", "click"):
     sys.modules[name] = None
 sys.path[:0] = [{str(tmp_path)!r}]
 sys.path = [place for place in sys.path if not place.endswith(("/patches", "/tools"))]
 from kvfix_tools.roundtrip import command
 assert command.__file__.startswith({str(tmp_path)!r})
-result = command.main({[*ONE, "--device", "cpu"]!r})
+sys.argv[1:] = {[*ONE, "--device", "cpu"]!r}
+try:
+    runpy.run_module("kvfix_tools.roundtrip", run_name="__main__")
+except SystemExit as ended:
+    result = ended.code
 """
     assert fresh(code) == 0

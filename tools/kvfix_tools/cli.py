@@ -184,7 +184,7 @@ def attach(
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:
-    """Apply the fixes to a running engine, between two of its steps. Exit 1 if a fix is not applied."""
+    """Apply the fixes to a running engine, between two of its steps. Exit 1 if that fails for a process or a fix."""
     from kvfix_tools.look import attach
 
     raise typer.Exit(attach.attach(pid, mode, only, idle, wait, json, plus))
