@@ -287,11 +287,11 @@ def test_only_chooses_the_wrappers_of_an_instance(role: bool | None, answer: str
             lambda role, answer: f"{answer} {text}"
         )(ModuleType("vllm"))
 
-    function = WrappedFunction(Role, "hook", vars(Role)["hook"])
+    function, before = WrappedFunction(Role, "hook", vars(Role)["hook"]), sum(session.faults.values())
     for order in (1, 2, 3):
         function.add(f"KVF00{order}", order, adds(str(order), **({"only": is_worker} if order == 2 else {})))
     try:
         assert Role(role).hook() == answer
     finally:
         function.clear()
-    assert sum(session.faults.values()) == faults
+    assert sum(session.faults.values()) - before == faults
