@@ -4,19 +4,19 @@ Symptom: EngineCore dies with one of these:
 
 - `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
   hits subtracts last token to recalculate logits) for request ...`
-- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or where it compares numbers of tokens
+- a bare `AssertionError` in vLLM's scheduler, at `assert num_new_tokens > 0` or where it compares token counts
 
 The log may show a second lookup of the same request: `LMCache hit tokens: 256, need to load: -80`.
 
 Cause: The first `get_num_new_matched_tokens` returns `hit - computed`, and the lookup client caches the hit. If there
-are too few free blocks, vLLM calls the hook again. The second call returns the cached hit, without subtracting the
-computed tokens. The call also does not subtract the last token of a fully cached prompt, which vLLM must recompute.
+are too few free blocks, vLLM calls the hook again. The second call returns the cached hit, and subtracts neither the
+computed tokens nor the last token of a fully cached prompt, which vLLM must recompute.
 
 Example: the hit is 256 tokens, and 336 tokens are computed after chunked prefill or a preemption. vLLM grants 256
 tokens in place of 0. The LoadSpec has the correct numbers, so `update_state_after_alloc` finds 256 too many and raises.
 
-Fix: The correct answer is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. If the answer
-differs, the fix changes it to this value, and rewrites the LoadSpec to match.
+Fix: The correct result is `max(0, hit - computed - (1 if the hit is the whole request else 0))`. If the hook returns
+another number, the fix corrects the number, and rewrites the LoadSpec to match.
 - Releases: only LMCache 0.3.10. Earlier releases look up on every call; 0.3.10.post1 subtracts from the hit.
 - Upstream: https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
 """
@@ -25,7 +25,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, stubs
 from kvfix.ledger.events import balance
 
 
-# If the answer is None, the lookup is still running. If it is 0, there is nothing to load.
+# The hook returns None while the lookup is still running, and 0 if there is nothing to load.
 @fix_after(when=lambda impl, promised, *_, **__: promised)
 def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
     spec = impl.load_specs.get(request.request_id)
@@ -40,7 +40,7 @@ def fix(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """The lookup cache has 256 tokens, and 336 of 10009 are computed. The right answer is 0. With the bug it is 256."""
+    """Cache a hit of 256 tokens. 336 of 10009 are computed. The hook must return 0. With the bug, it returns 256."""
     answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
     if answer not in (0, 256):
         raise ValueError(f"the probe expects 0 or 256, got {answer!r}")

@@ -5,8 +5,7 @@ Symptom: EngineCore dies in `build_connector_meta` when a preempted request is r
 - `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
 - `AssertionError: Request ... is preempted but was not given a load spec`
 
-LMCache 0.3.10 does not raise. But LMCache then stores chunks for a token list with a gap. No request ever hits these
-chunks.
+LMCache 0.3.10 does not raise, but stores chunks for a token list with a gap. No request ever hits these chunks.
 
 Cause: The LoadSpec holds the number of tokens that LMCache has. On a resume the connector asserts that vLLM took
 exactly this number. vLLM took another number in five cases. First, the connector itself promised less
@@ -14,8 +13,8 @@ exactly this number. vLLM took another number in five cases. First, the connecto
 vLLM has more cached tokens than LMCache (up to 0.3.10.post2). Fourth, vLLM recomputes the last token of a full hit (up
 to 0.4.2). Fifth, there is no LoadSpec, because the kv_role or the lookup client does no lookups.
 
-Fix: The fix takes vLLM's count of computed tokens. If a resumed request loads nothing, the fix writes vLLM's count into
-the LoadSpec before the hook. After the hook it restores the hit. If the request loads tokens, the fix leaves its
+Fix: The fix uses vLLM's number of computed tokens. If a resumed request loads nothing, the fix writes this number into
+the LoadSpec before the hook, and restores the hit after the hook. If the request loads tokens, the fix leaves its
 LoadSpec unchanged, unless vLLM recomputes the last token of a full hit.
 - Upstream: None known for current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
 - Remove when: LMCache uses `request.num_computed_tokens` and no longer asserts its value.
@@ -50,7 +49,7 @@ def fix(impl: Any, scheduler_output: Any) -> Steps:
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """Save from the end of the hit on. A kv_producer saves also without can_save (0.5.6 vllm_v1_adapter.py:1152)."""
+    """Begin the save at the end of the hit. A kv_producer ignores can_save (0.5.6 vllm_v1_adapter.py:1152)."""
     specs = [(each.save_spec, len(each.token_ids)) for each in requests if each.save_spec is not None]
     for spec, tokens in specs:
         spec.skip_leading_tokens = min(hit, tokens)
@@ -59,7 +58,7 @@ def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
 
 
 def shows_bug(hook: Any, adapter: Any) -> bool:
-    """Resume at 800 tokens, schedule 50. The bug raises AssertionError, or the tracker does not have 850 tokens."""
+    """Resume at 800 tokens, schedule 50. With the bug, this raises, or the tracker does not have 850 tokens."""
     specs = {stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)}
     impl, tracker = stubs.scheduled(adapter, 900, tracked=900, computed=800, load_specs=specs)
     step = stubs.step(50, computed=800, blocks=list(range(60)), resumed=True)

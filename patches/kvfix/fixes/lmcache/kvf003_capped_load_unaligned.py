@@ -1,8 +1,7 @@
 """EngineCore dies with `max_tokens_per_load`: LMCache promises the whole cap, but loads only up to a chunk boundary.
 
 Symptom: EngineCore dies with `AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens
-in vllm) - 0 (...)`. The crash occurs if vLLM's prefix hit is not a multiple of LMCache's chunk size, and LMCache's hit
-is larger than the cap.
+in vllm) - 0 (...)`. The crash needs a vLLM hit that is no multiple of the chunk size, and an LMCache hit above the cap.
 
 Cause: `get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below
 `computed + cap`. With 80 computed tokens and a cap of 1,024, the LoadSpec ends at token 1,024, and only 944 of its

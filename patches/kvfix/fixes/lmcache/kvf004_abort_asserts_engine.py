@@ -6,7 +6,7 @@ None` in `request_finished` (vllm_v1_adapter.py:1779 in 0.4.5).
 Cause: The hook needs the cache engine, because it reports the abort to the storage. Only the workers have a cache
 engine. The scheduler role has none, unless `enable_scheduler_bypass_lookup` is set.
 
-Fix: Without a cache engine, the hook handles an abort like any other end, and still cancels a lookup in flight.
+Fix: Without a cache engine, the hook handles an abort like any other end. Then the fix cancels a lookup in flight.
 - Upstream: https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340 (in 0.5.1).
 """
 

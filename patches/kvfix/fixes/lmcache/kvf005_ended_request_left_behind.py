@@ -5,11 +5,11 @@ After 300 seconds LMCache logs `Pin timeout detected for MemoryObj ...`. A later
 of the ended request. LMCache then logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
 Cause: A lookup pins the chunks that it finds and keeps the hit until the request is admitted. If the client disconnects
-before the request is admitted, the pins and the hit leak. `request_finished` releases neither of them. The workers
-release pins only for requests that are in a step's metadata. With asynchronous loading, fetched chunks leak too if the
-request is aborted while another connector of a MultiConnector loads for it.
+before the request is admitted, the pins and the hit leak. `request_finished` releases neither the pins nor the hit. The
+workers release pins only for requests that are in a step's metadata. With asynchronous loading, fetched chunks leak too
+if the request is aborted while another connector of a MultiConnector loads for it.
 
-LMCache removes the priority and the decode instance (`disagg_spec`) when it admits a new request, not a resumed one.
+LMCache removes the priority and decode instance (`disagg_spec`) when it admits a new request, but not a resumed one.
 
 Fix: When a request ends, the scheduler role drops its LoadSpec, priority, `disagg_spec` and hit. Workers drop its pins.
 - Upstream: https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
@@ -20,7 +20,7 @@ from kvfix.fixes.api import LMCACHE_V1, Any, Fix, fix_after, note, stubs
 
 
 def _kept(impl: Any) -> Any:
-    """Return the three dicts by request id from which LMCache may not have removed an ended request."""
+    """Return the three dicts, with request ids as keys, in which LMCache may leave an ended request."""
     return impl.load_specs, impl._requests_priority, LMCACHE_V1.imported.tmp_disagg_tracker
 
 

@@ -40,7 +40,7 @@ def fix_metadata(adapter: Any) -> Wrapper:
             metadata.requests = [each for each in metadata.requests if each.req_id not in names]
         return metadata
 
-    # If `inside` fails, the function gets no ids and raises. If `outside` fails, KV of zeros could be stored.
+    # If `inside` fails, LMCache gets no ids and raises. If `outside` fails, LMCache could store KV of zeros.
     inside = around(build_connector_meta, when=lambda impl, output, *_, **__: output.scheduled_new_reqs)
     outside = after(leave_out, when=lambda impl, meta, out, *_: out.scheduled_new_reqs, on_fault=_closed.drop_saves)
     return lambda function: outside(inside(function))
@@ -54,7 +54,7 @@ def _with_zeros(new_request: Any) -> Any:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Look up a request with embeddings, while the cache has KV for zeros. With the bug, the answer is not 0."""
+    """Look up a request with embeddings, while the cache has KV for zeros. With the bug, the hook does not return 0."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
     return bool(hook(impl, stubs.request(300, prompt_token_ids=None, prompt_embeds=[0] * 300), 0) != 0)
 

@@ -3,18 +3,18 @@
 Symptom: Only `Request ... failed to load ... tokens across ... blocks` is logged. Later, other requests that begin with
 the same prompt return wrong text.
 
-Cause: After a failed load vLLM drops the output of the step, which has run on KV that was not loaded. `wait_for_save`
-stores the result in the same step, and does not check the failed blocks (0.5.6 vllm_v1_adapter.py:1104-1259). With
-kv_load_failure_policy "recompute" the right KV comes one step later, but the cache keeps the wrong chunks.
+Cause: A step runs even if a load fails, and vLLM then drops the output of the step. But `wait_for_save` stores the KV
+that the step has computed, without a check of the failed blocks (0.5.6 vllm_v1_adapter.py:1104-1259). With
+kv_load_failure_policy "recompute" vLLM computes the right KV one step later, but the cache keeps the wrong chunks.
 
-Fix: The worker does not save a request that has a failed block in that step. With asynchronous scheduling the worker
-does not save the request in the next step either. vLLM schedules that step before it knows of the failure. With
-speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509).
-Otherwise vLLM asks after the step is saved. LMCache forgets the failed blocks when vLLM asks, so the fix records them.
+Fix: The worker does not save a request in the step in which one of its blocks fails. With asynchronous scheduling the
+worker does not save the request in the next step either, because vLLM schedules that step before it knows of the
+failure. With speculative decoding vLLM asks for the failed blocks before the step is saved (gpu_model_runner.py
+0.32.0:4179, 4509). Otherwise vLLM asks after the save. LMCache then forgets the blocks, so the fix records them.
 
 vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When a request
-that was rolled back is scheduled, all of its tokens count as not saved. (Before 0.4.1, KVF008 does this.) The scheduler
-does not know which saves were skipped. To save all tokens again costs little, because LMCache stores no chunk twice.
+that was rolled back is scheduled, the fix counts all of its tokens as not saved. (Before 0.4.1, KVF008 does so.) The
+scheduler does not know which saves were skipped. Saving all tokens again is cheap, as LMCache stores no chunk twice.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 - Remove when: `wait_for_save` skips the requests whose load failed.
 """
@@ -26,10 +26,10 @@ from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, fix_befo
 
 
 class Failed:
-    """Keep the failed blocks of the worker's last steps, as many as vLLM may schedule before it gets a report.
+    """The failed blocks of the last steps, that is, of all steps that vLLM may schedule before it gets a report.
 
-    Without asynchronous scheduling this is one step: vLLM has the report before the next step. The metadata object of a
-    step identifies the step, until the step is saved and vLLM has asked for its failed blocks.
+    Without asynchronous scheduling this is one step, because vLLM has the report before the next step. A step is
+    identified by its metadata object, until it is saved and vLLM has asked for its failed blocks.
     """
 
     def __init__(self, config: Any) -> None:
@@ -56,7 +56,7 @@ def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
 
 @fix_after(only=_lmcache.is_layerwise, when=_some_failed, on_fault=_saves_end)
 def fix_layers(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
-    """Drop the stores after failed loads, before the layerwise save begins at the first layer."""
+    """Drop the stores of requests whose load failed, before LMCache stores the first layer."""
     _store_nothing_of_failed(impl)
 
 
@@ -81,7 +81,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
 fix_worker = fix_before(when=_some_failed, on_fault=_saves_end)(_store_nothing_of_failed)
 
 
-# A step that computes nothing saves nothing, but vLLM also asks for its failed blocks. So `Failed` has this step too.
+# vLLM also asks for the failed blocks of a step that computes and saves nothing. So `Failed` has that step too.
 @fix_after(
     when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
     on_fault=_closed.set_to("_kvfix_failed", None),
@@ -108,7 +108,7 @@ def fix_rollback(scheduler: Any, answer: Any, *_: Any, **__: Any) -> None:
         rolled_back.update(answer[0])
 
 
-# The hook runs in every step: a loop over all running requests would cost more than all other fixes together.
+# The hook runs in every step, so a loop over all running requests would cost more than all other fixes together.
 @fix_before(when=lambda impl, *_, **__: getattr(impl, "_kvfix_rolled_back", None), on_fault=_closed.save_nothing_more)
 def fix_scheduler(impl: Any, scheduler_output: Any) -> None:
     cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
@@ -142,7 +142,7 @@ def scheduler_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def rollback_is_not_recorded(hook: Any, scheduler: Any) -> bool:
-    """Return True if the hook rolls back a request whose first block has failed, and nothing records this."""
+    """Return True if the hook rolls back a request whose first block has failed, and nothing records the roll-back."""
     impl = stubs.Stub()
     _scheduler.roll_back_one(hook, impl)
     return not getattr(impl, "_kvfix_rolled_back", None)

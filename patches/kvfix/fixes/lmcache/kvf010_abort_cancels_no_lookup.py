@@ -2,9 +2,8 @@
 
 Symptom: With `enable_async_loading`, `aborted_lookups` grows by one id per abort, and each lookup reads all of them.
 
-Cause: `request_finished` cancels the lookup of every aborted request, even if its lookup was answered and used long ago
-(0.5.6 vllm_v1_adapter.py:1903). `cancel_lookup` keeps the id until an answer comes, and none comes
-(lmcache_async_lookup_client.py 0.5.6:264-280).
+Cause: `request_finished` cancels the lookups of aborted requests, even answered ones (0.5.6 vllm_v1_adapter.py:1903).
+`cancel_lookup` keeps the id for an answer that never comes (lmcache_async_lookup_client.py 0.5.6:264-280).
 
 Fix: The fix does not cancel a lookup that the client does not have.
 - Remove when: `cancel_lookup` checks whether the lookup exists.

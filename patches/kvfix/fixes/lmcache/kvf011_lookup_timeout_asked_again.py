@@ -11,14 +11,14 @@ the client also does not cancel the lookup, so the late answer and the fetched c
 Fix: After a timeout the fix returns 0 until the late answer has arrived and LMCache has cleaned up the lookup. Up to
 0.3.15 the fix also cancels the lookup, as 0.4.1 does.
 - Upstream: https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
-- Remove when: `lookup_cache` returns an answer for a lookup that has timed out.
+- Remove when: `lookup_cache` no longer raises for a lookup that has timed out.
 """
 
 from kvfix.fixes.api import ASYNC_LOOKUP_CLIENT, Any, Fix, Steps, fix_around, stubs
 
 
 def given_up(client: Any, lookup_id: str) -> bool:
-    """Return True if the lookup has timed out: it is in flight, and LMCache has deleted its start time."""
+    """Return True if the lookup has timed out, that is, it is in flight and LMCache has deleted its start time."""
     return client.reqs_status.get(lookup_id, "unknown") is None and lookup_id not in client.first_lookup_time
 
 
@@ -35,12 +35,12 @@ fix = fix_around()(_answered)
 
 @fix_around()
 def fix_0_3_10(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Steps:
-    """Act as `fix` does, in LMCache 0.3.10, where `lookup` itself keeps the state."""
+    """Do the same as `fix` in LMCache 0.3.10, whose `lookup` keeps the state of the lookups itself."""
     return _answered(client, lookup_id)
 
 
 def shows_bug(hook: Any, module: Any, *tokens: Any) -> bool:
-    """Ask for a lookup in flight that has no start time. The right answer is 0. The bug raises KeyError."""
+    """Ask for a lookup in flight that has no start time. The client must return 0. The bug raises KeyError."""
     return stubs.raises(KeyError, hook, stubs.async_lookup_client(), *tokens, stubs.NAME)
 
 

@@ -30,7 +30,7 @@ def fix_metadata(impl: Any, scheduler_output: Any) -> None:
 
 
 def lookup_shows_bug(hook: Any, adapter: Any) -> bool:
-    """Look up a request that was scheduled before. The right answer is 0, because no load would start."""
+    """Look up a request that was scheduled before. The hook must return 0, because no load would start."""
     impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256), _request_trackers={stubs.NAME: object()})
     return bool(hook(impl, stubs.request(300), 0) != 0)
 

@@ -1,14 +1,15 @@
 """The engine almost stops if one worker is dead or slow: every lookup waits for the whole timeout, in every step.
 
-Symptom: There is hardly any throughput: each step of the scheduler takes `lookup_timeout_ms` (3 seconds). The log
-repeats `Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`.
+Symptom: There is hardly any throughput, because each step of the scheduler takes `lookup_timeout_ms` (3 seconds). The
+log repeats `Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`.
 
 Cause: A lookup that times out returns no hit, and LMCache does not remember the timeout. The next lookup waits for
 the whole timeout again. The waiting lookup blocks the scheduler, so all running requests wait.
 
-Fix: After two timeouts in a row, the fix sends no lookups for as long as the last lookup waited. (After one timeout,
-the worker may be back.) Then the fix sends one lookup. If that lookup times out too, the pause doubles, up to a minute.
-During a pause every lookup returns no hit. The first answer ends the pauses. The log shows each begin and end.
+Fix: After two timeouts in a row, the fix pauses lookups for as long as the last lookup waited. (One timeout starts no
+pause, because the worker may be back.) After the pause, the fix sends one lookup. If that lookup times out too, the
+next pause is twice as long, up to a minute. During a pause every lookup returns no hit. The first lookup with an answer
+ends the pauses. kvfix logs when the first pause begins and when the last one ends.
 - Releases: LMCache 0.3.9 to 0.5.6.
 - Remove when: LMCache's lookup transport backs off after a timeout.
 """
@@ -20,7 +21,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Pause:
-    """A pause of the lookups. until: the time at which the next lookup may be sent, in seconds of the clock."""
+    """A pause of the lookups. until: the earliest time of the next lookup, in seconds of `clock.now()`."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -68,7 +69,7 @@ def fix_lookup(client: Any, *args: Any, **kwargs: Any) -> Steps:
         return 0
     hit = yield
     waited = clock.now() - begun
-    if hit == 0 and waited > 0.5:  # up to 0.3.15 a lookup does not report its timeout (3 s)
+    if hit == 0 and waited > 0.5:  # up to 0.3.15 a timeout (3 s) looks like a miss
         pause.failed(waited)
     else:
         pause.answered()

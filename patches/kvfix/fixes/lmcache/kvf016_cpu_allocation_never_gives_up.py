@@ -6,11 +6,11 @@ cpu memory is under pressure. Waiting for 0.1 seconds before retrying.` vLLM log
 Cause: `allocate` evicts only chunks of the CPU cache itself. There is nothing to evict if every chunk is pinned, or
 with `local_cpu: false`, where the CPU only stages chunks for disk or remote (0.5.6 local_cpu_backend.py:686-745).
 
-Fix: A load waits at most ten seconds for all its chunks. Then the load fails, and vLLM computes its tokens. `allocate`
+Fix: A load waits at most ten seconds for all its chunks. Then the load fails, and vLLM computes the tokens. `allocate`
 does not know for which load it is called, so the fix adds up the waits of each thread. After a minute without a wait,
-the thread may wait ten seconds again. A store does not wait. A load from disk without free memory returns no chunk.
+the thread may wait ten seconds again. A store does not wait. Without free memory, a load from disk returns no chunk.
 - Upstream: https://github.com/LMCache/LMCache/issues/2942 (open), https://github.com/LMCache/LMCache/issues/3804.
-  Without the fix, set `local_cpu: true`, a larger `max_local_cpu_size`, or fewer requests at once.
+  Without the fix, set `local_cpu: true`, set a larger `max_local_cpu_size`, or send fewer requests at once.
 - Remove when: `allocate` has a timeout.
 """
 
@@ -21,12 +21,12 @@ from kvfix import clock, engine_log
 from kvfix.fixes.api import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND, Any, Fix, fix_calls, positional, stubs
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
-#: Positions of `eviction` and `busy_loop` among the arguments, in every release.
+#: {function: positions of its arguments `eviction` and `busy_loop`, the same in every release}
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
 
 
 class _Waits(threading.local):
-    """The waits of a thread. left: the seconds that it may still wait, at the time `at`. They grow back in a minute."""
+    """left: seconds that a thread may still wait, as of the time `at`. They grow back to LONGEST_WAIT in a minute."""
 
     left = LONGEST_WAIT
     at = 0.0
@@ -37,7 +37,7 @@ class _Waits(threading.local):
         self.at = now
 
     def wait(self) -> bool:
-        """Wait a moment. Return False, without a wait, if the thread has waited for LONGEST_WAIT."""
+        """Wait for BETWEEN seconds. If the thread has no seconds left to wait, return False at once."""
         if self.left <= 0:
             return False
         time.sleep(BETWEEN)
@@ -79,7 +79,7 @@ def fix_disk(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def disk_shows_bug(hook: Any, module: Any) -> bool:
-    """Load a chunk without free memory. The right answer is None. The bug raises AssertionError."""
+    """Load a chunk without free memory. The load must return None. The bug raises AssertionError."""
     backend = stubs.Stub(local_cpu_backend=stubs.Stub(allocate=lambda *_, **__: None))
     try:
         return hook(backend, None, "", dtype=None, shape=None, fmt=None) is not None

@@ -1,19 +1,19 @@
 """Requests with different LoRA adapters or a different `cache_salt` share KV: LMCache's key has neither.
 
-Symptom: Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter had the same prompt
-before. From the latency of a request, a tenant can detect that another tenant has sent the same prompt.
+Symptom: Nothing is logged. A request with a LoRA adapter returns wrong text if another adapter was used with the same
+prompt before. From the latency of a request, a tenant can detect that another tenant has sent the same prompt.
 
 Cause: LMCache's in-process connector builds its keys from token ids, model and layout. No release of vllm_v1_adapter.py
-mentions LoRA or cache_salt. vLLM's own prefix cache has both in its keys.
+mentions LoRA or cache_salt. vLLM's own prefix cache has adapter and salt in its keys.
 
 Fix: If a request has an adapter or a salt, the fix adds a hash of both to its keys, as a tag. LMCache itself supports
-tags: a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.` becomes a part of the key. With
-`use_layerwise`, LMCache does not pass the tags to the cache engine, so the fix adds them to the call.
+tags. A tag is a parameter in `kv_transfer_params` whose name begins with `lmcache.tag.`. LMCache adds it to the key.
+With `use_layerwise`, LMCache does not pass the tags to the cache engine, so the fix adds them to the call.
 
-Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. Take a request with an adapter or a
-salt. An engine with the fix does not find chunks that an engine without the fix has stored for this request. An engine
-without the fix still shares KV between adapters. After you add or remove the fix, the chunks of requests with an
-adapter or a salt are not found until they are stored again. Requests without adapter and salt keep their keys.
+Mixed roll-out: Use the fix in all engines that share a cache, or in none of them. For a request with an adapter or a
+salt, an engine with the fix does not find chunks that an engine without the fix has stored. An engine without the fix
+still shares KV between adapters. After you add or remove the fix, the chunks of requests with an adapter or a salt are
+not found until they are stored again. Requests without adapter and salt keep their keys.
 - Upstream: https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.
 - Remove when: LMCache has LoRA and cache_salt in its keys.
 """
@@ -29,7 +29,7 @@ TAG = "lmcache.tag.kvfix"
 
 
 def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
-    """Return the sampling parameters with the tag in their transfer parameters; unchanged without adapter and salt."""
+    """Return a copy with the tag in the transfer parameters. Without adapter and salt, return the original."""
     if lora_request is None and not salt:
         return sampling_params
     name = (lora_request.lora_name, lora_request.lora_int_id) if lora_request is not None else None
@@ -51,7 +51,7 @@ def fix_lookup(impl: Any, request: Any, num_computed_tokens: int) -> Steps:
 
 
 def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Give each new request a tag of its own. Promised loads then fail, and no request finds the stores."""
+    """Give each new request its own tag, so that its promised load fails, and no other request finds its stores."""
     for new in scheduler_output.scheduled_new_reqs:
         new.sampling_params = copy.copy(new.sampling_params)
         own_tag = {"kv_transfer_params": {TAG: f"error-{new.req_id}"}}
@@ -106,7 +106,7 @@ def metadata_shows_bug(hook: Any, adapter: Any) -> bool:
 
 
 def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
-    """Return a worker that loads or saves one request by layers, and the calls of its engine."""
+    """Return a worker that loads or saves one request layer by layer, and the list of calls to its cache engine."""
     calls = stubs.Calls(iter([None, None, None]))
     engine = stubs.Stub(retrieve_layer=calls, store_layer=calls)
     request = stubs.metadata(16, request_configs={TAG: "a"}, **meta)
@@ -114,14 +114,14 @@ def _layers(adapter: Any, **meta: Any) -> tuple[Any, list[Any]]:
 
 
 def layer_loads_show_bug(hook: Any, adapter: Any) -> bool:
-    """Load a request with a tag by layers. With the bug, the load has no tag."""
+    """Load a request with a tag layer by layer. With the bug, the load has no tag."""
     impl, calls = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
     hook(impl, stubs.Stub(attn_metadata=object()))
     return len(calls) == 1 and not calls[0][1].get("request_configs")
 
 
 def layer_saves_show_bug(hook: Any, adapter: Any) -> bool:
-    """Save a request with a tag by layers. With the bug, the save has no tag."""
+    """Save a request with a tag layer by layer. With the bug, the save has no tag."""
     impl, calls = _layers(adapter, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=True))
     hook(impl, "layer", None, None)
     return len(calls) == 1 and not calls[0][1].get("request_configs")

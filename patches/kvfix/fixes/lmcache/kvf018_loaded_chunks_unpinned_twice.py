@@ -1,19 +1,19 @@
 """Requests lose their hits: LMCache unpins a loaded chunk twice, and the second unpin removes another request's pin.
 
-Symptom: LMCache logs at every hit, once for each chunk: `Pin count of MemoryObj ... is negative: -1.Double unpin
-occurred somewhere.Setting pin count back to 0 as a hack but please find the bug.` Under pressure, LMCache evicts the
-hit of a request before the request loads it: `Num retrieved tokens: 0, num expected tokens: ...`.
+Symptom: For each chunk of each hit, LMCache logs `Pin count of MemoryObj ... is negative: -1.Double unpin occurred
+somewhere.Setting pin count back to 0 as a hack but please find the bug.` If the CPU cache is full, LMCache evicts
+chunks of a hit before the request loads them, and logs `Num retrieved tokens: 0, num expected tokens: ...`.
 
-Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. In LMCache 0.5.2
-to 0.5.5, `retrieve` unpins the chunks that it has loaded (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer`
-unpins them too (0.5.6:1139). This unpin is right for chunks read from disk. But a chunk of the CPU cache is the object
-that the lookup has pinned. If another waiting request has a pin on the chunk, the other request loses its pin.
+Cause: A lookup pins the chunks that it finds in the CPU cache until `lookup_unpin`. In LMCache 0.5.2 to 0.5.5,
+`retrieve` unpins the chunks that it has loaded (cache_engine.py:935). In 0.4.3 to 0.5.6, `retrieve_layer` unpins them
+too (0.5.6:1139). This unpin is right for chunks read from disk. But a chunk of the CPU cache is the object that the
+lookup has pinned, so `lookup_unpin` unpins it again. If another waiting request has pinned it too, that pin is lost.
 
 Fix: When a load begins, the fix adds one pin to each chunk of the CPU cache that the request's lookup has pinned. If
-the load does not release this pin, the fix does. LMCache passes no request id to `retrieve_layer`: the fix adds the id.
+the load does not release this pin, the fix does. LMCache passes no request id to `retrieve_layer`, so the fix adds it.
 - Releases: LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
 - Upstream: https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/issues/2954,
-  https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.5.6.
+  https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is fixed in 0.5.6.
 - Remove when: `retrieve_layer` does not release the pins of a lookup.
 """
 
@@ -24,15 +24,15 @@ from collections.abc import Iterator
 from kvfix.fixes import _lmcache
 from kvfix.fixes.api import CACHE_ENGINE, LMCACHE_V1, Any, Fix, Steps, engine_log, fix_after, fix_around
 
-#: Attribute of a chunk: the loads that have added a pin to it.
+#: Attribute of a chunk that lists the loads that have added a pin to the chunk.
 _LOADS = "_kvfix_loads"
 
 
 class _Load:
     """The pins that the fix adds for one load, and the pins that the load itself releases.
 
-    `with load:` surrounds each part of the load's own code. Loads by layers take turns, and other threads can release
-    pins of the chunk at any time. So only a release during a part, in the thread of the part, counts for this load.
+    `with load:` surrounds LMCache's code for this load. Layerwise loads take turns, and other threads can release pins
+    of the chunk at any time. So a release counts for this load only inside `with load:`, and in the same thread.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -67,7 +67,7 @@ class _Load:
 
 
 def _loads_of(chunk: Any) -> list[_Load]:
-    """Return the loads that are notified when the chunk is unpinned."""
+    """Return the list of loads that `chunk.unpin` notifies. The first call wraps `chunk.unpin`."""
     if _LOADS not in vars(chunk):
         loads: list[_Load] = []
         own = chunk.unpin
@@ -83,7 +83,7 @@ def _loads_of(chunk: Any) -> list[_Load]:
 
 
 def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
-    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if there is no chunk."""
+    """Add a pin to each chunk of the CPU cache that this lookup has pinned. Return None if it pinned none."""
     if engine.async_loading or engine.remove_after_retrieve or lookup_id not in engine.lookup_pins:
         return None
     cached = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache
@@ -106,7 +106,7 @@ def fix(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Steps:
 
 @fix_after()
 def fix_layers(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
-    """Add the pins for a load by layers. layers: a generator that loads one layer in each iteration."""
+    """Add the pins for a layerwise load. layers: a generator that loads one layer in each iteration."""
     load = _pinned(engine, more.get("req_id"))
     return _layers(layers, load) if load else layers
 

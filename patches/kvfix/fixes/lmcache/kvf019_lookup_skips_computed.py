@@ -5,9 +5,9 @@ ends with an error. Some chunks are never stored, and no hit of a prompt goes be
 
 Cause: The lookup skips the chunks that vLLM has computed and adds their tokens to the hit (0.3.11
 lmcache_lookup_client.py:190-243). LMCache may not have these chunks. The client caches the sum for the next lookup of
-the request. vLLM may have evicted the computed tokens by then. LMCache also counts the tokens of the sum as stored.
+the request. By then vLLM may have evicted the computed tokens. LMCache also counts the tokens of the sum as stored.
 
-Fix: The lookup asks for all chunks, as in the releases before and after.
+Fix: The lookup asks for all chunks, as in earlier and later releases.
 - Releases: LMCache 0.3.10.post2 and 0.3.11.
 - Remove when: LMCache 0.3.11 is no longer in use.
 """

@@ -1,18 +1,18 @@
 """Every hit returns wrong text with vLLM 0.26 and later: LMCache's in-process connector moves half of each token's KV.
 
-Symptom: LMCache logs nothing. A prompt served from the cache gets another answer than the same prompt computed. With
-`use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of tensor b (2048)
+Symptom: LMCache logs nothing. A prompt whose KV comes from the cache returns other text than without the cache. With
+`use_gpu_connector_v3` the first full chunk raises `The size of tensor a (1024) must match the size of tensor b (2048)
 at non-singleton dimension 3`. To see the bug, run `kvfix roundtrip --backend lmcache --layout packed --no-fixes`.
 
-Cause: vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]`, in any order in
-memory (0.26.0 flash_attn.py:141). LMCache's transfer operation reads this as a single plane. The operation takes the
-width of a row from the memory object, which has two planes: `[2, layers, tokens, heads * head size]` (0.5.6
-gpu_connectors.py:325). So it uses half of the real distance between slots, and never moves one of the planes.
+Cause: vLLM 0.26 stores K and V of a head next to each other. A layer's cache has the shape `[blocks, heads, block size,
+2 * head size]`, with any order of strides (0.26.0 flash_attn.py:141). LMCache's transfer operation treats this cache as
+one plane. It takes the row width from the memory object, whose shape `[2, layers, tokens, heads * head size]` has two
+planes (0.5.6 gpu_connectors.py:325). So it uses half of the real distance between slots, and never moves one plane.
 
-Fix: The fix moves the KV of packed layers itself, by block and slot. K goes into the first plane of the memory object
-and V into the second, as before vLLM 0.26. Chunks stored without the fix stay wrong: clear the disk and remote caches.
-- Releases: LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later; with `use_gpu_connector_v3` 0.5.0 to 0.5.6. LMCache 0.4.3
-  to 0.4.6 and the layerwise connector raise an error instead of returning wrong text. The multi-process mode is right.
+Fix: The fix itself copies the KV of packed layers. K goes into the first plane of the memory object and V into the
+second, as before vLLM 0.26. Chunks that were stored without the fix stay wrong, so clear the disk and remote caches.
+- Releases: LMCache 0.4.3 to 0.5.6 (`use_gpu_connector_v3`: 0.5.0 to 0.5.6) with vLLM 0.26 and later. LMCache 0.4.3 to
+  0.4.6 and the layerwise connector raise an error in place of wrong text. The multi-process mode is not affected.
 - Upstream: https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
   https://github.com/LMCache/LMCache/pull/4887.
 - Remove when: `kvfix roundtrip --backend lmcache --layout packed packed-hnd --no-fixes` passes.
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from kvfix.fixes import api
 from kvfix.fixes.api import Any, Fix, Steps, Wrapper, around, fix_after, fix_around, instead
 
-#: Attribute of a memory object that was not filled. On a connector, it holds the tokens that were not loaded.
+#: Attribute that marks a memory object as not filled. On a connector, it lists the tokens that were not loaded.
 _EMPTY = "_kvfix_empty"
 
 
@@ -53,12 +53,12 @@ def fix_load(connectors: Any) -> Wrapper:
 
 
 def _not_stored(connector: Any, memory_obj: Any, *_: Any, **__: Any) -> None:
-    """Mark the memory object. `fix_put` then leaves it out of the store."""
+    """Mark the memory object, so that `fix_put` does not store it."""
     setattr(memory_obj, _EMPTY, True)
 
 
 def _not_loaded(connector: Any, memory_obj: Any, start: int, end: int, *_: Any, **__: Any) -> None:
-    """Record the tokens. `fix_retrieve` reports them as not retrieved, and LMCache reports their blocks as failed."""
+    """Record the tokens. `fix_retrieve` then counts them as not loaded, so LMCache reports their blocks as failed."""
     vars(connector).setdefault(_EMPTY, []).append((start, end))
 
 
@@ -89,7 +89,7 @@ def fix_retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> None:
 
 
 def _parts(connector: Any, memory_obj: Any, more: Any) -> list[tuple[Any, list[Any]]]:
-    """Return the memory object's tensors, each with the caches of its layers; [] if LMCache's own code must run."""
+    """Return (tensor of the memory object, caches of its layers) pairs, or [] if LMCache's own code must run."""
     caches = more.get("kvcaches")
     if not caches or connector.use_mla or getattr(caches[0], "ndim", 0) != 4:  # only the packed layout has four axes
         return []
@@ -98,7 +98,7 @@ def _parts(connector: Any, memory_obj: Any, more: Any) -> list[tuple[Any, list[A
     try:
         connector.initialize_kvcaches_ptr(**more)
         connector._initialize_kv_cache_pointers()
-    except Exception:  # noqa: BLE001 - V3 does not support this layout: LMCache's code raises this error again
+    except Exception:  # noqa: BLE001 - V3 rejects this layout, and LMCache's own code raises this error again
         return []
     groups = connector.metadata.kv_layer_groups_manager.kernel_groups
     of_groups = [[caches[layer] for layer in group.layer_indices] for group in groups]
@@ -119,14 +119,14 @@ def _store(torch: Any, connector: Any, parts: Any, slots: Any) -> None:
 
 
 def gather(torch: Any, tensor: Any, caches: Any, slots: Any) -> None:
-    """Copy the KV of the tokens in these slots [tokens] into a tensor [2, layers, tokens, heads * head size]."""
-    slots = slots.to(caches[0].device).clamp(min=0)  # -1 marks a token without a slot. Its KV is not used
+    """Copy the KV from `slots` [tokens] into `tensor` [2, layers, tokens, heads * head size]."""
+    slots = slots.to(caches[0].device).clamp(min=0)  # a token without a slot has -1, and its KV is not used
     for held, cache, block in _layers(torch, tensor, caches):
         held.copy_(cache[slots // block, slots % block])
 
 
 def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None:
-    """Copy from the tensor into vLLM's slots, the reverse of `gather`, without the first `skip` tokens."""
+    """Copy the KV from `tensor` into `slots`, except for the first `skip` tokens. This is the reverse of `gather`."""
     slots = slots.to(caches[0].device)
     wanted = slots >= 0
     wanted[:skip] = False
@@ -150,7 +150,7 @@ def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, in
 
 
 def _word(torch: Any, tensors: Any, row: int) -> Any:
-    """Return the widest integer dtype whose size divides `row` bytes, strides and offsets. Larger words copy faster."""
+    """Return the widest integer dtype whose size divides `row`, strides and offsets in bytes. Wide words copy fast."""
     places = {row}
     for tensor in tensors:
         size = tensor.element_size()

@@ -1,7 +1,7 @@
 """Layerwise loads of an HND KV cache crash or load wrong KV: LMCache's torch operations mix up heads and tokens.
 
-Symptom: With `use_layerwise` and the head axis before the token axis the worker raises `IndexError: index 450 is out of
-bounds for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be
+Symptom: With `use_layerwise` and HND (the head axis before the token axis) the worker raises `IndexError: index 450 is
+out of bounds for dimension 0 with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be
 broadcast to indexing result of shape [64, 16]`. If a block has as many tokens as there are KV heads, no error is
 raised. Blocks that LMCache stores only in part then get wrong KV.
 
@@ -9,9 +9,9 @@ Cause: LMCache falls back to torch operations, without a warning, if its compile
 on torch 2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
-Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix does not
+Fix: The fix passes a view of the KV cache with the two axes swapped, and the layout of the view. The fix does not
 change a KV cache whose blocks have as many tokens as there are KV heads. Whole blocks of this cache are stored and
-loaded in the same order, so their KV is right. With another order, chunks stored without the fix would load wrongly.
+loaded in the same order, so their KV is right. In another order, chunks stored without the fix would load wrongly.
 - Releases: LMCache 0.5.0 to 0.5.6.
 - Remove when: `kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
 """

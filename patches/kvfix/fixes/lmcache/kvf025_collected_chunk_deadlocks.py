@@ -8,7 +8,7 @@ Cause: `TensorMemoryObj.__del__` frees a chunk that was never released. `__del__
 `AddressManager` and of all statistics (0.5.6 utils.py:714-731). An exception can leave a chunk in a reference cycle.
 The garbage collector can run at any allocation, even while `allocate` or `PrometheusLogger.GetOrCreate` holds a lock.
 
-Fix: `__del__` only puts the chunk on a list. The next `ref_count_down` of any chunk frees it. Both locks are free then.
+Fix: `__del__` only lists the chunk. The next `ref_count_down` of any chunk frees the listed chunks, and holds no lock.
 - Upstream: https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
   https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
 - Remove when: `__del__` takes no lock, or the locks are reentrant.
@@ -18,7 +18,7 @@ from collections import deque
 
 from kvfix.fixes.api import TENSOR_MEMORY_OBJ, Any, Fix, Steps, fix_around, fix_before, instead, stubs
 
-#: Chunks that the collector has found. append and popleft are atomic.
+#: Chunks that the garbage collector has found. `append` and `popleft` are atomic.
 COLLECTED: deque[Any] = deque()
 #: Attribute of a chunk that may be freed now.
 FREE = "_kvfix_free"
@@ -36,7 +36,7 @@ def free_collected(*_: Any) -> None:
     while COLLECTED:
         try:
             gone = COLLECTED.popleft()
-        except IndexError:  # another thread took it
+        except IndexError:  # another thread took the last chunk
             return
         vars(gone)[FREE] = True
         gone.__del__()

@@ -1,22 +1,23 @@
 """Old KV is hit after a weight update: `reset_prefix_cache(reset_connector=True)` does not empty LMCache's cache.
 
-Symptom: Nothing is logged. After an update of the weights, `POST /reset_prefix_cache?reset_external=true` answers 200,
-or `LLM.reset_prefix_cache(reset_connector=True)` answers True. Requests then hit KV of the old weights. With debug
+Symptom: Nothing is logged. After an update of the weights, `POST /reset_prefix_cache?reset_external=true` returns HTTP
+200, or `LLM.reset_prefix_cache(reset_connector=True)` returns True. Requests then hit KV of the old weights. With debug
 logging, vLLM logs `Connector cache reset requested, but ... does not implement reset_cache().`
 
-Cause: LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has one
-since 0.5.6. vLLM's copy of that connector has none. vLLM's base class answers None (kv_connector/v1/base.py
-0.32.0:785-790), and `reset_connector_cache` counts every answer except False as success (scheduler.py 0.32.0:2898).
+Cause: LMCache's in-process connector has no `reset_cache` in any release. LMCache's multi-process connector has it
+since 0.5.6, but vLLM's copy of this connector does not. vLLM's base class returns None (kv_connector/v1/base.py
+0.32.0:785-790), and `reset_connector_cache` counts every result except False as success (scheduler.py 0.32.0:2898).
 
-Fix: If an LMCache connector has no `reset_cache`, also inside a MultiConnector, the reset returns False. The fix does
-not empty LMCache's cache: it is in other processes, on disk or in a shared store. To empty it, do one of these:
+Fix: The reset returns False if an LMCache connector, also one inside a MultiConnector, has no `reset_cache`. The fix
+cannot empty LMCache's cache in other processes, on disk or in a shared store. To empty the cache, do one of these:
 
 - in process: `DELETE /cache/clear` at the internal API server of each worker (`internal_api_server_enabled`)
 - multi-process: `POST /cache/clear` at the server
 - empty LMCache's disk and shared store, and restart the processes
 
 Then call `reset_prefix_cache()` without the connector, which empties vLLM's own cache.
-- Releases: vLLM 0.15.1 to 0.33.0, with LMCache in process, LMCache multi-process up to 0.5.5, or vLLM's copy of it.
+- Releases: vLLM 0.15.1 to 0.33.0, with LMCache in process, multi-process (LMCache up to 0.5.5), or vLLM's copy of the
+  multi-process connector.
 - Remove when: LMCache's connectors have a `reset_cache` that empties the cache.
 """
 
@@ -41,7 +42,7 @@ def keeps_its_cache(scheduler: Any) -> bool:
 
 
 def shows_bug(hook: Any, scheduler: Any) -> bool:
-    """Reset a connector that has no `reset_cache` of its own. With the bug, the answer is not False."""
+    """Reset a connector that has no `reset_cache` of its own. With the bug, the reset does not return False."""
     return hook(stubs.Stub(connector=stubs.Stub(reset_cache=lambda: None), log_stats=False)) is not False
 
 

@@ -3,23 +3,23 @@
 Symptom: With tensor or pipeline parallelism one worker logs `Request ... failed to load ... tokens across ... blocks`.
 Nothing else is logged. Later, other requests that begin with the same prompt return wrong text.
 
-Cause: Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, only that rank
-knows of the failure in the step (0.5.6 vllm_v1_adapter.py:886-893). But the result of the step depends on the KV in all
-ranks, and the other ranks store this result in the same step (:1104-1259).
+Cause: Each rank loads its own part of a request's KV from its own cache. If the load fails in one rank, the other ranks
+do not know of the failure during the step (0.5.6 vllm_v1_adapter.py:886-893). But the KV that these ranks compute
+depends on the KV of all ranks, and they store it at the end of the step (:1104-1259).
 
 After the step vLLM unites the failed blocks of all ranks and computes the tokens again. The caches of the other ranks
 keep the wrong chunks. KVF007 fixes the rank whose load failed.
 
-Fix: With several workers, a step that loads something saves nothing, and the later steps in flight save nothing either.
-The fix saves when vLLM has the reports of all ranks on the load, and has rolled back or ended the requests whose load
-failed. If a request ends or is preempted before its save, it is not saved, because other requests have its blocks.
+Fix: With several workers, a step that loads KV saves nothing, and the later steps in flight save nothing either. The
+fix saves when vLLM has the load reports of all ranks, and has rolled back or ended the requests whose load failed. If a
+request ends or is preempted before its save, the fix drops the save, because other requests may use the blocks.
 
-The worker of a kv_producer stores every request that has metadata (:1152). So the fix marks the metadata, and the
-worker skips marked requests. If a request names a decoder (`disagg_spec`), the store is the transfer to the decoder.
-This store cannot wait, because the request ends with the step. So the decoder may still get wrong KV. With
-`kv_load_failure_policy=fail`, vLLM's default, prefill ends the request. Do not set `recompute` on a prefill engine.
+The worker of a kv_producer stores every request that has metadata (:1152). So the fix marks the metadata of a request
+that must wait, and the worker skips the request. If a request names a decoder (`disagg_spec`), the store is the
+transfer to the decoder. This store cannot wait, because the request ends with the step. So the decoder may still get
+wrong KV. With `kv_load_failure_policy=fail` (default), prefill ends the request. Do not set `recompute` for prefill.
 - Releases: LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
-- Remove when: The ranks agree which loads have failed before they save a step.
+- Remove when: Before they save a step, the ranks agree which loads have failed.
 """
 
 import copy
@@ -27,25 +27,25 @@ import copy
 from kvfix.fixes import _closed, _lmcache, _scheduler
 from kvfix.fixes.api import LMCACHE_V1, SCHEDULER, Any, Fix, fix_after, note, stubs
 
-#: Attribute of an adapter in the scheduler: its `Unsaved` object.
+#: Attribute of the scheduler's LMCache adapter that holds its `Unsaved` object.
 _UNSAVED = "_kvfix_unsaved"
-#: Attribute of a request's metadata: the worker of a kv_producer does not store the request in this step.
+#: Attribute of a request's metadata that tells the worker of a kv_producer not to store the request in this step.
 _STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class Unsaved:
-    """The saves that wait for the reports of all ranks: one save per request, with all tokens of the request."""
+    """The saves that wait for the reports of all ranks. Each request has at most one waiting save."""
 
     def __init__(self, config: Any) -> None:
         self.in_flight = _lmcache.most_in_flight(config)
         self.step = 0
         #: The first step whose saves need not wait.
         self.open_from = 0
-        #: {request: (the first step in which its save may be done, the save)}
+        #: {request id: (first step that may make the save, metadata of the save)}
         self.saves: dict[str, tuple[int, Any]] = {}
 
     def take(self, scheduler_output: Any) -> dict[str, Any]:
-        """Return the waiting saves of the requests in this step: only these requests still have their blocks."""
+        """Remove and return the saves that are due. Only requests of this step are sure to have their blocks."""
         again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for name in again.union(resumed, scheduler_output.finished_req_ids):
@@ -57,7 +57,7 @@ class Unsaved:
     def put_off(self, meta: Any) -> None:
         """Let a later step make this save instead of the current step."""
         setattr(meta, _STORE_NOTHING, True)
-        if not meta.save_spec.can_save:  # only a kv_producer would store this request; its next save has these tokens
+        if not meta.save_spec.can_save:  # only a kv_producer would store it. Its next save has these tokens
             return
         later = copy.copy(meta)
         delattr(later, _STORE_NOTHING)
@@ -70,7 +70,7 @@ class Unsaved:
 
 
 def _join(meta: Any, earlier: Any) -> None:
-    """Add the earlier save to `meta`. With `use_layerwise`, LMCache makes only one save per request and step."""
+    """Add the earlier save to `meta`, because with `use_layerwise` LMCache makes only one save per request and step."""
     save = meta.save_spec
     save.skip_leading_tokens = min(save.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
 

@@ -1,6 +1,6 @@
 """EngineCore dies when a request with `ret_first_tok` is aborted before its first token: LMCache reads an empty list.
 
-Symptom: EngineCore of the prefill instance dies in `request_finished` with `IndexError: list index out of range`, if:
+Symptom: EngineCore of the prefill instance dies in `request_finished` with `IndexError: list index out of range` if:
 
 - A proxy asks for the first token (`"kv_transfer_params": {"ret_first_tok": true}`) and disconnects during the prefill.
 - The load of a request with `ret_first_tok` fails, with `kv_load_failure_policy=fail`.

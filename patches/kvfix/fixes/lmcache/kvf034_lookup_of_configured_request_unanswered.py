@@ -4,8 +4,8 @@ Symptom: The worker logs `Error processing request from scheduler: Expected `str
 `Request ... is still waiting for async lookup after ... seconds`. The id of the request stays in the lookup client.
 
 Cause: A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. With
-`enable_async_loading` the scheduler sends the settings with the lookup. But the message is declared with strings only
-(0.5.6 async_lookup_message.py:22), so the worker cannot decode it.
+`enable_async_loading` the scheduler sends the settings with the lookup. But LMCache declares the settings in this
+message as strings (0.5.6 async_lookup_message.py:22), so the worker cannot decode the message.
 
 Fix: The scheduler sends only the settings that are part of a key (`lmcache.tag.*`), as strings.
 - Remove when: `LookupRequestMsg` takes settings of any type.

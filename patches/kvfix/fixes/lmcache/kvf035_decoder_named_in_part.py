@@ -6,7 +6,7 @@ Symptom: EngineCore dies with `KeyError: 'receiver_host'`, or another key, in `u
 Cause: `disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM has blocks for the
 request, LMCache reads five keys without a check (0.5.6 vllm_v1_adapter.py:1560-1574).
 
-Fix: If a key is missing, the fix serves the request like one without a decoder. kvfix logs one warning about this.
+Fix: If a key is missing, the request runs without a decoder, and kvfix logs one warning.
 - Remove when: `update_state_after_alloc` checks whether `disagg_spec` is complete.
 """
 

@@ -6,7 +6,7 @@ tokens so vllm can recompute`, and the request is preempted later. With several 
 
 Cause: vLLM computes a request whose lookup timed out. When the request gets its blocks, `update_state_after_alloc`
 deletes the lookup from the client (lmcache_async_lookup_client.py 0.5.6:251), although the lookup is still in flight.
-If vLLM preempts the request, LMCache looks it up again under the same id. Nothing distinguishes the two answers.
+If vLLM preempts the request, LMCache looks it up again under the same id. LMCache cannot tell the two answers apart.
 
 With several workers, LMCache can count two answers of one worker as the answers of different workers. The load then
 begins before the other workers have fetched their chunks. Then the client cleans up the answer to the first lookup and

@@ -4,19 +4,19 @@ Symptom: With `local_disk`, LMCache logs `Retrieved 256 out of 256 required toke
 and wrong text. If the file is gone, LMCache logs `File not found on disk: ...`, and EngineCore dies with `KeyError`.
 
 Cause: `read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
-local_disk_backend.py:812, 816). The rest of the chunk's memory keeps its old content. A full disk, a crash of the
-machine, or another process in the same folder can cut a file short. If the file is missing, `read_file` deletes the
-entry of the chunk (0.5.6:820), and `load_bytes_from_disk` then reads that entry (0.5.6:773).
+local_disk_backend.py:812, 816). The rest of the chunk's memory keeps its old content. A full disk, a crash of the host,
+or another process in the same folder can cut a file short. If the file is missing, `read_file` deletes the entry of the
+chunk (0.5.6:820), and `load_bytes_from_disk` then reads that entry (0.5.6:773).
 
 Fix: Before a read, the fix writes random bytes to the end of the chunk's memory. If these bytes are still there after
 the read, or the file is smaller than the memory, the read was too short. The chunk then counts as not found. The fix
-frees the chunk's memory, and deletes its entry and file. vLLM computes the tokens again, or ends the request with an
-error (`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With
+frees the chunk's memory, and deletes the chunk's entry and file. vLLM computes the tokens again, or ends the request
+with an error (`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With
 `use_layerwise` the fix only logs a warning, because LMCache cannot report a failed load there.
 
-Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports that chunk as loaded (0.4.3
-cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
-- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, and cannot report a failed load.
+Up to 0.4.3, if a chunk is not found, LMCache also drops the previous chunk, but reports the previous chunk as loaded
+(0.4.3 cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
+- Releases: LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, but no fix, because it cannot report a failed load.
 - Remove when: `read_file` raises an error when it reads fewer bytes than the chunk has.
 """
 
@@ -32,7 +32,7 @@ _MARK_BYTES = 16
 
 
 class _Reads(threading.local):
-    """The reads of this thread that were short. LMCache reads a file in the thread that asks for its chunk."""
+    """The number of short reads of this thread. LMCache reads a file in the thread that asks for the chunk."""
 
     short = 0
 
@@ -49,18 +49,18 @@ def fix_read(backend: Any, key: Any, buffer: Any, path: str) -> Steps:
     end[:] = list(mark)
     yield
     if bytes(end) == mark:
-        if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
+        if entry is not None:  # LMCache deletes the entry of a missing file, but read_file's caller needs it
             backend.dict.setdefault(key, entry)
     elif os.path.getsize(path) >= size:  # a short file may end within the random bytes
         _READS.short -= 1
 
 
 def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
-    """Call this function of LMCache. Return its answer, and True if all its reads were whole."""
+    """Call `load`. Return (its result, True if no read was short)."""
     before, answer = _READS.short, None
     try:
         answer = load(*args, **kwargs)
-    except OSError:  # the disk failed in a read, so the file does not count as whole
+    except OSError:  # the disk failed during a read, so the read counts as short
         if _READS.short == before:
             raise
     return answer, _READS.short == before
@@ -68,7 +68,7 @@ def _read(load: Any, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
 
 @fix_calls
 def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a function that loads the chunk of its first argument. Return None if a read was short: no chunk."""
+    """Wrap a function that loads the chunk of the key in its first argument. Return None if a read was short."""
     memory, is_whole = _read(load, *args, **kwargs)
     if is_whole:
         return memory
@@ -78,14 +78,14 @@ def fix_load(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 @fix_calls
 def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load chunk after chunk, up to the first that is not whole. LMCache accepts a list with fewer chunks."""
+    """Load the chunks one by one, and stop at the first short read. LMCache accepts a list with fewer chunks."""
     where, before = f"{__name__}.load_all", _READS.short
     # The arguments 1 to 3 are paths, keys and memory objects.
     chunks = engine_log.guarded(where, lambda: list(zip(*positional(load)(args, kwargs)[0][1:4], strict=False)))
     if chunks is None:
         answer = load(*args, **kwargs)
         return answer if _READS.short == before else []
-    # `retrieve_layer` loads the chunks of one layer, and accepts no shorter list.
+    # `retrieve_layer` loads the chunks of one layer, and does not accept a shorter list.
     if len({getattr(key, "layer_id", None) for _, key, _ in chunks} - {None}) == 1:
         answer = load(*args, **kwargs)
         if _READS.short != before:
@@ -103,7 +103,7 @@ def fix_prefetch(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:
-    """Release the first chunk, which is not whole, and the later chunks. Each chunk has a pin for this load."""
+    """Release these chunks. Only the first chunk was read short. Each chunk has a pin for this load."""
     for at, (_, key, memory) in enumerate(chunks):
         if memory.is_pinned:
             memory.unpin()
@@ -115,7 +115,7 @@ def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:
 
 
 def _give_up(memory: Any, backend: Any, key: Any, *_: Any) -> None:
-    """Free the memory, and forget the chunk: LMCache stores the chunk again when vLLM has computed its tokens."""
+    """Free the memory and delete the chunk. LMCache stores the chunk again when vLLM has computed its tokens."""
     if memory is not None:
         memory.ref_count_down()
     with backend.disk_lock:

@@ -1,7 +1,7 @@
 """EngineCore dies when a client asks for cache statistics and disconnects before its lookup.
 
 Symptom: EngineCore dies with `AssertionError: Request tracker for request_id cmpl-... not found. ` in
-`request_finished`. Any client can cause this crash: it sends `kv_transfer_params` with `cached_token_stats`
+`request_finished`. Any client can cause this crash if it sends `kv_transfer_params` with `cached_token_stats`
 (`num_lmcache_extra_cached_tokens` in vLLM's copy and in LMCache 0.4.5), and disconnects while the request waits.
 
 Cause: `request_finished` reads the statistics from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The
@@ -16,7 +16,7 @@ numbers of this tracker are zero. The hook deletes this tracker like any other.
 from kvfix.fixes import _mp
 from kvfix.fixes.api import Any, Fix, Wrapper, before, multi_process, note, stubs
 
-#: The statistics that a client can ask for, by release.
+#: The statistics that a client can ask for. Their name depends on the release.
 STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
 
 

@@ -1,15 +1,15 @@
 """The hit of a prompt never grows past a fixed token: each poll of a waiting request counts the hit again as stored.
 
 Symptom: No error is logged. The external hit of a prompt always ends at the same token, although the prompt is used
-again. The chunks right after this token are never stored, but later chunks are. The bug occurs if requests wait for
-blocks. After a miss, the last tokens of a prompt are not stored: as many tokens as vLLM's own prefix cache held.
+again. The chunks right after this token are never stored, but later chunks are. The bug occurs if a request waits for
+blocks. After a miss, LMCache leaves out the last tokens of a prompt. Their number is vLLM's own prefix hit.
 
 Cause: vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
 `num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy). After three polls with a
 hit of 512 the first store begins at 1536. On a miss the hook returns before it records vLLM's computed tokens
 (0.5.5:1143), so the store ends too early.
 
-Fix: Until the admission, the fix sets the stored tokens to the hit after each answer, and records vLLM's own tokens.
+Fix: Until the admission, the fix sets the stored tokens to the hit after each poll, and records vLLM's tokens.
 - Upstream: https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
 - Remove when: LMCache 0.5.5 is no longer in use, and vLLM's copy assigns the hit instead of adding it.
 """

@@ -4,7 +4,7 @@ Symptom: The worker logs ERROR `Something went wrong when processing the retriev
 result=False`. Then the request returns wrong text with HTTP 200. The log of the server has the reason: `Some keys not
 found during retrieve!`, `Cannot retrieve keys due to exception`, or `No GPU context registered for instance ID`.
 
-Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the blocks (vllm_multi_process_adapter.py
+Cause: `LMCacheMPWorkerAdapter.get_finished` logs the result and drops the list of blocks (vllm_multi_process_adapter.py
 0.5.4:1635-1648). The function reports the load to vLLM as done, and `get_block_ids_with_load_errors` reports no block.
 
 Fix: When the future of a load returns a failure, the fix adds the load's blocks to the blocks with load errors. vLLM

@@ -1,15 +1,15 @@
 """A request waits for ever after a failed load: LMCache promises the same tokens again, and nothing loads them.
 
 Symptom: With `kv_load_failure_policy=recompute` the log has `Recovered from KV load failure: 1 request(s) rescheduled`.
-Then the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks: `Running: 0 reqs, Waiting: 1 reqs`, no
-throughput, no error. LMCache 0.5.6 logs `<resume-load> req=...` for the request in every other step.
+Then the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. vLLM logs `Running: 0 reqs, Waiting: 1 reqs`, no
+throughput and no error. LMCache 0.5.6 logs `<resume-load> req=...` for the request in every other step.
 
-Cause: vLLM resets the request to zero computed tokens and asks again. The tracker is READY and keeps the hit, so the
-hook promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load only for a
-tracker that is PREFETCHING (0.5.4:852).
+Cause: vLLM resets the request to zero computed tokens and calls the hook again. The tracker is READY and keeps the hit,
+so the hook promises the hit again (lmcache_mp_connector.py 0.5.4:777). But `update_state_after_alloc` starts a load
+only for a tracker that is PREFETCHING (0.5.4:852).
 
 LMCache 0.5.5 recognizes this request and promises 0. LMCache 0.5.6 also loads for preempted requests, and first gives
-them a fresh tracker (0.5.6:1833). So LMCache does not recognize the request, and repeats lookup and load for ever.
+them a fresh tracker (0.5.6:1833). So 0.5.6 does not recognize preempted requests, and repeats lookup and load for ever.
 
 Fix: The fix acts before `get_num_new_matched_tokens`, on a request that was admitted with a hit, has never run since,
 and has no computed tokens. The request gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where
@@ -17,7 +17,7 @@ LMCache has its own fix, this fix handles the preempted requests that LMCache's 
 - Releases: LMCache 0.4.5 to 0.5.4. LMCache 0.5.6: only preempted requests. LMCache's modules lmcache_mp_connector_0180
   and _0201: 0.4.4 to 0.5.5. vLLM 0.26.0 to 0.33.0, its own copy of the connector.
 - Upstream: None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
-- Remove when: LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
+- Remove when: LMCache 0.5.4 is no longer in use, and LMCache and vLLM's copy also bypass preempted requests.
 """
 
 from kvfix.fixes import _mp
@@ -32,7 +32,7 @@ def fix(module: Any) -> Wrapper:
         tracker = connector.request_trackers[request.request_id]
         if (
             request.num_computed_tokens
-            or tracker.num_scheduled_tokens  # the request has run, so it was preempted: its load did not fail
+            or tracker.num_scheduled_tokens  # the request has run, so it was preempted, and its load worked
             or not _mp.tokens(tracker, "num_lmcache_hit")
             or (bypasses and request.status != preempted)
         ):
@@ -41,7 +41,7 @@ def fix(module: Any) -> Wrapper:
         note(__name__, f"request {request.request_id}: its load has failed, so vLLM computes it")
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
-    # vLLM calls the hook in every step in which a request waits for its lookup. Its tracker is not READY then.
+    # vLLM also calls the hook in each step in which a request waits for its lookup. The tracker is not READY then.
     return before(forget_failed_load, when=lambda connector, request, *_: _mp.is_in(connector, request, "READY"))
 
 

@@ -5,12 +5,12 @@ Symptom: vLLM logs nothing. Chunks that were looked up stay read-locked in the L
 0.5.4, and in vLLM's copy, a later request with the same id also gets the hit of the aborted request.
 
 Cause: A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`.
-`request_finished` ends the session (lmcache_mp_connector.py 0.5.6:1579), which releases no lock (modules/lookup.py
-0.5.6:462). A prefetch in flight continues and locks the chunks it fetches.
+`request_finished` ends the session (lmcache_mp_connector.py 0.5.6:1579), but the end of a session releases no lock
+(modules/lookup.py 0.5.6:462). A prefetch in flight continues and locks the chunks it fetches.
 
 Fix: Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
-session still knows these locks. The fix also deletes the lookup. If the answer has not come yet, or the server is
-unhealthy, the session stays. The fix then polls for the answer in the following steps.
+session still has these locks. The fix also deletes the lookup. If the server has not answered the lookup yet, or is
+unhealthy, the fix keeps the session, and polls for the answer in the following steps.
 - Upstream: https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
   https://github.com/LMCache/LMCache/pull/5248; prefetch: https://github.com/LMCache/LMCache/issues/5339 (open).
 - Remove when: `request_finished` frees the locks of a lookup that was not used.
@@ -27,7 +27,7 @@ from kvfix.fixes.api import Any, Fix, Steps, fix_around, fix_before, multi_proce
 _LOOKING = "_kvfix_looking"
 
 
-# The admission or the load releases the locks of an admitted request.
+# An admitted request needs no fix, because its admission or its load releases the locks.
 @fix_around(when=lambda connector, request, *_: _mp.is_in(connector, request, "PREFETCHING"))
 def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     name, adapter = request.request_id, connector.scheduler_adapter
@@ -38,7 +38,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
     free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
     is_pending = name in adapter._pending_lookups
     locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
-    if not locked and is_pending:  # the answer has not been read yet. None: the server has not answered
+    if not locked and is_pending:  # nothing has read the answer yet. It is None if the server has not answered
         locked = adapter.check_lookup_result(name)
     if locked is None or (is_pending and not adapter.is_healthy):
         note(__name__, f"request {name} was aborted during its lookup")
@@ -55,7 +55,7 @@ def fix(connector: Any, request: Any, block_ids: Any) -> Steps:
 
 
 def _end_others(name: str, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `end` for all requests except this one. The id may be a positional or a keyword argument."""
+    """Call `end`, but not for the request `name`. The id may be a positional or a keyword argument."""
     return None if name in (*args, *kwargs.values()) else end(*args, **kwargs)
 
 
@@ -63,7 +63,7 @@ def _end_others(name: str, end: Callable[..., Any], *args: Any, **kwargs: Any) -
 def fix_step(connector: Any, scheduler_output: Any) -> None:
     adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
     if not adapter.is_healthy:
-        return  # an unhealthy adapter asks no server, and answers 0
+        return  # an unhealthy adapter returns 0, and asks no server
     for name, free in list(looking.items()):
         locked = adapter.check_lookup_result(name)
         if locked is not None:

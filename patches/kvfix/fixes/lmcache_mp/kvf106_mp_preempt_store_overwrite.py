@@ -88,7 +88,7 @@ def own_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def base_shows_bug(hook: Any, module: Any) -> bool:
-    """Return True if the base class does not wait, which is right for connectors that store within the step."""
+    """Return True if the base class does not wait. Connectors that store within the step need no wait."""
     store = stubs.Stub(query=lambda: False, wait=stubs.Calls())
     hook(_worker(store), stubs.Stub())
     return not store.wait

@@ -1,12 +1,12 @@
 """Hits return wrong text after a failed load: LMCache stores blocks whose KV was never computed.
 
-Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Every later hit on a chunk with
-these blocks is wrong. Other requests with the same prompt return wrong text, until the chunk is evicted.
+Symptom: Only `Recovered from KV load failure: 1 request(s) rescheduled` is logged. Later, all requests that hit a chunk
+with these blocks return wrong text, until the chunk is evicted.
 
-Cause: The tracker calculates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:275). The tracker adds the
-larger of the two hits (vLLM's and LMCache's) and the tokens that were scheduled after the lookup. For example, vLLM had
-64 tokens and the cache 128. The load fails and vLLM continues at 64, but the tracker still counts from 128. When 144
-tokens are computed, the tracker counts 208. LMCache then stores the tokens 128 to 192.
+Cause: The tracker estimates the number of computed tokens (lmcache_mp_metadata.py 0.5.6:275). It adds the tokens that
+were scheduled after the lookup to the larger hit, vLLM's or LMCache's. For example, vLLM has 64 tokens and LMCache has
+128. The load fails and vLLM continues at 64, but the tracker still counts from 128. When 144 tokens are computed, the
+tracker counts 208. LMCache then stores the tokens 128 to 192.
 
 Fix: The fix acts before `build_connector_meta`, on a request that is scheduled for the first time since its lookup. If
 the request has fewer computed tokens than the hits of its tracker, the fix makes the tracker count from vLLM's number
@@ -50,7 +50,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """A load of 768 tokens after 256 fails, and 1024 tokens are scheduled. With the bug, a store ends beyond 1280."""
+    """A load of the tokens 256 to 1024 fails, and 1024 are scheduled. With the bug, a store ends beyond 1280."""
     counts = {"num_vllm_hit": 256, "num_lmcache_hit": 1024, "num_stored": 1024}
     connector, tracker = _mp.tracked(module, stubs.request(4096), **counts)
     tracker.state = module.LMCacheMPRequestState.READY

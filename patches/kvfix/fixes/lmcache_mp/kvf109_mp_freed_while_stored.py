@@ -22,7 +22,7 @@ from kvfix.fixes.api import MP_WORKER_ADAPTER, Any, Fix, Steps, View, fix_around
 def both(first: Any, second: Any) -> Any:
     """Return one future for the stores of a request. first: the future of one or several earlier stores.
 
-    A request may have 1,000 stores in flight, so the future asks them in a loop, without nested calls.
+    A request may have 1,000 stores in flight, so the future asks the stores in a loop instead of nested calls.
     """
     stores = [*getattr(first, "_kvfix_stores", (first,)), second]
     asks = {name: functools.partial(_ask, stores, name) for name in ("query", "wait", "result")}
@@ -55,7 +55,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """Start two stores after one that has ended, and end only the second. With the bug, all stores count as done."""
     stores = [stubs.Stub(query=lambda: False), stubs.Stub(query=lambda: True)]
     for store in stores:
-        store.to_cuda_future = lambda store=store: store  # 0.4.5 sends the request itself
+        store.to_cuda_future = lambda store=store: store  # the hook of 0.4.5 sends the request
     queue = list(stores)
     adapter = _mp.worker_side(
         is_kv_writer=True, finished_stores={stubs.NAME}, _kv_events_enabled=False,

@@ -4,7 +4,7 @@ Symptom: vLLM logs `Failing 2 request(s) due to KV load failure`, with ids of re
 loading long ago. These requests share a prefix with the failed one, such as a system prompt. With
 `kv_load_failure_policy=recompute` they recompute tokens that they already had.
 
-Cause: A load begins at the start of a chunk. The load does not write the blocks of the chunk that vLLM has computed
+Cause: A load begins at the start of a chunk, but does not write the blocks that vLLM has already computed
 (`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:387). If the load fails, the worker reports all blocks of the chunk
 (vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
 
@@ -24,12 +24,12 @@ def fix(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any)
     if request_id in adapter.retrieve_futures:
         future, blocks = adapter.retrieve_futures[request_id]
         adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in skipped])
-    else:  # the server does not answer: LMCache has reported the blocks
+    else:  # the server does not answer, so LMCache has reported the blocks
         adapter.error_block_ids.difference_update(skipped)
 
 
 def _skipped(op: Any) -> list[int]:
-    """Return the blocks that the load does not write. With several KV groups, LMCache reports requests, not blocks."""
+    """Return the blocks that the load does not write, or [] with several KV groups, where LMCache reports requests."""
     blocks = op.block_ids
     if blocks and isinstance(blocks[0], list):
         if len(blocks) > 1:

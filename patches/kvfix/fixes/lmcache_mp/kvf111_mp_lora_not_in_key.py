@@ -3,7 +3,7 @@
 Symptom: No error is logged. With `--enable-lora`, a prompt gets KV that another adapter or the base model has cached.
 
 Cause: The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes
-the KV and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
+the KV, but is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
 
 Fix: For a request with a LoRA, the fix sets the tracker's `cache_salt` to the request's salt plus the adapter's name.
 
@@ -32,7 +32,7 @@ def fix(tracker: Any, answer: None, request: Any) -> None:
     lora = getattr(request, "lora_request", None)
     if lora is not None:
         note(__name__, f"request {request.request_id} has a LoRA adapter")
-        # This name is the same on every machine. Its characters are safe in file names and keys.
+        # This name is the same on every host. Its characters are safe in file names and keys.
         name = hashlib.sha256(lora.lora_name.encode()).hexdigest()[:16]
         tracker.cache_salt = f"{request.cache_salt or ''}+lora-{name}"
 

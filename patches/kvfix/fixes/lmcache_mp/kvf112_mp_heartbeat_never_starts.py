@@ -4,7 +4,7 @@ Symptom: The log has WARNING `LOOKUP to ... timed out after 300.0s. Marking serv
 there is no external hit until vLLM restarts. The line `LMCache server is healthy again` never comes.
 
 Cause: LMCache creates the collection of heartbeats as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The
-function that starts the heartbeats returns if the collection is not None (0.5.5:756), which is always true.
+function that starts the heartbeats does nothing if the collection is not None (0.5.5:756). An empty dict is not None.
 
 Fix: If there are no heartbeats after `_ensure_heartbeat_started`, the fix starts them, as this function should.
 - Upstream: https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.

@@ -9,7 +9,7 @@ Symptom: EngineCore dies with a bare `AssertionError` at `assert RequestStatus.i
 Cause: `update_state_after_alloc` starts a load if the hit is larger than the number of tokens that vLLM has
 (lmcache_mp_connector.py 0.5.4:850). The hook does so even if vLLM takes 0 tokens of the hit (`num_external_tokens`).
 
-Fix: If vLLM takes 0 tokens, the fix tells the hook that vLLM has the whole hit: it frees all locks, and loads nothing.
+Fix: If vLLM takes nothing, the fix tells the hook that vLLM has the hit, so the hook frees all locks and loads nothing.
 - Upstream: https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
 - Remove when: LMCache 0.5.4 is no longer in use.
 """

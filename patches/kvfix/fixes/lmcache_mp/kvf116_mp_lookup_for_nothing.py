@@ -1,7 +1,7 @@
 """Chunks stay locked until a timeout: LMCache looks up a request that reads no cache, and never releases the locks.
 
 Symptom: vLLM logs nothing. Chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s), and
-under pressure the server finds nothing to evict. Requests with `prompt_logprobs` or pooling without cache cause this.
+under pressure the server finds nothing to evict. This happens with `prompt_logprobs` and with pooling without cache.
 
 Cause: vLLM asks the connector for every request and drops the answer for a request with `skip_reading_prefix_cache`
 (scheduler.py 0.32.0:983). vLLM admits the request even if the lookup is still running. The connector then deletes the

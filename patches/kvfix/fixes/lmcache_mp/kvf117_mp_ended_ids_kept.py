@@ -1,10 +1,10 @@
 """The worker leaks the id of every ended request, and a request that reuses an id never frees its blocks.
 
-Symptom: Nothing shows at first: the workers' memory grows with every request, by 100 to 150 bytes. If a client can
-choose ids and reuses one, the blocks of that request are never freed, and the KV cache fills up.
+Symptom: At first, only the memory of each worker grows, by 100 to 150 bytes per request. If a client can choose ids and
+reuses one, the blocks of that request are never freed, and the KV cache fills up.
 
 Cause: The adapter keeps all ids that it has reported as done (`_returned_finished`, vllm_multi_process_adapter.py
-0.5.6:2034). With asynchronous scheduling, two steps may ask about one id, which the adapter must report once.
+0.5.6:2034). It must report an id only once, but with asynchronous scheduling two steps may ask about the id.
 
 Fix: The fix keeps the last 32 to 64 ids, and always all ids of the last step in which requests ended.
 - Releases: LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -24,7 +24,7 @@ KEPT = 32
 class Recent(set[str]):
     """A set that forgets ids. When it has more than KEPT new ids, it drops its old ids, and the new ids become old.
 
-    LMCache calls `update` in each step and `in` once per ended request. Only `in` drops ids, none of the last update.
+    LMCache calls `update` in each step and `in` once per ended request. `in` drops ids, but none of the last `update`.
     """
 
     old: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ def shows_bug(hook: Any, module: Any) -> bool:
     """End one request in each of 128 steps. With the bug, the set that `__init__` makes keeps all ids."""
     adapter = stubs.Stub(
         finished_stores=set(), store_futures={}, previously_finished=set(), _returned_finished=set(),
-        _returned_finished_steps=deque(),  # patches/upstream/mp-ended-ids-kept adds this
+        _returned_finished_steps=deque(),  # patches/upstream/mp-ended-ids-kept adds this attribute
         _update_and_get_finished_store=set,
     )  # fmt: skip
     for number in range(4 * KEPT):

@@ -4,8 +4,8 @@ Symptom: No error is logged. Prompts that hit the cache return wrong text, until
 layers of full attention and of sliding windows (Gemma, gpt-oss).
 
 Cause: vLLM keeps only the blocks of a window. After a prefix hit, the request's list has null block 0 in place of the
-blocks before the window. vLLM frees more blocks as the window moves on. LMCache's tracker only adds blocks to its own
-list, which later stores use (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
+blocks before the window. vLLM frees more blocks as the window moves on. LMCache's tracker has its own list for later
+stores, and only adds blocks to this list (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180).
 
 The list is wrong in two cases. In the first case, vLLM has a prefix hit on tokens that LMCache has evicted, and the
 blocks in the list are null blocks. (Up to 0.5.5 this happens after every prefix hit in vLLM for which LMCache has no
@@ -15,11 +15,11 @@ chunk is stored late, when other requests already have its blocks.
 The server leaves a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py
 0.5.6:86). So the chunk gets a valid key with wrong KV. A later hit that ends at this chunk reads the wrong KV.
 
-Fix: The fix ends a store before the first chunk whose window blocks vLLM no longer has, because they are null or freed.
-The request stores no later chunk, because no prefix hit would find it. With `--separate-object-groups` the server could
-store the full-attention part of these chunks, but does not get it.
+Fix: The fix cuts a store before the first chunk that has a null or freed window block. The request stores no later
+chunk, because no prefix hit would find it. With `--separate-object-groups` the server could store the full-attention
+part of these chunks, but the fix does not send that part.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
-- Remove when: The tracker stores no block that vLLM has taken out of the list.
+- Remove when: LMCache stores no block that vLLM has removed from the request's list.
 """
 
 from kvfix.fixes import _closed, _mp, _windows
@@ -28,7 +28,7 @@ from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note
 
 @fix_after(when=_windows.has_transfers, on_fault=_closed.drop_stores)
 def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> None:
-    """Keep only the chunks of the step's stores whose blocks vLLM has."""
+    """Cut the step's stores before the first chunk whose window blocks vLLM does not have."""
     computed, windows, chunk = _windows.computed(scheduler_output), _windows.of(connector), _mp.chunk_size(connector)
     for meta in list(metadata.requests):
         if meta.direction != "STORE" or meta.request_id not in computed:
@@ -51,7 +51,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
 
 
 def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, computed: int) -> int:
-    """Return the end of the last chunk before the first chunk whose window blocks vLLM does not have."""
+    """Return the first token of the first chunk whose window blocks vLLM does not have, or the end of the store."""
     for start in range(op.start, op.end, chunk):
         for group, (window, size) in windows.items():
             # the server keeps no more of a chunk than the window (v1/kv_layer_groups.py 0.5.6:580)
@@ -63,13 +63,13 @@ def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, compu
 
 
 def new_shows_bug(hook: Any, module: Any) -> bool:
-    """Schedule a request with 512 computed tokens and null blocks before its window. With the bug, all are stored."""
+    """Schedule a request with 512 computed tokens and null blocks before its window. The bug stores them."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), [0] * 16 + list(range(65, 113)), computed=512)
     return any(0 in meta.op.block_ids[1] for meta in _windows.stored(hook, module, connector, 512, 512)[1:])
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """768 tokens are computed, and the tracker knows none. With the bug, the first 256 of them are stored."""
+    """768 tokens are computed, and the tracker has none. With the bug, the first 256 of them are stored."""
     connector = _windows.scheduler_side(module, 256, list(range(1, 65)), list(range(65, 129)), computed=0)
     return len(_windows.stored(hook, module, connector, 768, 256, blocks=[])) > 1
 

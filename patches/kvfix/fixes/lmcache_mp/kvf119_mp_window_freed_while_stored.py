@@ -12,11 +12,11 @@ At the end of a request, vLLM also frees the blocks before the window at once (s
 other blocks of the request only when the stores have ended. LMCache waits for its stores only after a preemption
 (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
-Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has freed. When a freed
-block is in use again in a step, the fix sets the flag in the metadata that LMCache sets after a preemption. The workers
-then first wait for the stores in flight, for each store at most LMCache's `mq_timeout`. Up to 0.5.5 this needs KVF106.
+Fix: The fix records which blocks of a window are being stored, and which of these blocks vLLM has freed. When a step
+uses a freed block, the fix sets the metadata flag that LMCache sets after a preemption. Before the step, the workers
+then wait for the stores in flight, at most LMCache's `mq_timeout` for each store. Up to 0.5.5 this needs KVF106.
 - Releases: LMCache 0.4.7 to 0.5.6. Earlier releases were not tested with several KV groups.
-- Remove when: vLLM keeps a block, or LMCache holds it, until it is stored.
+- Remove when: vLLM or LMCache keeps a block until the block is stored.
 """
 
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from kvfix.fixes import _closed, _windows
 from kvfix.fixes.api import LMCACHE_MP, Any, Fix, fix_after, note, stubs
 
-#: If stores may still read more freed blocks than this, a step waits for the stores. Each step checks all these blocks.
+#: The most freed blocks that a step checks one by one. If there are more, the step waits for the stores in flight.
 _MOST = 1024
 
 
 @dataclass
 class Stored:
-    """Blocks of a window, from token `first` on, in a store that may be in flight.
+    """The blocks of one window in a store that may be in flight. The first block begins at token `first`.
 
     computed: tokens of the request after the last step. When the request ends, vLLM uses this number to free blocks.
     """
@@ -42,7 +42,7 @@ class Stored:
     computed: int
 
     def leave(self, computed: int) -> list[int]:
-        """Remove and return the blocks that vLLM frees at this number of computed tokens."""
+        """Remove and return the blocks that vLLM frees when the request has this number of computed tokens."""
         size = self.window[1]
         out = max(0, _windows.kept_from(computed, *self.window) - self.first) // size
         left, self.blocks = self.blocks[:out], self.blocks[out:]
@@ -97,7 +97,7 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Store 256 tokens with a window of 16; the next step uses their blocks. With the bug, no worker has to wait."""
+    """Store 256 tokens with a window of 16; the next step uses their blocks. With the bug, no worker waits."""
     connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
     connector._gpu_block_pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1)] * 129)
     _windows.stored(hook, module, connector, 0, 256, blocks=[])

@@ -4,11 +4,11 @@ Symptom: Nothing is logged. With speculative decoding or asynchronous scheduling
 session (streaming input) return wrong text.
 
 Cause: The tracker adds up the tokens of all steps (`num_scheduled_tokens`, lmcache_mp_metadata.py 0.5.6:273). The sum
-includes rejected drafts, and tokens that were in flight when a turn ended and that vLLM drops. While a turn is
-generated, the number of known tokens limits what is stored. When input comes, many more tokens are known than are
-computed, and the tracker stores chunks that are not computed yet.
+includes rejected drafts, and tokens that vLLM dropped because they were in flight when a turn ended. While vLLM
+generates, LMCache stores no more tokens than the request has. When new input comes, the request has many more tokens
+than vLLM has computed, and LMCache stores chunks that are not computed yet.
 
-Fix: If vLLM schedules a tracked request as new, the fix sets the count to the tokens that vLLM has computed.
+Fix: If vLLM schedules a tracked request as new, the fix sets the sum to the number of tokens that vLLM has computed.
 - Releases: LMCache 0.4.5 to 0.5.5, and 0.5.6 with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
   lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0.
 - Remove when: `_process_new_requests` sets the count from `num_computed_tokens`.

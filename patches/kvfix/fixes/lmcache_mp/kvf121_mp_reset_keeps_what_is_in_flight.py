@@ -1,15 +1,15 @@
 """Old KV is hit after a weight update: `reset_cache` answers True while chunks are still in use.
 
 Symptom: Nothing is logged. After an update of the weights, `reset_prefix_cache(reset_running_requests=True,
-reset_connector=True)` answers True. Later requests hit KV of the old weights and return wrong text.
+reset_connector=True)` returns True. Later requests hit KV of the old weights and return wrong text.
 
 Cause: `reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear the chunks that have no lock, and
-answers True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights is under a valid
-key. The lookup of a waiting request also locks the chunks that it finds. These chunks are loaded after the reset.
+returns True. A chunk of a store in flight has a lock. When the store is done, KV of the old weights has a valid key.
+The lookup of a waiting request also locks the chunks that it finds. These chunks are loaded after the reset.
 
-Fix: The fix answers False if vLLM still has requests: running, waiting, or ended with a store in flight. Call the reset
-again when the requests have ended. LMCache never clears the L2 of a server (`--l2-adapter`,
-v1/distributed/storage_manager.py:1244-1255). The answer is still True, so empty the L2 yourself.
+Fix: `reset_cache` returns False if vLLM still has requests that run, wait, or have ended with a store in flight. Call
+the reset again when the requests have ended. LMCache never clears the L2 of a server (`--l2-adapter`,
+v1/distributed/storage_manager.py:1244-1255). `reset_cache` still returns True, so empty the L2 yourself.
 - Releases: LMCache 0.5.6. Earlier releases and vLLM's copy of the connector have no `reset_cache`: KVF029.
 - Remove when: The server drops chunks that were in use during a reset, as soon as they are free.
 """
@@ -25,14 +25,14 @@ def fix(impl: Any, answer: bool) -> bool:
 
 @fix_before(on_fault=_closed.refuse)
 def fix_scheduler(scheduler: Any) -> None:
-    """Tell the connector how many requests vLLM has. The connector itself does not have the ended requests."""
+    """Tell the connector how many requests vLLM has. The connector does not know requests that have ended."""
     for each in _scheduler.connectors(scheduler):
         if hasattr(each, "request_trackers"):
             each._kvfix_requests = len(scheduler.requests)
 
 
 def shows_bug(hook: Any, connector: Any) -> bool:
-    """Reset the connector while a request is open. With the bug, the answer is True."""
+    """Reset the connector while a request is open. With the bug, the reset returns True."""
     adapter = stubs.Stub(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER
     impl = stubs.Stub(role=role, scheduler_adapter=adapter, request_trackers={stubs.NAME: None}, _kvfix_requests=1)

@@ -1,32 +1,32 @@
 """Wrong text after a late heartbeat: the server runs transfers that the worker dropped, in other requests' blocks.
 
 Symptom: The worker logs `LMCache server is unhealthy — entering degraded mode`, and later `LMCache server is healthy
-again`. Then running requests, and hits, return wrong text with HTTP 200, until the chunks are evicted.
+again`. After that, running requests return wrong text with HTTP 200. Hits do so until the chunks are evicted.
 
-Cause: A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
-(vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
+Cause: A worker counts as unhealthy if its ping gets no answer within 10 seconds (`lmcache.mp.heartbeat_interval`,
+vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
 as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks.
 
-But LMCache does not recall the transfers. A server that was only slow, or stopped for a while, still runs them
-afterwards. A late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of
-these requests under wrong keys. After a preemption an unhealthy worker does not wait for stores either (0.5.6:2403).
+But LMCache does not cancel the transfers. If the server was only slow or paused, it still runs the transfers later. A
+late load overwrites the KV of the requests that have the blocks by then. A late store saves the KV of these requests
+under wrong keys. After a preemption, an unhealthy worker does not wait for its stores in flight (0.5.6:2403).
 
 Fix: While the worker is unhealthy and connected, `get_finished` reports only transfers that the server has answered.
 After a preemption the worker waits for the stores in flight. The worker waits at most `mq_timeout` for each store.
 
-When the connection is lost (the server's process has ended), the client answers the transfers in flight with a failure.
+If the connection is lost because the server's process has ended, the fix reports the transfers in flight as failed.
 Until the client is connected again, LMCache works as it does without the fix. If a server hangs for ever, the blocks of
 its transfers stay in use until the server's process ends. With gRPC the fix changes nothing.
-- Releases: LMCache 0.5.6. Up to 0.5.5 the bug cannot be fixed from outside: KVF904.
-- Remove when: A worker keeps a transfer until the server has answered or is gone.
+- Releases: LMCache 0.5.6. kvfix cannot fix the bug in releases up to 0.5.5 (KVF904).
+- Remove when: A worker keeps a transfer until the server has answered or has ended.
 """
 
 from kvfix.fixes import _closed, _mp, api
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, fix_after, fix_around, fix_before, note, replaced, stubs
 
-#: {operation that moves KV: the answer of a server that has moved nothing: no event, no success}
+#: {operation that moves KV: the answer (event, success) of a server that has moved nothing}
 _FAILED = {"store": (b"", False), "retrieve": (b"", False)}
-#: An event that is always set. It replaces the event that is set while the worker is healthy.
+#: An event that is always set. It replaces the worker's event, which is set only while the worker is healthy.
 _SET = stubs.Stub(is_set=lambda: True)
 
 
@@ -37,7 +37,7 @@ def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
 
 
 def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
-    """Set the worker healthy, so that it waits for its transfers until it misses the next heartbeat."""
+    """Mark the worker as healthy. The worker then waits for its transfers until it misses another heartbeat."""
     adapter._health_event.set()
     return GO_ON
 
@@ -57,7 +57,7 @@ def note_connection(client: Any) -> None:
     client._kvfix_connected = True
 
 
-# After an error here, LMCache drops the worker's transfers. A server that has ended writes nothing.
+# After an error here, LMCache drops the transfers. This is safe, because a server that has ended writes nothing.
 @fix_after(on_fault=_closed.set_to("_kvfix_connected", False))
 def fail_transfers(client: Any, answer: Any) -> None:
     client._kvfix_connected = False
@@ -66,7 +66,7 @@ def fail_transfers(client: Any, answer: Any) -> None:
 
 
 def _unhealthy(module: Any, **more: Any) -> Any:
-    """Return a connected worker that missed a heartbeat. Raise LookupError if it sees no lost connection (KVF904)."""
+    """Return a connected worker that missed a heartbeat. Raise LookupError if it notices no lost connection."""
     if not hasattr(module, "MessagingStream"):  # only a client that watches its connection has this class
         raise LookupError("the client does not watch its connection")
     client = stubs.Stub(_message_queue_client=stubs.Stub(_kvfix_connected=True))
@@ -92,7 +92,7 @@ def preemption_shows_bug(hook: Any, module: Any) -> bool:
 
 
 def unnoted(hook: Any, module: Any) -> bool:
-    """Receive an answer without content. Without the fix, nothing records that the client is connected."""
+    """Receive a message without content. Without the fix, nothing records that the client is connected."""
     client = stubs.Stub(socket=stubs.Stub(recv_multipart=list))
     hook(client)
     return not getattr(client, "_kvfix_connected", False)

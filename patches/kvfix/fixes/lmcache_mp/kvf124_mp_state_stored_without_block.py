@@ -9,12 +9,12 @@ request's list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/sin
 
 For each chunk, the server stores the state that the chunk's last block holds. The server leaves the state out only if
 all blocks of the chunk are null (modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks an earlier
-block may hold a state. The server then stores the last block, although it is null. After a failed load, a store comes
-late, and stores a block that already belongs to another request.
+block may hold a state. The server then stores the last block, although it is null. After a failed load, LMCache stores
+a chunk late, when its block already belongs to another request.
 
-Fix: The fix acts after the hooks that add stores to the step's metadata. Take a chunk that ends neither where the step
-begins nor where the step ends. The fix sets all blocks of this chunk in the state group to null. The server then leaves
-the state out, and no hit ends there. This needs `lmcache server --separate-object-groups`. Without it, see KVF125.
+Fix: The fix acts after the hooks that add stores to the step's metadata. A step has states only where it begins and
+where it ends. If a chunk ends elsewhere, the fix sets its blocks in the state group to null. The server then leaves the
+state out, and no hit ends at this chunk. This needs `lmcache server --separate-object-groups`. Without it, see KVF125.
 - Releases: LMCache 0.5.4 to 0.5.6. According to their source code, 0.4.7 to 0.5.3 have the bug too. The server of 0.4.7
   to 0.5.3 stores null blocks of every model (KVF125).
 - Remove when: The server leaves out a state whose own block is null, and the tracker removes freed blocks.
@@ -47,14 +47,14 @@ def fix(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> No
 
 
 def new_shows_bug(hook: Any, module: Any, computed: int = 0, **blocks: Any) -> bool:
-    """Store a step in which only the first and last block hold a state. With the bug, the first one is stored."""
+    """Store a step in which only the first and last block hold a state. With the bug, the first block is stored."""
     connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=computed)
     stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
     return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)
 
 
 def cached_shows_bug(hook: Any, module: Any) -> bool:
-    """Like `new_shows_bug`, for a request that continues at 256 tokens and has no store."""
+    """Do the same as `new_shows_bug` for a running request with 256 computed tokens and no store."""
     return new_shows_bug(hook, module, computed=256, blocks=[])
 
 

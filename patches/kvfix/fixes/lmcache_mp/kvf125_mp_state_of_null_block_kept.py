@@ -4,13 +4,13 @@ Symptom: No error is logged. Prompts that hit the cache return wrong text, until
 attention layers and layers with states (Mamba, GDN: Qwen3-Next, Nemotron-H, Granite 4). With the default options of
 `lmcache server`, one step with more tokens than a block triggers the bug.
 
-Cause: With `mamba_cache_mode="align"`, vLLM keeps only the state block at the end of a step. Every other block of the
-state is the null block 0. The server leaves a chunk out only if all blocks of all KV groups in its object are null
+Cause: With `mamba_cache_mode="align"`, vLLM keeps only the state block at the end of a step. All other blocks of the
+state are null block 0. The server leaves a chunk out only if all blocks of all KV groups in its object are null
 (`all_null_chunk_masks`, modules/lmcache_driven_transfer.py 0.5.6:85). By default all KV groups are in one object, and
 the blocks of attention are never null. So the server stores the chunk with the null block as its state.
 
-Fix: The fix acts in the server. The server also leaves a chunk out if its last block is null in any KV group of the
-object. For a state, the server stores only this block. For a sliding window, a hit reads the part up to this block.
+Fix: The fix acts in the server. The server then also leaves out a chunk whose last block is null in any KV group of the
+object. For a state, the server stores only the last block. A hit reads a sliding window up to the last block.
 
 Start the server with the fix: `kvfix run -- lmcache server ...`. The engines do not need the fix. Delete the files of
 the server's L2 adapters first, because chunks that were stored wrong stay wrong. With `--separate-object-groups` hits

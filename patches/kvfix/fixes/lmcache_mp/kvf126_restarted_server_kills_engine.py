@@ -1,33 +1,34 @@
 """EngineCore dies 300 seconds after a restart of the LMCache server: the new server does not know the worker.
 
 Symptom:
-- Server, after a restart: `non-GPU context not registered (or reaped) for instance ID ...`.
-- Engine: no line for 300 seconds, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError.
-- With LMCache-driven transfer, no hits until the engine restarts: `Rejecting STORE for unregistered GPU instance ID`.
+- The restarted server logs `non-GPU context not registered (or reaped) for instance ID ...`.
+- The engine logs nothing for 300 s, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError.
+- With LMCache-driven transfer, there are no hits until the engine restarts. The server logs `Rejecting STORE for
+  unregistered GPU instance ID`.
 
-Cause: A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590).
-No worker notices a restart between two pings (`lmcache.mp.heartbeat_interval`, 10 s): a new server answers any worker.
+Cause: A worker registers again only after an unanswered ping (vllm_multi_process_adapter.py 0.5.6:583-590). No worker
+notices a restart between two pings (`lmcache.mp.heartbeat_interval`, 10 s), because a new server answers any ping.
 
-The new server raises at the worker's next store, and sends no answer (multiprocess/transport/zmq_impl/mq.py 0.5.6:725).
-With engine-driven transfer the worker waits for that answer in the step, for 300 seconds (`lmcache.mp.mq_timeout`).
-vLLM ends the step after 300 seconds too. A request that was in flight when the server ended gets no answer either.
+At the worker's next store the new server raises an error, and sends no answer (multiprocess/transport/zmq_impl/mq.py
+0.5.6:725). With engine-driven transfer the step waits 300 seconds for that answer (`lmcache.mp.mq_timeout`). vLLM's
+timeout for the step is also 300 seconds. Calls in flight when the server ended get no answer either.
 
-Fix: LMCache's client already notices a lost connection. The fix then answers the calls in flight: a lookup has no
-hit, a load or store has failed. Until the worker has registered again, the fix answers its loads and stores in the same
-way, and does not send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again.
-The engine continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
+Fix: When LMCache's client notices a lost connection, the fix answers the calls in flight: lookups get no hit, loads and
+stores fail. Until the worker has registered again, its new loads and stores fail too, and the fix does not send them.
+At the next heartbeat the fix marks the worker as unhealthy, so LMCache registers the worker again. The engine
+continues, without stores and loads until that heartbeat. With gRPC the fix changes nothing.
 
-If only the network was interrupted, the server still knows the worker. Its loads still fail until the next heartbeat,
-and their read locks stay on the server until they time out.
-- Releases: LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
-  (multiprocess/mq.py 0.5.5:281). There, restart the engine together with the server.
-- Remove when: A worker registers again after a lost connection, and requests in flight then fail.
+If only the network was interrupted, the server still knows the worker. The worker's loads still fail until the next
+heartbeat, and the read locks of these loads stay on the server until they time out.
+- Releases: LMCache 0.5.6. Earlier releases have no fix, because their client does not notice a lost connection
+  (multiprocess/mq.py 0.5.5:281). With these releases, restart the engine together with the server.
+- Remove when: A worker registers again after a lost connection, and calls in flight then fail.
 """
 
 from kvfix.fixes import _mp, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, replaced, stubs
 
-#: {transfer: the answer of a server that has found and moved nothing}. From an unknown worker it answers only lookups.
+#: {transfer: the answer of a server that has moved nothing}. Any server answers lookups, so they are not here.
 _TRANSFERS = {
     "prepare_store": stubs.Stub(context={}),
     "commit_store": False,
@@ -52,7 +53,7 @@ def _is_unregistered(client: Any) -> bool:
 
 @fix_around(when=_is_unregistered)
 def hold_transfers(client: Any) -> Steps:
-    """Answer transfers from the queue. The wrapped function then gets, and sends, only the other requests."""
+    """Answer the transfers in the queue. The wrapped function then gets and sends only the other requests."""
     queue = client.input_queue
 
     def get_nowait() -> Any:
