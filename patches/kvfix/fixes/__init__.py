@@ -1,11 +1,11 @@
 """The fixes. Each file is about one bug. `modules` finds the files by their names, without importing them.
 
 `fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed. Each folder is a
-component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` its multi-process connectors. `scheduler`,
-`offloading`, `nixl` and `mooncake` are vLLM's. `unfixable` has bugs with a workaround in place of a fix.
+component. `lmcache` is LMCache in the engine's process, and `lmcache_mp` is LMCache's multi-process connectors. The
+other components belong to vLLM. `unfixable` has bugs with a workaround instead of a fix.
 """
 
-#: {retired code of a fix, rule or finding, which is never used again: why it is gone, and what to read instead}
+#: {code of a removed fix, rule or finding: why it is gone, and what to read instead}. A code is never used again.
 RETIRED = {
     "KVF368": "the fix needed both engines and put data into a request id of MooncakeConnector's messages. KVF906 "
     "describes the bug and what to set"

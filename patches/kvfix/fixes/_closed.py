@@ -1,4 +1,4 @@
-"""Closed answers, for `on_fault` of the fixes for wrong KV: kvfix gives a closed answer if the code of a fix raises.
+"""Closed answers for `on_fault`. If the code of a fix for wrong KV raises, kvfix gives a closed answer.
 
 A closed answer promises 0 tokens, stores nothing, or reports a load as failed. This module uses no code of the fixes.
 """
@@ -11,7 +11,7 @@ from kvfix.wrapping import GO_ON
 
 
 def no_hit(*_: Any, **__: Any) -> int:
-    """Answer LMCache's `get_num_new_matched_tokens` or `lookup`: nothing is found."""
+    """Answer a call of LMCache's `get_num_new_matched_tokens` or `lookup` with 0 tokens."""
     return 0
 
 
@@ -21,13 +21,13 @@ def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> A
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-    """Let decode compute the prompt of a new request, before vLLM asks how many tokens to load."""
+    """Let decode compute a new request's prompt. The hook runs before vLLM asks how many tokens to load."""
     _is_local(request)
     return GO_ON
 
 
 def _is_local(request: Any) -> bool:
-    """Remove the remote prefill from the request. Return False if it has none."""
+    """Remove the remote prefill from the request. Return False if the request has none."""
     asks = bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
     if asks:
         request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
@@ -35,11 +35,11 @@ def _is_local(request: Any) -> bool:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Answer None, without a call of the function."""
+    """Answer None. The function is not called."""
 
 
 def set_to(name: str, value: Any) -> Callable[..., Any]:
-    """Return a function that sets this attribute. The fix's other functions learn of the error from the attribute."""
+    """Return an `on_fault` that sets this attribute. The fix's other wrappers read the attribute."""
 
     def set_to(instance: Any, *_: Any, **__: Any) -> Any:
         setattr(instance, name, value)
@@ -49,12 +49,12 @@ def set_to(name: str, value: Any) -> Callable[..., Any]:
 
 
 def refuse(*_: Any, **__: Any) -> bool:
-    """Answer a reset: the cache was not emptied."""
+    """Answer False to a reset, because the cache was not emptied."""
     return False
 
 
 def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing more for the tracked requests of the step. (LMCache in process, before `build_connector_meta`.)"""
+    """Before in-process LMCache's `build_connector_meta`: store nothing more for the step's tracked requests."""
     for name in scheduler_output.num_scheduled_tokens:
         if name in impl._request_trackers:
             impl._request_trackers[name].skip_save = True
@@ -62,20 +62,20 @@ def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> A
 
 
 def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing for the metadata's requests, now and later (LMCache in process, after `build_connector_meta`)."""
+    """After in-process LMCache's `build_connector_meta`: store nothing for the metadata's requests, now or later."""
     for meta in metadata.requests:
         if meta.req_id in impl._request_trackers:
             impl._request_trackers[meta.req_id].skip_save = True
         if meta.save_spec is not None:
             meta.save_spec.can_save = False
-            meta.save_spec.skip_leading_tokens = len(meta.token_ids)  # a kv_producer saves the tokens after these
+            meta.save_spec.skip_leading_tokens = len(meta.token_ids)  # a kv_producer stores only later tokens
             if getattr(meta, "disagg_spec", None) is not None:
                 meta.disagg_spec.num_transferred_tokens = len(meta.token_ids)
     return metadata
 
 
 def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing in this step (LMCache in process). Loads and pins work as without the fix."""
+    """Let in-process LMCache store nothing in this step. Loads and pins work as without the fix."""
     for meta in impl._parent._get_connector_metadata().requests:
         if meta.save_spec is not None:
             store_nothing(impl, meta)
@@ -83,7 +83,7 @@ def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
 
 
 def store_nothing(impl: Any, request: Any) -> None:
-    """Store nothing for this request in this step. request: its metadata.
+    """Store nothing for this request in this step. request: the metadata of the request.
 
     A kv_producer ignores `can_save` and, with layerwise stores, starts at the first token (0.5.6
     vllm_v1_adapter.py:1022, 1152). So this function removes the request's tokens.
@@ -95,7 +95,7 @@ def store_nothing(impl: Any, request: Any) -> None:
 
 
 def worker_loads_fail(impl: Any, *_: Any, **__: Any) -> Any:
-    """Report all loads of the step as failed, even if they succeed (LMCache in process)."""
+    """Report all of in-process LMCache's loads in the step as failed, even if they succeed."""
     for meta in impl._parent._get_connector_metadata().requests:
         load_fails(impl, meta)
     return GO_ON
@@ -110,13 +110,13 @@ def load_fails(impl: Any, meta: Any) -> None:
 
 
 def store_nothing_more(connector: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
-    """Store nothing more for the requests in the step. (Multi-process connector, before the metadata are built.)"""
+    """Before a multi-process connector builds the metadata: store nothing more for the requests in the step."""
     _stored(connector, scheduler_output.num_scheduled_tokens)
     return GO_ON
 
 
 def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
-    """Remove the stores from the built metadata of a multi-process connector. Their requests store nothing more."""
+    """Remove the stores from a multi-process connector's metadata. The stores' requests store nothing more."""
     _stored(connector, [meta.request_id for meta in metadata.requests if meta.direction == "STORE"])
     metadata.requests[:] = [meta for meta in metadata.requests if meta.direction != "STORE"]
     return answer
@@ -150,7 +150,7 @@ def recompute_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
             request.drop_stale_output = request.num_stale_output_tokens > 0
     while scheduler.running:
         request = scheduler.running.pop()
-        request._kvfix_compute = True  # KVF205 reads this mark: LMCache then promises 0 tokens
+        request._kvfix_compute = True  # KVF205 reads this, and LMCache then promises 0 tokens
         try:
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         except TypeError:  # up to 0.31

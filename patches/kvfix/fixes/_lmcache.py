@@ -1,4 +1,4 @@
-"""Code that the fixes of in-process LMCache share: fetched chunks, skipped stores, steps in flight, layerwise calls."""
+"""Shared code of the fixes for in-process LMCache: fetched chunks, skipped stores, steps in flight, layerwise calls."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def fetched(engine: Any, lookup_id: Any) -> list[Any]:
 
 
 def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> None:
-    """Remove from the lookup the fetched memory objects that are not wanted."""
+    """Remove from the result of a lookup the memory objects that are not wanted."""
     future = _done_events(engine).get(lookup_id)
     if future is not None:
         kept = [[each for each in of_backend if wanted(_chunk(each))] for of_backend in future.result()]
@@ -60,8 +60,8 @@ def _is_layerwise_producer(impl: Any) -> bool:
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
     """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
 
-    The fix for `start_load_kv` is for layerwise stores. It removes the tokens of a request after the loads have read
-    them. A wrapper of `save_kv_layer` would run once for each layer.
+    The fix for `start_load_kv` is for layerwise stores. After the loads have read the tokens of a request, the fix
+    removes the tokens. It does not wrap `save_kv_layer`, because that wrapper would run once for each layer.
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
 
@@ -80,7 +80,7 @@ def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing
 
 
 def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
-    """For probes of `wait_for_save`: return True if this adapter stores a request in block 3; `more`: its metadata."""
+    """For probes of `wait_for_save`: return True if this adapter stores block 3. more: metadata of the request."""
     stored: list[Any] = []
     can_save = impl.get("kv_role") != "kv_producer"
     request = stubs.metadata(16, save_spec=stubs.Stub(skip_leading_tokens=0, can_save=can_save), **more)
@@ -89,16 +89,16 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
     return bool(stored)
 
 
-#: A function (keyword arguments of the call, metadata of the request) that adds keyword arguments.
+#: The type of a function (keyword arguments of the call, metadata of the request) that adds keyword arguments.
 Add = Callable[[dict[str, Any], Any], None]
-#: A function (keyword arguments of the call) for an error in `Add`. It makes the call find and store nothing.
+#: The type of a function (keyword arguments of the call). If `Add` raises, it makes the call find and store nothing.
 Closed = Callable[[dict[str, Any]], None]
 
 
 def find_load(impl: Any) -> Callable[[Any], Any]:
-    """Return a function for `start_load_kv`: tokens of a load -> metadata of its request, or None.
+    """Return a function that finds a load's request in `start_load_kv`: tokens -> metadata of the request, or None.
 
-    `start_load_kv` loads the requests of a step in order and slices their tokens. Each request is returned once.
+    `start_load_kv` loads the requests of a step in order, and slices their tokens. `find` returns a request once.
     """
     metas = impl._parent._get_connector_metadata().requests
     pending = [each for each in metas if each.load_spec is not None and each.load_spec.can_load]
@@ -121,7 +121,7 @@ def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
 
 
 def layer_saves(add: Add, closed: Closed) -> Fixing:
-    """For `save_kv_layer`: add arguments as `layer_loads` does. A request has the same list object as the call."""
+    """For `save_kv_layer`: add arguments as `layer_loads` does. A call passes its request's own list of tokens."""
 
     @fix_around(only=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:

@@ -12,7 +12,7 @@ PEER = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 def settled(worker: Any) -> set[str]:
-    """Return the loads known to have ended, for the message of the current task. The fixes add to this set."""
+    """Return the loads of the current task's message that have ended. Fixes add loads to this set."""
     known: set[str] = set()
     with suppress(RuntimeError):  # no event loop runs
         if (task := asyncio.current_task()) is not None:
@@ -27,7 +27,7 @@ def in_sender(worker: Any, function: Callable[..., Any], *arguments: Any) -> Non
 
 
 def scheduler_side(role: str, **more: Any) -> Any:
-    """For probes: return the attributes that MooncakeConnector's scheduler reads; `more` adds or replaces."""
+    """For probes: return the attributes that MooncakeConnector's scheduler reads; `more` adds or replaces some."""
     return stubs.stub(
         more, kv_role=role, is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer", block_size=16,
         _get_remote_prefill_token_count=lambda tokens: tokens, get_sw_clipped_blocks=lambda blocks: list(blocks),

@@ -1,6 +1,6 @@
 """Code that the fixes of the multi-process connectors share. LMCache's class and vLLM's copy have the same hooks.
 
-LMCache counts in tokens since 0.4.7. LMCache up to 0.4.6, its connectors for older vLLM, and vLLM's copy count blocks.
+Since 0.4.7, LMCache counts tokens. LMCache up to 0.4.6, its connectors for older vLLM, and vLLM's copy count blocks.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from kvfix.fixes.api import LMCACHE_MP, VLLM_MP, Any, Probe, stubs
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
-    """Return the tracker's `num_stored`, `num_vllm_hit` or `num_lmcache_hit` in tokens. Probes have blocks of 16."""
+    """Return the tracker's `num_stored`, `num_vllm_hit` or `num_lmcache_hit` in tokens. Blocks of probes have 16."""
     found = getattr(tracker, f"{name}_tokens", None)
     return int(found if found is not None else getattr(tracker, f"{name}_blocks") * block_size)
 
@@ -25,7 +25,7 @@ def hits(connector: Any, tracker: Any) -> tuple[int, int]:
 
 
 def is_in(connector: Any, request: Any, state: str) -> bool:
-    """Return True if the request has a tracker in this state. It serves as `when` of a hook that gets a request."""
+    """Return True if the request has a tracker in this state. Hooks of fixes use it as `when`."""
     tracker = connector.request_trackers.get(request.request_id)
     return tracker is not None and tracker.state.name == state
 
@@ -39,7 +39,7 @@ def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> Non
 
 
 def block_size(connector: Any) -> int:
-    """Return the tokens of a block; 1 if the trackers count in tokens and the connector has no block size."""
+    """Return the number of tokens in a block, or 1 if the trackers count tokens and the connector has no block size."""
     return int(getattr(connector, "vllm_block_size", 1))
 
 
@@ -62,7 +62,7 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
 
 
 def answer_in_flight(client: Any, answers: Mapping[str, Any]) -> int:
-    """Answer the client's requests of these operations, in place of a server that is gone. Return their number.
+    """Answer the client's pending requests for these operations, because the server is gone. Return the number.
 
     answers: {operation: answer}. Call this function in the thread that calls `cancel_streams` and handles all requests.
     """
@@ -78,7 +78,7 @@ BLOCKS = stubs.Stub(get_block_ids=lambda: (list(range(32)),))
 
 
 class Adapter:
-    """For probes: the client in the scheduler role. Its hit is `found` tokens. It records its calls in `asked`."""
+    """For probes: a client in the scheduler role that finds `found` tokens and records its calls in `asked`."""
 
     lmcache_tokens_per_chunk = 256
     is_healthy = True
@@ -124,7 +124,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
 
 
 def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: int) -> tuple[Any, Any]:
-    """For probes: return a connector that has looked up this request, and its tracker with these counts in tokens."""
+    """For probes: return (connector that has looked up this request, tracker of the request). counts: in tokens."""
     connector, tracker = scheduler_side(module, found), module.LMCacheMPRequestTracker(request)
     connector.request_trackers[request.request_id] = tracker
     for name, count in counts.items():
@@ -135,7 +135,7 @@ def tracked(module: ModuleType, request: Any, found: int | None = 0, **counts: i
 def looks_up(**more: Any) -> tuple[Probe, Probe]:
     """Return probes of `get_num_new_matched_tokens` and `on_new_request`, for a request with these attributes.
 
-    512 tokens are cached. With the bug, they are promised, or a lookup is sent when the request arrives.
+    512 tokens are cached. With the bug, the hooks promise these tokens, or send a lookup when the request arrives.
     """
 
     def finds(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -151,7 +151,7 @@ def looks_up(**more: Any) -> tuple[Probe, Probe]:
 
 
 def worker_side(**more: Any) -> Any:
-    """For probes: return the attributes that the client in the worker role reads; `more` adds or replaces."""
+    """For probes: return the attributes that the client in the worker role reads; `more` adds or replaces some."""
     return stubs.stub(
         more, is_healthy=True, lazy_offload=False, dispatcher=None, instance_id=0, kv_caches={}, blocks_in_chunk=4,
         store_futures={}, store_events={}, finished_stores=set(), retrieve_futures={}, retrieve_events={},
@@ -163,7 +163,7 @@ def worker_side(**more: Any) -> Any:
 
 
 def get_finished(hook: Callable[..., Any], adapter: Any) -> Any:
-    """For probes: return the answer of the worker's `get_finished`, whose parameters differ by release."""
+    """For probes: call the worker's `get_finished`, whose parameters differ between releases."""
     return hook(adapter, *([set()] * (len(inspect.signature(hook).parameters) - 1)))
 
 

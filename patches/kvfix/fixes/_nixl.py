@@ -1,4 +1,4 @@
-"""Code that the fixes of NixlConnector share: for failed loads, for KV groups of full attention and for probes."""
+"""Shared code of the fixes for NixlConnector: failed loads, KV groups of full attention, and stubs for probes."""
 
 from kvfix.fixes.api import NIXL_BASE_WORKER, Any, stubs
 
@@ -9,17 +9,17 @@ def now() -> float:
 
 
 def fail_load(worker: Any, request_id: str, *_: Any, **__: Any) -> Any:
-    """Report this load as failed. `kv_load_failure_policy` then decides. Also for `on_fault`."""
+    """Report this load as failed. `kv_load_failure_policy` then decides. Fixes also use it as `on_fault`."""
     return worker._handle_failed_transfer(request_id, None, worker._recv_failures, record_failed_transfer=False)
 
 
 def has_full_attention(spec: type) -> bool:
-    """Return True for KV groups of full attention. The other groups have only their last blocks."""
+    """Return True for KV groups of full attention. In other groups, a request keeps only its last blocks."""
     return "FullAttentionSpec" in {each.__name__ for each in spec.__mro__}
 
 
 def scheduler_side(**more: Any) -> Any:
-    """For probes: return the attributes that NixlConnector's schedulers read; `more` adds or replaces."""
+    """For probes: return the attributes that NixlConnector's schedulers read; `more` adds or replaces some."""
     parallel = stubs.Stub(tensor_parallel_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1)
     return stubs.stub(
         more, _TRANSFER_MODE="pull", engine_id="p", side_channel_host="p", side_channel_port=1, transfer_tp_size=1,
@@ -35,7 +35,7 @@ def scheduler_side(**more: Any) -> Any:
 
 
 def worker_side(**more: Any) -> Any:
-    """For probes: return the attributes that NixlConnector's workers read; `more` adds or replaces."""
+    """For probes: return the attributes that NixlConnector's workers read; `more` adds or replaces some."""
     return stubs.stub(
         more, _TRANSFER_MODE="pull", world_size=1, pp_size=1, pcp_rank=0, dcp_size=1, block_size=16, use_mla=False,
         _has_mamba=False, transfer_topo=stubs.Stub(), tp_mappings={}, _physical_blocks_per_logical_kv_block=1,

@@ -23,10 +23,10 @@ def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
 def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing:
     """For `update_connector_output`: complete the failed jobs of this report as failed.
 
-    The manager then drops the chunks of failed stores. Running requests then offer all of their chunks again. The
-    request of a failed load loads nothing more.
+    The manager drops the chunks of a failed store. If the store's request still runs, it offers all its chunks again.
+    The request of a failed load loads nothing more.
     mark: name of the scheduler's attribute that keeps failed jobs until every worker has reported them as done.
-    find: (scheduler, report) -> jobs whose failure is new.
+    find: (scheduler, report) -> jobs that the report newly shows as failed.
     """
 
     @fix_around(on_fault=all_stores_fail)
@@ -65,8 +65,8 @@ def fails_jobs(mark: str, find: Callable[[Any, Any], Collection[int]]) -> Fixing
 
 
 def tells_worker(mark: str) -> Fixing:
-    """Mark the metadata. The mark tells the workers that the scheduler can handle failed copies. A worker that finds
-    the mark reports failed copies."""
+    """Set the attribute `mark` of the metadata, so that the workers report failed copies. Without this attribute, the
+    scheduler cannot handle such reports."""
 
     @fix_after()
     def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> None:
@@ -76,9 +76,9 @@ def tells_worker(mark: str) -> Fixing:
 
 
 def all_failed(mark: str, completed: str) -> Callable[..., Any]:
-    """For `on_fault` of a function that makes a worker's report: report all of its jobs as failed.
+    """For `on_fault` of a function that makes a worker's report: report all done jobs as failed.
 
-    mark, completed: the report's attributes with the jobs that have failed, and with those that are done.
+    mark, completed: names of the report's attributes. They hold the failed jobs and the done jobs.
     """
 
     def all_failed(instance: Any, report: Any, *_: Any, **__: Any) -> Any:
@@ -90,7 +90,7 @@ def all_failed(mark: str, completed: str) -> Callable[..., Any]:
 
 
 def combines_reports(mark: str, completed: str) -> Fixing:
-    """Combine the reports of the ranks: a job has failed if one rank says so. mark, completed: as in `all_failed`."""
+    """Combine the reports of the ranks. A job has failed if one rank failed. mark, completed: as in `all_failed`."""
 
     @fix_after(
         when=lambda meta, answer, other, *_, **__: hasattr(meta, mark) or hasattr(other, mark),

@@ -1,7 +1,7 @@
 """Code that the fixes of NixlConnector and MooncakeConnector share, for the decode requests of a prefill.
 
 The blocks of one prefill go to the first request that asks for them (KVF340, KVF363, KVF367). kvfix keeps hashes of the
-ids, because a client may choose long ids. If two prefills have the same hash, the second request computes its prompt.
+ids, because a client may choose long ids. If two prefills have equal hashes, the second request computes its prompt.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
     name = hash(request.request_id)
     if known.setdefault(hash(prefill), name) != name:
         return False
-    if len(known) > 10_000:  # their hashes take 1.5 MB
+    if len(known) > 10_000:  # 10,000 entries take 1.5 MB
         known.popitem(last=False)
     return True
 
@@ -56,7 +56,7 @@ def for_the_first(names: Callable[[Any, Any], tuple[Any, ...] | None]) -> tuple[
 
 
 def promised_twice(hook: Any, connector: Any, **params: Any) -> bool:
-    """For probes of `get_num_new_matched_tokens`: return True if two requests for one prefill get its tokens."""
+    """For probes of `get_num_new_matched_tokens`: return True if the hook promises one prefill to two requests."""
     given = {"do_remote_prefill": True, **params}
     requests = [stubs.request(32, kv_transfer_params={**given}, request_id=name) for name in ("a", "b")]
     return all(hook(connector, request, 0)[0] for request in requests)
@@ -73,7 +73,7 @@ def promise_if(is_right: Callable[[Any, Any], Any]) -> Fixing:
 
 
 def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing:
-    """For `build_connector_meta`: forget waiting requests whose parameters name no peer. No engine needs a notice."""
+    """For `build_connector_meta`: forget waiting requests that name no peer, because there is no engine to notify."""
 
     @fix_before(when=lambda connector, *_, **__: connector._reqs_need_recv)
     def build_connector_meta(connector: Any, *_: Any) -> None:
@@ -86,7 +86,7 @@ def drop_peerless(module_name: str, names_peer: Callable[[Any], bool]) -> Fixing
 
 
 def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
-    """Return True if a request has asked for this prefill."""
+    """Return True if any request has asked for this prefill."""
     return hash(prefill) in getattr(connector, _FIRST, ())
 
 

@@ -1,4 +1,4 @@
-"""Code that the fixes of vLLM's scheduler share: for requests that it rolls back after failed loads, and for probes."""
+"""Shared code of the fixes for vLLM's scheduler: requests to roll back after failed loads, and stubs for probes."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -7,10 +7,10 @@ from kvfix.fixes.api import Any, stubs
 
 
 def is_within_step(*more: Any) -> bool:
-    """Return True if the hook handles loads within the step, False for loads between steps.
+    """Return True if the hook handles loads within the step, and False if it handles loads between steps.
 
     more: the arguments of `_update_requests_with_invalid_blocks` after the block ids. The last one is `evict_blocks`,
-    which is true for loads within the step. vLLM 0.11 does not have this argument and only has loads within the step.
+    which is true for loads within the step. vLLM 0.11 lacks this argument, and supports only loads within the step.
     """
     return not more or bool(more[-1])
 
@@ -40,7 +40,7 @@ def lmcache_adapters(scheduler: Any) -> list[Any]:
 
 
 def running(*requests: Any, adapter: Any = None) -> Any:
-    """For probes: return a scheduler that runs these requests, with blocks 3 and 4. adapter: its LMCache adapter."""
+    """For probes: return a scheduler with this adapter of LMCache. It runs these requests, each with blocks 3 and 4."""
     pool = stubs.Stub(blocks=[stubs.Stub(ref_cnt=1, block_hash=None)] * 5)
     manager = stubs.Stub(get_block_ids=lambda name: ([3, 4],), evict_blocks=stubs.Calls(), block_pool=pool)
     by_name = {request.request_id: request for request in requests}
@@ -54,7 +54,7 @@ def running(*requests: Any, adapter: Any = None) -> Any:
 
 
 def scheduled_tokens(function: Callable[..., Any], scheduler: Any) -> list[dict[str, int]]:
-    """For probes: return the argument `num_scheduled_tokens`, if the function has it (since vLLM 0.20)."""
+    """For probes: return [argument `num_scheduled_tokens`], or [] if the function lacks it (before vLLM 0.20)."""
     has_it = "num_scheduled_tokens" in inspect.signature(function).parameters
     return [dict.fromkeys(scheduler.requests, 4)] if has_it else []
 

@@ -1,7 +1,7 @@
 """Code that the fixes for models with sliding windows or recurrent (Mamba) states share.
 
 When a step begins, vLLM frees the blocks before the window and replaces them by null block 0
-(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps its own list of the blocks unchanged.
+(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache's own list keeps the freed blocks.
 """
 
 from kvfix.fixes import _mp
@@ -9,7 +9,7 @@ from kvfix.fixes.api import Any, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """Return {KV group: (tokens of its window, of a block)}. A window includes vLLM's extra tokens for MTP."""
+    """Return {KV group: (tokens in a window, tokens in a block)}. A window includes vLLM's extra tokens for MTP."""
     return {
         number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
         for number, spec in _specs(connector, "SlidingWindowSpec")
@@ -17,12 +17,12 @@ def of(connector: Any) -> dict[int, tuple[int, int]]:
 
 
 def states(connector: Any) -> dict[int, int]:
-    """Return {KV group: tokens of a block} of the groups whose blocks have the state at their end (Mamba, "align")."""
+    """Return {KV group: tokens in a block} of groups whose blocks hold the state at the block's end (Mamba align)."""
     found = _specs(connector, "MambaSpec")
     return {number: spec.block_size for number, spec in found if spec.mamba_cache_mode == "align"}
 
 
-#: vLLM frees a state like a window of two tokens: when a step begins, it keeps the state of the last computed token
+#: vLLM frees states like windows of two tokens, because a step keeps the state of the last computed token
 #: (MambaManager.get_num_skipped_tokens, v1/core/single_type_kv_cache_manager.py 0.32.0:1949).
 STATE = 2
 
@@ -52,7 +52,7 @@ def computed(scheduler_output: Any) -> dict[str, int]:
 
 
 def has_several_groups(connector: Any) -> bool:
-    """Return True if the model has several KV groups. Return False for lazy stores, which check their blocks."""
+    """Return True if the model has several KV groups. Lazy stores check blocks themselves: return False."""
     return len(connector._group_tokens_per_block) > 1 and not getattr(connector, "lazy_offload", False)
 
 
@@ -75,7 +75,7 @@ def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, *
 def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) -> Any:
     """For probes: return a connector with two KV groups and a request of 1024 tokens.
 
-    window: tokens of the sliding window of the second group; 0: Mamba states. The first group has full attention.
+    window: tokens in the second group's sliding window, or 0 for Mamba states. The first group has full attention.
     groups: blocks of the request in each KV group. computed: tokens that vLLM has. LMCache has none.
     """
     connector, tracker = _mp.tracked(module, stubs.request(1024), num_vllm_hit=computed)

@@ -1,7 +1,7 @@
-"""Export what the file of a fix imports: the record (record.py), and the classes of vLLM and LMCache to fix.
+"""Export what the files of the fixes import, for example record.py, and an `Owner` for each class to fix.
 
-`Any` is the type of objects of vLLM and LMCache, because their classes differ between releases. The decorators make the
-`fix` of a target from a function. `stubs` has objects for probes.
+Objects of vLLM and LMCache have the type `Any`, because the classes differ between releases. `stubs` has objects for
+probes. The decorators turn a function into the `fix` of a target, for example:
 
 @fix_after(when=lambda connector, answer, request, *_: answer[0])
 def fix(connector, answer, request, *_): ...
@@ -23,14 +23,14 @@ __all__ = (
     "View", "Wrapper", "after", "around", "before", "engine_log", "instead", "note", "positional", "replaced", "stubs",
 )  # fmt: skip
 
-#: The type that a function under `fix_around` returns.
+#: The return type of a function that `fix_around` decorates.
 Steps = Generator[Any, Any, Any]
 
 
 def _decorator(
     make: Callable[..., Wrapper], only: Function | None = None, when: Function | None = None, **options: Any
 ) -> Callable[[Function], Fixing]:
-    """Turn the code of a fix into the `fix` of a target. The code must not need the module of the function.
+    """Turn the code of a fix into the `fix` of a target. The code does not get the function's module.
 
     make: before, after or around. only, when, on_fault: see kvfix.wrapping.
     """
@@ -57,12 +57,12 @@ fix_before = functools.partial(_decorator, before)
 #: `@fix_after(when=..., on_fault=...)` decorates code that runs after the function.
 fix_after = functools.partial(_decorator, after)
 #: `@fix_around` decorates code that runs before and after the function. `answer = yield` calls the function. `yield
-#: (arguments,)` calls it with other arguments. Code that returns before its `yield` gives the answer without a call.
+#: (arguments,)` calls it with other arguments. Code that returns before its `yield` replaces the function.
 fix_around = functools.partial(_decorator, around)
 
 
 def fix_calls(code: Function) -> Fixing:
-    """Decorate code that calls the function itself, for example to handle errors: (function, *arguments) -> answer."""
+    """Decorate code (function, *arguments) -> answer. It calls the function itself, for example to handle errors."""
 
     def wrap(function: Function) -> Function:
         return functools.wraps(function)(lambda *args, **kwargs: code(function, *args, **kwargs))
@@ -87,8 +87,8 @@ LOCAL_DISK_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_disk_bac
 GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV2", "V2")
 GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3", "V3")
 
-# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 have two more modules for older vLLM, `_0180` and `_0201`,
-# which `kv_connector_module_path` selects. vLLM has its own copy.
+# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 also have `_0180` and `_0201` for older vLLM. The user
+# selects such a module with `kv_connector_module_path`. vLLM has its own copy of the connector.
 _MP = "lmcache.integration.vllm.lmcache_mp_connector"
 LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
 LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "lmcache_mp_connector_0201")
@@ -150,7 +150,7 @@ def multi_process(
     for_0180: str = ">=0.4.4",
     order: int = 0,
 ) -> tuple[Target, ...]:
-    """Return the targets for this function: one for each multi-process connector that has broken releases."""
+    """Return one target of this function for each multi-process connector that has broken releases."""
     broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
     return tuple(
         getattr(owner, function)(broken=releases, probe=probe, fix=fix, order=order)

@@ -1,8 +1,8 @@
-"""A fix: the record of one bug.
+"""The class `Fix`: the record of one bug.
 
-A fix is one file in a folder of `fixes/`. The name of the file has the code and the slug. The docstring describes the
-bug in fixed sections: `Symptom: EngineCore dies ...`. `FIX` has the fixed functions, the broken releases, a probe that
-shows the bug on the installed function, and all other facts. Every list of kvfix is a query over these records.
+A fix is one file in a folder of `fixes/`. The file name has the code and the slug of the fix. The docstring describes
+the bug in fixed sections, for example `Symptom: EngineCore dies ...`. `FIX` has the fixed functions, the broken
+releases, probes that find the bug in the installed code, and all other facts. Every list of bugs comes from `FIX`.
 """
 
 import functools
@@ -21,39 +21,39 @@ Wrapper = Callable[[Function], Function]
 Probe = Callable[[Function, ModuleType], bool]
 Fixing = Callable[[ModuleType], Wrapper]
 
-#: Sections of a fix's docstring, in this order. Each name begins a paragraph. In `Fix.doc` each name is a heading.
+#: Sections of a fix's docstring, in this order. Each section begins with its name. `Fix.doc` has the names as headings.
 SECTIONS = ("Symptom", "Cause", "Fix")
 #: Sections for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround")
-#: An opt-in fix has this section too: what happens while only some of the engines have the fix.
+#: Only an opt-in fix has this section. It says what happens while only some of the engines have the fix.
 MIXED_ROLL_OUT = "Mixed roll-out"
-#: The list at the end of the docstring, in this order. The docstring may leave out a fact that the record has.
+#: Facts in the list at the end of the docstring, in this order. `Fix` adds a fact that the docstring leaves out.
 FACTS = ("Releases", "Upstream", "Remove when")
 _PART = re.compile(rf"^(?:- )?({'|'.join((*SECTIONS, 'Workaround', MIXED_ROLL_OUT, *FACTS))}):\s", re.MULTILINE)
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
-#: The requests to which `kvfix attach` applies a fix. ALL_REQUESTS: most fixes. NEW_REQUESTS: the fix must see a
-#: request from its start, and skips requests that began before (`session.before`). AT_START: no requests,
-#: because the fix acts only while the engine starts, or would read cached KV in another way than it was written.
+#: Values of `Fix.attaches`: to which requests `kvfix attach` applies the fix. With NEW_REQUESTS, the fix skips requests
+#: that began earlier (`session.before`), because it must see a request from the start. AT_START means no requests: the
+#: fix acts only while the engine starts, or would read cached KV differently than it was written.
 ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
 
 
 @dataclass(frozen=True)
 class Target:
-    """One function of one distribution that is wrong in some releases, and its fix.
+    """A function of a distribution that is wrong in some releases, and the fix of this function.
 
     dist, module, function: e.g. "lmcache", "lmcache.integration.vllm.vllm_v1_adapter",
         "LMCacheConnectorV1Impl.get_num_new_matched_tokens".
-    broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the fingerprints of these releases
-        (fingerprints.json) with the installed function, never the installed version number.
-    probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. kvfix runs it
-        only on code that no release has. It takes milliseconds. If it raises or is None, kvfix refuses the fix.
-    fix: (module) -> wrapper of the function (kvfix.wrapping). kvfix calls it after the import of the module, if the fix
-        applies. With None, the target only shows if the bug is there: a helper in the module fixes it, or nothing can.
-    order: position of its wrapper around the function. The wrapper with the lowest order is next to the function.
-    helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
-    copy: the name of the copy that has the function, if the same code is in several places. "": every copy needs it.
-        kvfix wraps the functions of one copy together or not at all (kvfix.applicability).
+    broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the installed function with the
+        fingerprints of these releases (fingerprints.json). It ignores version numbers.
+    probe: (function, module) -> True if stubs show the bug, False if the function is right. It takes milliseconds.
+        kvfix runs it only on code that no release has. If it is None or raises, kvfix refuses the fix.
+    fix: (module) -> wrapper of the function (kvfix.wrapping). If the fix applies, kvfix calls `fix` after the import of
+        the module. None: the target only shows whether the bug is there. A helper fixes the bug, or nothing can.
+    order: position of the wrapper around the function. The wrapper with the lowest order is the innermost.
+    helper: the fix needs this function, but the bug is in another function. The code of a helper does not show the bug.
+    copy: if several classes have a copy of the code, the name of this function's copy. "": every copy needs the
+        function. kvfix wraps either all functions of a copy or none (kvfix.applicability).
     """
 
     dist: str
@@ -72,7 +72,7 @@ class Target:
 
 
 class Owner:
-    """A class or a module with fixed functions: `SCHEDULER.schedule(broken=..., probe=..., fix=...)` is a target."""
+    """A class or module with functions to fix. `SCHEDULER.schedule(broken=..., fix=...)` returns a `Target`."""
 
     def __init__(self, dist: str, module: str, name: str = "", copy: str = "") -> None:
         self.dist = dist
@@ -96,28 +96,28 @@ class Owner:
         return functools.partial(self.target, function)
 
 
-#: `no_patch` of a bug that can be abused.
+#: Value of `no_patch` for a bug that an attacker can use.
 PRIVATE = {"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"}
 
-#: Effects of a bug on the user, the worst first. "lost hits": more computation, but right answers.
+#: Effects of a bug on the user, the worst first. With "lost hits", vLLM computes more, but the output is right.
 EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
 
 
 class Fix:
-    """The record of a bug: `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
+    """The record of a bug, for example `FIX = Fix(LMCACHE_V1.get_finished(...), effect="leak")`.
 
     effect: the worst effect of the bug on the user, one of EFFECTS.
-    evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
+    evidence: {code of a rule or finding, such as KVR011: regular expression}. A message that matches shows this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. The default is the slug of the fix. If no scenario
         shows the bug, `proof` names the test and the reason.
-    changes_healthy: connectors with which the fix also changes schedules that violate no rule without the fix.
-    no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
-    opt_in: True if the user must name the fix (`plus`). A default fix acts within one engine or server, and changes no
-        key, no stored layout, no message to a peer and no scheduling policy.
+    changes_healthy: connectors with which the fix also changes lab runs that violate no rule without the fix.
+    no_patch: {dist: why kvfix has no patch for upstream}.
+    opt_in: True if the user must name the fix (`--plus`). A default fix acts within one engine or server, and changes
+        no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
-    on_fault: the answer if the code of the fix raises. "original": as without the fix. "closed": no wrong KV, but a
-    failed load, a skipped store, 0 promised tokens. The default is "closed" if a function of the fix has an `on_fault`.
-    let_go: for a fix that keeps objects of the engine. kvfix calls it after it has removed the wrappers.
+    on_fault: what happens if the code of the fix raises. "original": the function answers as without the fix. "closed":
+    a load fails, a store is skipped or 0 tokens are promised. With an `on_fault`, the default is "closed".
+    let_go: releases the objects of the engine that the fix keeps. kvfix calls it after it has removed the wrappers.
     harmless: for an unfixable bug, () -> the reason why the bug does no harm in this process; "" if it can do harm.
     """
 
@@ -158,7 +158,7 @@ class Fix:
 
     @property
     def groups(self) -> list[tuple[str, tuple[Target, ...]]]:
-        """Return (copy, functions that are wrapped together or not at all) for each copy of the code."""
+        """Return (copy, targets) for each copy of the code. kvfix wraps either all targets of a copy or none."""
         copies = dict.fromkeys(target.copy for target in self.targets if target.copy) or [""]
         return [(copy, tuple(each for each in self.targets if each.copy in ("", copy))) for copy in copies]
 
@@ -174,7 +174,7 @@ class Fix:
 
     @functools.cached_property
     def _texts(self) -> dict[str, str]:
-        """{section or fact: its text}, including the facts that the docstring leaves out."""
+        """Return {section or fact: text}, including the facts that the docstring leaves out."""
         _, *parts = _PART.split(self.docstring)
         texts = {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
         facts = {name: texts.pop(name, "") or self._known(name) for name in FACTS}
@@ -182,7 +182,7 @@ class Fix:
 
     @property
     def doc(self) -> str:
-        """The docstring in markdown, with all facts."""
+        """Return the docstring as Markdown, with all facts."""
         from textwrap import TextWrapper
 
         wrapper = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -196,7 +196,7 @@ class Fix:
         return " ".join(text.split()) if name in FACTS else text
 
     def _known(self, fact: str) -> str:
-        """Return a fact that the docstring leaves out, from the first and the last release that have the bug."""
+        """Derive a fact from the first and the last release with the bug, because the docstring leaves it out."""
         from packaging.version import Version
 
         if fact == "Upstream":

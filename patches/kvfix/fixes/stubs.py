@@ -1,6 +1,6 @@
 """Stubs for behaviour probes: LMCache's in-process adapter, its lookup client, a request, a step.
 
-The module imports nothing that the engine has not imported: a probe runs in a production engine.
+The module imports nothing that the engine has not imported, because a probe runs in a production engine.
 """
 
 import threading
@@ -13,7 +13,7 @@ Stub = SimpleNamespace
 
 
 def raises(error: Any, hook: Callable[..., Any], *args: Any, text: str = "", **kw: Any) -> bool:
-    """Return True if the call raises this error with this text. Any other error means that the probe does not fit."""
+    """Return True if the call raises this error with this text. Raise any other error: the probe does not fit."""
     try:
         hook(*args, **kw)
     except error as raised:
@@ -31,7 +31,7 @@ class Nothing:
 
 
 class Calls(list[Any]):
-    """A function that records its calls as (args, kwargs), and returns this answer, or raises it if it is an error."""
+    """A callable that records each call as (args, kwargs). It returns `answer`, or raises it if it is an error."""
 
     def __init__(self, answer: Any = None) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def stub(more: dict[str, Any], **attributes: Any) -> Any:
 
 
 def scheduler_side(**more: Any) -> Any:
-    """Return the attributes that `LMCacheConnectorV1Impl` reads in the scheduler; `more` adds or replaces."""
+    """Return the attributes that `LMCacheConnectorV1Impl` reads in the scheduler; `more` adds or replaces some."""
     config = SimpleNamespace(
         save_decode_cache=False, priority_limit=None, min_retrieve_tokens=0,
         get_extra_config_value=lambda name, default: default,
@@ -87,7 +87,7 @@ def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
 
 
 def metadata(tokens: int, **more: Any) -> Any:
-    """Return the metadata of a request for a worker, whose tokens begin in block 3; `more` adds or replaces."""
+    """Return a request's metadata for a worker. The tokens begin in block 3. `more` adds or replaces attributes."""
     import torch  # the adapter has imported it
 
     return stub(
@@ -106,7 +106,7 @@ def async_lookup_client(**more: Any) -> Any:
 
 
 def lookup_client(hit: int) -> Any:
-    """Return a lookup client that returns this hit, also from its cache."""
+    """Return a lookup client whose `lookup` and `lookup_cache` return this hit."""
     return SimpleNamespace(lookup_cache=lambda lookup_id: hit, lookup=lambda *_, **__: hit)
 
 
@@ -124,9 +124,9 @@ def request(num_tokens: int, **more: Any) -> Any:
 def step(
     tokens: int = 0, *, new: Any = None, computed: int = 0, blocks: list[int] | None = None, resumed: bool = False
 ) -> Any:
-    """Return a scheduler output with one request, `new` or a cached one; without a request if `tokens` is 0.
+    """Return a scheduler output with one request: `new`, or else a cached one. Without `new`, 0 tokens mean no request.
 
-    computed, blocks: of a cached request. resumed: the step resumes it.
+    computed, blocks: of the cached request. resumed: True if the step resumes the cached request.
     """
     known = [NAME] if tokens and new is None else []
     cached = SimpleNamespace(

@@ -13,7 +13,7 @@ value is not a string, EngineCore dies, or the worker's own loop raises and the 
 
 Fix: If a request asks for a transfer that this engine cannot do, or names no peer, the fix promises 0 tokens. The hooks
 skip the request, and the engine computes its prompt. If the bootstrap address is a number, the fix passes it on as a
-string: the worker cannot connect, and reports a failed load.
+string. The worker then cannot connect, and reports a failed load.
 - Remove when: vLLM checks the parameters before it promises.
 """
 

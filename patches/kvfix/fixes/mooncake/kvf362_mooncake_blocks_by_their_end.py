@@ -1,12 +1,12 @@
 """Wrong text with MooncakeConnector: KV is shifted if the prefill engine has generated more than one token.
 
-Symptom: Requests silently return wrong text, if the router lets the prefill engine generate more than one token.
+Symptom: If the router lets prefill generate more than one token, requests return wrong text without a message.
 
-Cause: The prefill engine sends as many blocks as the decode engine asks for. It takes these blocks from the end of its
-list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in this list shifts the whole KV by one block.
+Cause: The prefill engine sends as many blocks as the decode engine asks for. Prefill takes these blocks from the end of
+its list (mooncake_connector.py 0.32.0:1811). Each block of generated tokens in this list shifts all KV by one block.
 
 Fix: The worker gets only the prompt's blocks. With context parallelism or without full attention, nothing changes.
-- Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
+- Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM counts the blocks from their start.
 """
 

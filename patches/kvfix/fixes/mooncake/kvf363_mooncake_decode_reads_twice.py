@@ -4,9 +4,9 @@ Symptom: A router sends a decode request again with the same transfer_id, or a c
 The second request takes eight minutes, or waits for ever in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired
 before sending on P side`, or nothing.
 
-Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687), even while a write
-to the second request is in flight. This write then reads KV of other requests. A second request that is aborted before
-it is scheduled counts as a reader. If the second request comes after this, prefill waits 480 s for another prefill with
+Cause: Prefill frees the blocks when one request has read them (mooncake_connector.py 0.32.0:1687), even during a write
+to a second request. This write then reads KV of other requests. A second request that is aborted before it is scheduled
+counts as a reader. If the second request comes after the blocks are free, prefill waits 480 s for another prefill with
 this transfer_id (:1566). Otherwise prefill leaves the request out of its answer (:1621), and decode waits for ever.
 
 Fix: Only one request of an engine reads the blocks of a prefill. A later request with the same remote_engine_id and

@@ -5,11 +5,11 @@ then log `Timeout waiting for P side ready`. The prefill engine may keep transfe
 
 Cause: At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
 (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
-`pop` then raises KeyError in a coroutine that nobody waits for. The worker then does not drop the other transfers that
-it still has to drop in this step. The worker is not told about a prefill that was preempted at its end (:1117).
+`pop` then raises KeyError in a coroutine that nobody waits for. The worker then fails to drop the remaining transfers
+of this step. The worker is not told about a prefill that was preempted at its end (:1117).
 
-Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker answers
-that the transfer has failed. kv_load_failure_policy then decides.
+Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker reports
+the transfer as failed. kv_load_failure_policy then decides.
 - Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: A prefill that is aborted answers the decode requests that wait for it.
 """
@@ -44,16 +44,16 @@ def _drop(worker: Any, transfer: str) -> None:
         dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
             p_req_id="", transfer_id=transfer, local_block_ids=[], ready=asyncio.Event()
         )
-    elif dropped.ready.is_set():  # it is sent for another request, or was dropped before
+    elif dropped.ready.is_set():  # the transfer has blocks to send, or was dropped before
         return
-    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], 1 << 30  # more sends than it ever has
+    dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], 1 << 30  # more than any transfer has
     dropped.ready.set()
     note(__name__, f"the transfer {transfer} is answered as failed")
     worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)
 
 
 def _forget(worker: Any, dropped: Any) -> None:
-    """Forget the transfer, at the timeout. A later request of this transfer has blocks and its own timeout."""
+    """Forget the dropped transfer at the timeout. A later prefill that uses the entry has its own timeout."""
     if not dropped.local_block_ids and worker.reqs_need_send.get(dropped.transfer_id) is dropped:
         del worker.reqs_need_send[dropped.transfer_id]
 

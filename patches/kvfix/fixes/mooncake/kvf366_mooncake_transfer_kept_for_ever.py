@@ -3,12 +3,12 @@
 Symptom: The memory grows by less than a kilobyte for each decode request that comes after its prefill's timeout, or
 that names a wrong transfer_id. The log has only `Timeout waiting for P side ready`.
 
-Cause: A decode request whose transfer has no entry in reqs_need_send makes one (mooncake_connector.py
+Cause: If a decode request's transfer has no entry in reqs_need_send, the request adds one (mooncake_connector.py
 0.32.0:1563). When the wait for the prefill times out, nothing removes the entry (:1593).
 
-Fix: The fix removes an entry that has no prefill and for which nobody waits. If a prefill comes later for an entry that
+Fix: The fix removes an entry that has no prefill and no waiting request. If a prefill comes later for an entry that
 still exists, the fix writes the prefill's request id into the entry.
-- Releases: vLLM 0.20.2 to 0.33.0. Tested: 0.32.0 and 0.33.0. In the other releases the code was read.
+- Releases: vLLM 0.20.2 to 0.33.0. 0.32.0 and 0.33.0 were tested. For the other releases, only the code was read.
 - Remove when: vLLM removes the entry at the timeout.
 """
 
@@ -16,7 +16,7 @@ from kvfix import clock
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, fix_before, note
 
-#: Seconds between two checks. Only the second check removes an entry, which a request makes just before it waits.
+#: Seconds between two checks. Only a second check removes an entry, because its request may not wait yet at the first.
 _PAUSE = 0.25
 
 

@@ -6,8 +6,8 @@ has `pulling kv_caches for [...] failed: transfer failed: Resource temporarily u
 If several prefill ranks write to one decode rank, requests return wrong text after a load that failed at one rank.
 
 Cause: Decode sends each prefill rank one message for all loads of a step. When the connection of this message fails,
-decode reports all of them as failed (mooncake_connector.py 0.32.0:2370), also those that the rank has written. The
-first rank that fails also ends the load (:2402). vLLM frees the blocks while other ranks still write into them.
+decode reports all these loads as failed (mooncake_connector.py 0.32.0:2370), even loads that the rank has written. The
+first rank that fails ends the load (:2402), and vLLM frees the blocks while other ranks still write into them.
 
 Fix: Each rank reports each load once. A load that failed at a rank is reported as failed after the last rank's report.
 - Releases: vLLM 0.32.0, the first release that reports failed loads.
@@ -18,7 +18,7 @@ from collections.abc import Collection
 from kvfix.fixes import _mooncake
 from kvfix.fixes.api import MOONCAKE_WORKER, Any, Fix, Steps, View, fix_around, stubs
 
-#: Attribute of a load that has failed at one rank, while other ranks have not reported it: the reason of the failure.
+#: Attribute with the reason of a failure, of a load that has failed at one rank. Other ranks have not reported yet.
 _REASON = "_kvfix_reason"
 
 

@@ -6,12 +6,12 @@ WAITING_FOR_REMOTE_KVS and keeps its blocks.
 
 Cause: The parameters come with the request, from the router or from any client that can reach the engine. If the
 parameters ask for a remote prefill, get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60).
-update_state_after_alloc checks the parameters only after the allocation. The function checks for remote blocks
-(:186, assertion) and for their engine (:179, warning). The blocks or the engine may be missing: a prefill kept no
-blocks (KVF314), the router is of another release, or the request is malformed.
+update_state_after_alloc checks the parameters only after the allocation. The function checks for remote blocks (:186,
+assertion) and for their engine (:179, warning). Blocks or engine may be missing if prefill kept no blocks (KVF314), the
+router has another release, or the request is malformed.
 
-If the blocks are not in lists, or the name of engine, request or host is not a string, the worker raises later. For
-blocks in one flat list, the fix still promises the tokens if the worker can fail their load (KVF311).
+If the blocks are not in lists, or the name of engine, request or host is not a string, the worker raises later. If the
+blocks are in one flat list, and the worker can fail a load (KVF311), the fix still promises the tokens.
 
 Fix: The fix promises 0 tokens for incomplete or malformed parameters. The request computes its prompt itself.
 - Remove when: vLLM checks the parameters before it promises.

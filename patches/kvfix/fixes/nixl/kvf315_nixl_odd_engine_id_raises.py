@@ -5,7 +5,7 @@ Symptom: EngineCore of the decode engine dies with `TypeError: unhashable type` 
 Cause: on_new_request uses `remote_engine_id` and `remote_request_id` of the request's parameters as keys
 (base_scheduler.py 0.32.0:236). The values come with the request, and may be a list.
 
-Fix: A request with a value that is not a string loads nothing: it computes its prompt itself.
+Fix: If a value is not a string, the request loads nothing, and the engine computes its prompt.
 - Remove when: vLLM checks the types of the parameters.
 """
 

@@ -7,7 +7,7 @@ Cause: A handshake message names a rank, which comes from `tp_size` and `pp_size
 looks up the rank in a dictionary (base_scheduler.py 0.32.0:368). If the dictionary does not have the rank, the thread
 ends with a KeyError. The thread also ends at any message that it cannot decode (:354).
 
-Fix: The thread continues: it opens its socket again, and the engine that sent the message gets no answer.
+Fix: The thread opens its socket again and continues. The engine that sent the message gets no answer.
 - Releases: vLLM 0.32.0 and 0.33.0. In 0.26.0 the code was read, not tested.
 - Remove when: vLLM catches exceptions of a single message.
 """

@@ -4,9 +4,9 @@ Symptom: The worker keeps the parameters of each request. `kvfix look` shows the
 `_recving_metadata` for ever. If the parameters lack a key, EngineCore dies (KVF313).
 
 Cause: If a request ends before it was scheduled, request_finished adds the request, without blocks, to the requests
-that wait for KV. The worker should then tell the prefill engine (push_scheduler.py 0.32.0:231-241). In push mode, the
-worker does not tell the prefill engine. start_load_kv records the request as waiting (push_worker.py 0.32.0:206), and
-nothing ever arrives for it. The worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
+that wait for KV. The worker should then notify the prefill engine (push_scheduler.py 0.32.0:231-241). In push mode,
+start_load_kv only records the request as waiting (push_worker.py 0.32.0:206), and nothing ever arrives for it. The
+worker of pull mode does not record the request (pull_worker.py 0.32.0:73).
 
 A request also stays if another connector of a MultiConnector, or vLLM's own prefix cache, has all its tokens.
 NixlPushConnector reads the parameters of this request only when it ends (:160).

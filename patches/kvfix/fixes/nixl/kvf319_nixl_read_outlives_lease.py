@@ -9,31 +9,31 @@ are freed. The decode engine does not know when the lease ends. vLLM sets `remot
 direction, where prefill reads from decode (pull_scheduler.py 0.32.0:271). NIXL reads the blocks in any case.
 
 Fix: The prefill engine tells the decode engine when the lease ends. The decode engine also counts the heartbeats that
-it has sent before the lease was over. A read that ends after the lease fails, and `kv_load_failure_policy` decides.
-With `bidirectional_kv_xfer` the fix does nothing, because `remote_blocks_expiry_time` has another meaning there.
+it sent before this end. A read that ends after the lease fails, and `kv_load_failure_policy` decides. With
+`bidirectional_kv_xfer` the fix does nothing, because `remote_blocks_expiry_time` has another meaning there.
 
 Mixed roll-out: Use the fix in both the prefill engine and the decode engine, or in neither. If only one engine has it,
 the decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
 `kv_transfer_params` that it returns, and the router must pass this key on. A decode engine with `bidirectional_kv_xfer`
-declines a read after that time, even if heartbeats have renewed the lease. So set this option in both engines or none.
+declines a read after the key's time, even if heartbeats renewed the lease. So set this option in both or neither.
 - Remove when: vLLM fails a read that ends after its lease.
 """
 
 from kvfix.fixes import _closed, _nixl, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, View, fix_after, fix_around, replaced
 
-#: Seconds before the end of a lease. A heartbeat that is sent in this time may come too late, so it does not count.
+#: A heartbeat that is sent in the last MARGIN seconds of a lease may come too late, so it does not count.
 MARGIN = 1.0
 
 
 def _ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tuple[bool, Any]:
-    """Name the lease as ended. A decode engine with this fix then counts no block as loaded."""
+    """Report the lease as ended. A decode engine with this fix then counts no block as loaded."""
     return answer[0], {**answer[1], "remote_blocks_expiry_time": 0.0} if answer[1] else answer[1]
 
 
 @fix_after(when=lambda impl, answer, *_: answer[0] and not impl.is_bidirectional_kv_xfer_enabled, on_fault=_ended)
 def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> None:
-    # Naming the end changes no outcome. The answer is changed in place, so kvfix counts no action.
+    # The key itself changes no outcome. So this code changes the answer in place, and kvfix counts no action.
     answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
 
 

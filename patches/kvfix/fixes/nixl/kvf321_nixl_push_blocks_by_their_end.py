@@ -5,7 +5,7 @@ Symptom: Requests return wrong text without a message, if the prefill engine has
 Cause: As in pull mode (KVF310), `_apply_prefix_caching` pairs the blocks from the end of the prefill engine's list
 (push_worker.py 0.32.0:660). If the generated tokens need a new block, the prefill engine has one block more.
 
-Fix: After request_finished of prefill, the fix removes the blocks after the prompt from groups with full attention.
+Fix: When a prefill ends, the fix removes the blocks after its prompt, in KV groups with full attention.
 - Remove when: vLLM pairs the blocks by their position in the prompt.
 """
 

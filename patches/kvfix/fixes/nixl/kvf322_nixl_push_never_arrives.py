@@ -10,8 +10,8 @@ served another request with the same id, could not connect, or has ended. If the
 at once, each engine may also have a request that waits for the other engine's blocks.
 
 After `push_registration_timeout`, build_connector_meta drops the registration and logs the timeout (push_scheduler.py
-0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker has an
-answer (v1/core/sched/scheduler.py 0.32.0:2703).
+0.32.0:297-330), but the worker continues to wait. vLLM keeps the blocks of an aborted request until the worker reports
+its load (v1/core/sched/scheduler.py 0.32.0:2703).
 
 Fix: The fix adds an end time to the registration. After this time the prefill engine's worker begins no write. Five
 seconds later the decode engine's worker reports the load as failed, and `kv_load_failure_policy` decides.
@@ -25,7 +25,7 @@ into blocks of a load that has timed out. So add the fix to prefill engines firs
 from kvfix.fixes import _closed, _nixl, api
 from kvfix.fixes.api import NEW_REQUESTS, Any, Fix, Steps, fix_after, fix_around, fix_before, note
 
-#: Key in the registration: the time of its end, by the clock of the decode engine's scheduler.
+#: Key of the registration with its end time, by the clock of the decode engine's scheduler.
 _UNTIL = "kvfix_until"
 
 
@@ -38,7 +38,7 @@ def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any
 
 @fix_before(when=lambda worker, metadata: metadata.push_registrations)
 def start_load_kv(worker: Any, metadata: Any) -> None:
-    """Record in the decode worker when each registration ends."""
+    """Record the end time of each registration in the decode worker."""
     now = _nixl.now()
     ends = vars(worker).setdefault("_kvfix_ends", {})
     for name, registration in metadata.push_registrations.items():
@@ -65,7 +65,7 @@ def _do_start_push_kv(worker: Any, request_id: str, local_block_ids: Any, regist
     """Begin no write in the prefill worker after the end of the registration."""
     offset = worker._engine_clock_offset.get(registration_data["decode_engine_id"])
     if offset is None or _nixl.now() < registration_data[_UNTIL] - offset:
-        return (yield)  # without an offset vLLM connects, then calls again
+        return (yield)  # without an offset, vLLM connects and calls this again
     if request_id in worker._reqs_to_process:  # else its lease is over
         worker._push_finished_blocks.setdefault(request_id, local_block_ids)  # for a later registration
     return None

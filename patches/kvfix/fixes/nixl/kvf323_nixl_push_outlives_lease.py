@@ -19,7 +19,7 @@ import threading
 from kvfix.fixes import _closed, _nixl
 from kvfix.fixes.api import GO_ON, NIXL_BASE_WORKER, NIXL_PUSH_WORKER, Any, Fix, Steps, fix_around, note, stubs
 
-#: The thread that writes and the worker's own thread hold this lock only for moments.
+#: The writer thread and the worker's own thread hold this lock only for moments.
 _lock = threading.Lock()
 #: Attributes of a worker: the requests whose write begins, and the last _MOST requests whose lease has ended.
 _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
@@ -31,7 +31,7 @@ _BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
     on_fault=lambda worker, *_, **__: None if getattr(worker, "_sending_transfers", None) else GO_ON,
 )
 def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Steps:
-    """Keep the leases of the blocks that are written."""
+    """Keep the leases of requests whose blocks a write still reads."""
     with _lock:
         leases = worker._reqs_to_send
         written = set(worker._sending_transfers) | vars(worker).get(_BEGINNING, set())

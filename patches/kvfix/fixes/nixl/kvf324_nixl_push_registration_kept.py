@@ -6,10 +6,10 @@ prefill had ended before the registration came, or the KV was pushed to another 
 Cause: A registration that comes before the end of its prefill waits in `_pending_d_registrations`. The key of the
 registration is the decode engine's id of the request. The worker drops the registration by the prefill engine's id
 (push_worker.py 0.32.0:276, `_evict_finished_inbox`). The two ids end differently (`-` and eight digits), so the worker
-never drops the registration. The worker compares ids without this end (:413). So it writes the KV of a later request
-with the same id into the blocks of the old registration. The later request's own registration waits.
+never drops the registration. To pair requests, the worker compares ids without this end (:413). So it writes the KV of
+a later request with the same id into the old registration's blocks. The later request's own registration waits.
 
-Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has dropped it by then.
+Fix: The fix drops a registration after `push_registration_timeout`. The decode engine has dropped its own copy by then.
 - Remove when: vLLM drops registrations for which nothing is pushed.
 """
 

@@ -6,9 +6,9 @@ more ranks than the model has KV heads. Each heartbeat logs `NIXL transfer failu
 `push_reg_handshake_failed`, and their loads fail. Leases of requests that wait for blocks are not renewed.
 
 Cause: In push mode a decode engine reads nothing from its peer. Its registrations need only the peer's agents. But if a
-heartbeat comes first, it starts the complete handshake, which only an engine that reads needs (base_worker.py
-0.32.0:3192). The check in this handshake refuses a peer whose ranks hold copies of the same head (:2450). A
-registration joins any handshake that is in flight (:1290), and fails with it.
+heartbeat comes first, it starts the complete handshake, which only reads need (base_worker.py 0.32.0:3192). The check
+in this handshake refuses a peer whose ranks hold copies of the same head (:2450). A registration joins any handshake
+that is in flight (:1290), and fails with it.
 
 Fix: If the check would refuse the peer, a heartbeat asks only for the peer's agents, like a registration.
 - Remove when: Heartbeats of push mode make the same handshake as registrations.

@@ -37,7 +37,7 @@ def wait_for_all_ranks(worker: Any, notice: bytes) -> Steps:
 
 
 def _registered(notice: bytes) -> tuple[str, int]:
-    """Return the request, and the number of ranks of its engine. ("", 0) if the registration does not name both."""
+    """Return the request and the number of ranks of its engine, or ("", 0) if the registration does not name both."""
     module = NIXL_PUSH_WORKER.imported
     with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])

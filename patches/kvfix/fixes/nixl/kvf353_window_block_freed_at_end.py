@@ -10,16 +10,16 @@ token `P - W`. If a block begins at token P - W + 1, neither engine has the bloc
 the request's end (scheduler.py 0.32.0:3025), and decode allocates none for the load (single_type_kv_cache_manager.py
 0.32.0:350). So decode reads the null block.
 
-With Mamba states, bounded replay or MTP modules, prefill stops before the tokens that decode computes
-again (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). For windows, prefill does not stop earlier.
+With Mamba states, bounded replay or MTP modules, prefill stops before the tokens that decode computes again
+(`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379). With windows only, prefill computes the whole prompt.
 
-Fix: Prefill stops earlier for windows too: it computes the prompt without its last token, and generates one token.
+Fix: With windows too, prefill computes the prompt without its last token, and generates one token.
 
 Mixed roll-out: Install the fix on the prefill engine and on the decode engine, or on neither. If only one of them has
 it, the two engines count tokens differently. If the last token has a block of its own, each block is then paired with
 its neighbour (base_worker.py 0.32.0:3417). The result is wrong KV, without a message.
-- Releases: vLLM 0.32.0 and 0.33.0. By their code, the releases from 0.20.2 on have the bug too. 0.20.2 is the first one
-  whose NixlConnector supports windows. The releases before 0.32.0 do not have `_prefill_backoff`, and were not tested.
+- Releases: vLLM 0.32.0 and 0.33.0. By their code, releases from 0.20.2 on have the bug too. 0.20.2 is the first release
+  whose NixlConnector supports windows. Before 0.32.0 there is no `_prefill_backoff`. These releases were not tested.
 - Remove when: `_prefill_backoff` answers 1 for a model with windows.
 """
 

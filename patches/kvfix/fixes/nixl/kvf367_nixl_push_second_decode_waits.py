@@ -10,8 +10,8 @@ that it finds, and then forgets the prefill (push_worker.py 0.32.0:404). It neve
 
 Fix: In each decode engine, only the first request for a prefill registers. A later request for the same prefill
 computes its prompt itself. Two requests are for the same prefill if their remote_engine_id, their remote_request_id and
-their ids without the random end are equal. (The prefill engine pairs requests by the id without this end.) The fix does
-not know the requests of another decode engine: one load then still waits, and with the fix KVF322 it times out.
+their ids without the random end are equal. (The prefill engine pairs requests by the id without this end.) If two
+decode engines ask for one prefill, one load still waits. With the fix KVF322, this load times out.
 - Remove when: vLLM promises a prefill to one decode request.
 """
 

@@ -4,13 +4,13 @@ Symptom: When the load fails, only `Recovered from KV load failure` or `Failing 
 logged. Later, requests that begin with the same prompt return wrong text. The bug needs a MultiConnector with
 OffloadingConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
-Cause: OffloadingConnector plans its stores together with the step. The plan includes blocks that another connector
-loads in this step, and blocks that are computed on top of them. OffloadingConnector copies the blocks at the beginning
-of the next step (offloading/worker.py 0.32.0:260).
+Cause: OffloadingConnector plans its stores when vLLM schedules a step. The plan includes blocks that another connector
+loads in this step, and blocks that are computed on top of the loaded blocks. OffloadingConnector copies the blocks at
+the beginning of the next step (offloading/worker.py 0.32.0:260).
 
 OffloadingConnector does not learn that the load has failed, because `update_connector_output` reads only the reports of
 OffloadingConnector itself (offloading/scheduler.py 0.32.0:1822). If the request ends with an error
-(`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of its prompt (:1662).
+(`kv_load_failure_policy=fail`), OffloadingConnector even stores the rest of the request's prompt (:1662).
 
 Fix: The fix reads the failed blocks from the output that `update_connector_output` gets. If a request has a failed
 block, the fix reports the request's stores in flight as failed. vLLM then drops the chunks of these stores. If the

@@ -1,6 +1,6 @@
 """Later requests return wrong text: another connector loads into blocks that OffloadingConnector still copies.
 
-Symptom: Nothing is logged. Later, requests with the same prompt return wrong text. The bug needs a MultiConnector of
+Symptom: Nothing is logged. Later, requests with the same prompt return wrong text. The bug needs a MultiConnector with
 OffloadingConnector and a connector that loads between steps, such as LMCache's multi-process connector.
 
 Cause: The blocks of an ended request are free while OffloadingConnector still copies them. Before another request
@@ -8,7 +8,7 @@ writes to these blocks, OffloadingConnector waits for the copy. But OffloadingCo
 allocated in a step. A load between steps allocates blocks for a request that is not yet in a step. If another connector
 loads, `update_state_after_alloc` does not record these blocks (offloading/scheduler.py 0.32.0:1151).
 
-Fix: The fix always records the blocks.
+Fix: The fix always records the blocks that are allocated for a load.
 - Upstream: https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960 (0.33.0).
 """
 
@@ -20,7 +20,7 @@ def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-# If no store is still copied, there is nothing to wait for.
+# If no store is in flight, there is nothing to wait for.
 @fix_before(when=lambda scheduler, *_, **__: scheduler._block_id_to_pending_jobs, on_fault=_wait_for_all)
 def record_blocks(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
     if num_external_tokens:

@@ -3,7 +3,7 @@
 Symptom: EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_jid].is_store` in `build_connector_meta`
 of offloading/scheduler.py, after `reset_prefix_cache` with `reset_running_requests` and without `reset_connector`.
 
-Cause: When a request is preempted, OffloadingConnector waits for its copies in flight, and asserts that all are stores
+Cause: When a request is preempted, OffloadingConnector waits for the request's copies, and asserts that all are stores
 (offloading/scheduler.py 0.32.0:1862). vLLM does not admit a request in the step in which it preempts the request. But
 vLLM can admit a request that a reset has preempted between two steps. The copy in flight is then a load.
 

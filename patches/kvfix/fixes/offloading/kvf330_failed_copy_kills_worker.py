@@ -9,7 +9,7 @@ Cause: `get_finished` asserts that each copy has succeeded: "we currently do not
 
 Fix: The fix shows all copies to `get_finished` as successful. The worker's report names the copies that failed. The
 manager drops the chunks of a failed store. After a failed load vLLM computes the tokens, or ends the request
-(`kv_load_failure_policy`). The request loads nothing more. Otherwise vLLM would retry an unreadable chunk for ever.
+(`kv_load_failure_policy`). The request loads nothing more, so that vLLM does not retry an unreadable chunk for ever.
 - Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
 - Upstream: https://github.com/vllm-project/vllm/issues/39732, https://github.com/vllm-project/vllm/pull/52838 (open).
 - Remove when: `get_finished` of offloading/worker.py handles a result without success.
@@ -18,9 +18,9 @@ manager drops the chunks of a failed store. After a failed load vLLM computes th
 from kvfix.fixes import _offloading, api
 from kvfix.fixes.api import Any, Fix, Steps, View, engine_log, fix_around, fix_before, note, replaced, stubs
 
-#: Attribute of the worker: the requests whose load failed. Attribute of its report and of the scheduler: failed jobs.
+#: Attribute of the worker: requests whose load failed. Attribute of the scheduler and the worker's report: failed jobs.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
-#: Attribute of the metadata and of the worker: it shows that the scheduler has its part of the fix.
+#: Attribute of the metadata and of the worker, which shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -35,7 +35,7 @@ def get_finished(worker: Any, finished_req_ids: Any) -> Steps:
 
     def finished() -> Any:
         done = own.get_finished()
-        # If the fix cannot record the failed copies, it returns them unchanged: vLLM asserts, as without the fix.
+        # If the fix cannot record the failed copies, it returns them unchanged, and vLLM asserts as without the fix.
         noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
         return done if noted is None else noted
 
@@ -44,7 +44,7 @@ def get_finished(worker: Any, finished_req_ids: Any) -> Steps:
 
 
 def _note_failed(worker: Any, done: Any) -> Any:
-    """Record the failed copies for the scheduler, and return all copies as done."""
+    """Record the failed copies for the scheduler, and return all copies as successful."""
     failed = {each.job_id for each in done if not each.success}
     if failed:
         note(__name__, f"{len(failed)} copies have failed")

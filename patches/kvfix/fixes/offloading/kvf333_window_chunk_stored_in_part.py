@@ -3,9 +3,9 @@
 Symptom: Nothing is logged. The bug needs sliding windows, and `blocks_per_chunk` (or `block_size`) above one block.
 
 Cause: A request that begins with a hit has null blocks in front of its window. If the window begins within a chunk,
-OffloadingConnector checks only the chunk's last block. Then it stores the blocks that are not null, and counts the
-chunk as complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later request may begin elsewhere in the
-chunk. For the missing blocks, this request loads old content of the CPU memory.
+OffloadingConnector checks only the chunk's last block. OffloadingConnector then stores the blocks that are not null,
+and counts the chunk as complete (offloading/scheduler.py 0.32.0:1651, 1767). The window of a later request may begin
+elsewhere in the chunk. For the missing blocks, this request loads old content of the CPU memory.
 
 Fix: If any block of a sliding-window chunk is null, the fix does not store this chunk.
 - Remove when: `_build_store_jobs` checks all blocks of a chunk.
@@ -16,7 +16,7 @@ from itertools import chain
 from kvfix.fixes.api import OFFLOADING_SCHEDULER, Any, Fix, fix_before, note
 
 
-# In each step, the fix checks the chunks of each request that are not stored yet, as vLLM itself does.
+# In each step, the fix checks each request's chunks that are not stored yet, as vLLM itself does.
 @fix_before(
     when=lambda scheduler, *_, **__: scheduler._sliding_window_groups and scheduler.config.blocks_per_chunk > 1,
     on_fault=lambda *_, **__: {},  # no stores in this step

@@ -4,9 +4,9 @@ Symptom: EngineCore dies with `AttributeError: ... object has no attribute 'get'
 tiering/p2p/manager.py. The bug needs `TieringOffloadingSpec` with a secondary tier of type `p2p`. The peer comes from
 the parameters of the request, so any client that can reach the engine can cause this.
 
-Cause: In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In the
-dictionary it expects a string, `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146), and
-uses `kv_request_id` as a key in the lookup and at the end of the request (:391, :467). The scheduler catches no error.
+Cause: In the parameters, the tier expects a dictionary under each of its own keys, such as `remote_decoder`. In this
+dictionary, the tier expects a string `kv_request_id`. The tier checks neither (tiering/p2p/manager.py 0.32.0:79-146),
+and uses `kv_request_id` as a key in the lookup and when the request ends (:391, :467). The scheduler catches no error.
 
 Fix: The fix ignores malformed values. The tier then has nothing for the request, and this engine computes it.
 - Remove when: `_parse_source` and `_parse_dest` check the form of the values.

@@ -6,15 +6,15 @@ after the start). After that, requests that hit the CPU memory stay in WAITING_F
 be stored never become free. The engine gets slower, and stops.
 
 Cause: The loop of the copy thread catches no exception (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). The
-thread records no event for the failed copy, nor for any later copy. The worker reports only copies that have an event.
+thread records no event for the failed copy or for later copies. The worker reports only copies that have an event.
 
 Fix: The thread continues. The worker's report names the copies that failed:
 
-- A failed store ends. Its blocks become free, and no request finds them.
-- The worker reports a failed load: `kv_load_failure_policy` decides. No request finds the blocks that were not loaded.
+- The scheduler ends a failed store. Its blocks become free, and no request finds them.
+- The worker reports a failed load, and `kv_load_failure_policy` decides. No request finds the failed blocks.
 
 - Releases: vLLM 0.26.0 to 0.33.0. The fix needs 0.32.0, which can report a failed load by request.
-- Remove when: `_copy_loop` catches what a copy raises, and the worker reports it.
+- Remove when: `_copy_loop` catches an exception of a copy, and the worker reports the failed copy.
 """
 
 import sys
@@ -24,9 +24,9 @@ from functools import partial
 from kvfix.fixes import _offloading, api, stubs
 from kvfix.fixes.api import GO_ON, Any, Fix, Steps, View, engine_log, fix_after, fix_around, fix_before, fix_calls, note
 
-#: Attribute of the worker: requests whose load failed. Attribute of scheduler and worker's report: failed stores.
+#: Attribute of the worker: requests whose load failed. Attribute of the scheduler and the report: failed stores.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
-#: Attribute of the metadata: it shows that the scheduler has its part of the fix.
+#: Attribute of the metadata, which shows that the scheduler has its part of the fix.
 _TOLD = "_kvfix_knows_failed_copies"
 
 tells_worker = _offloading.tells_worker(_TOLD)
@@ -36,7 +36,7 @@ aggregate = _offloading.combines_reports(_STORES, "completed_store_events")
 
 
 class _Noting:
-    """The queue of a copy thread, which remembers the item that was taken last."""
+    """The queue of a copy thread. It remembers the last item that the thread took."""
 
     item: Any = None
 
@@ -49,7 +49,7 @@ class _Noting:
 
 
 class _Events(list[Any]):
-    """The worker's list of copies, (number, event). `failed` has the numbers of the failed copies.
+    """The worker's list of copies, each as (number, event). `failed` has the numbers of the failed copies.
 
     told: True if the scheduler has its part of the fix. Only then may the worker report a failed copy.
     """
@@ -73,8 +73,8 @@ def _recorded(module: Any, stream: Any) -> Any:
 def _survives(least: int, place: int, noting: Callable[..., Any]) -> api.Fixing:
     """Let the loop of a copy thread go on after a failed copy.
 
-    least: the number of arguments of the loop. A loop with fewer arguments is not changed.
-    place: the position of the copy's number in an item of the queue. The list of events comes next.
+    least: the number of arguments that the loop needs. A loop with fewer arguments runs as without the fix.
+    place: the index of the copy's number in an item of the queue. The list of events is the next element.
     noting: a function of the loop's arguments. It returns a `_Noting` queue, the arguments with this queue, and a
     function that returns the stream of an item's copy. The failed copy may still use this stream.
     """

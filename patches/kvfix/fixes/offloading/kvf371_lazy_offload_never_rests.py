@@ -4,9 +4,9 @@ Symptom: Nothing is logged. EngineCore uses a whole CPU core, and the GPU keeps 
 needs more memory than `cpu_bytes_to_use`. `vllm:simple_kv_offload_pending_store_blocks` never reaches 0.
 
 Cause: In each step `lazy_offload` stores cached blocks of the GPU's free list that the CPU memory does not have
-(manager.py 0.32.0:590-640). A stored block goes to the end of that list, and is checked again. If the list has more
-blocks than the CPU memory holds, the CPU memory evicts the block before it is checked again. `lazy_offload` then stores
-it again. While a store is in flight, EngineCore runs more steps (`has_pending_push_work`). Each step starts a store.
+(manager.py 0.32.0:590-640). A stored block goes to the end of that list, and is checked again later. If the list has
+more blocks than the CPU memory holds, the CPU memory has evicted the block by then, and `lazy_offload` stores it again.
+While a store is in flight, EngineCore runs more steps (`has_pending_push_work`). Each step starts another store.
 
 Fix: After the last step that computes something, the fix stores no more blocks than the CPU memory holds.
 - Remove when: `_prepare_lazy_store_specs` stores a block only once after each use of the block.

@@ -1,11 +1,11 @@
 """Later requests return wrong text: SimpleCPUOffloadConnector loads less of a sliding window than vLLM caches.
 
-Symptom: Nothing is logged. The model has layers of sliding windows and several modules that draft (MTP).
+Symptom: Nothing is logged. The model has layers of sliding windows, and several MTP modules make drafts.
 
-Cause: With several modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`, SlidingWindowSpec).
-A hit in the CPU memory has only the window (`_contiguous_blocks_for_hit`, single_type_kv_cache_manager.py 0.32.0:943).
-So vLLM allocates the block in front of the window, and nothing is loaded into it (simple_kv_offload/manager.py
-0.32.0:484). When the load is done, vLLM caches this block as if it had been loaded.
+Cause: With several MTP modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`,
+SlidingWindowSpec). A hit in the CPU memory has only the window (`_contiguous_blocks_for_hit`,
+single_type_kv_cache_manager.py 0.32.0:943). So vLLM allocates the block in front of the window, but loads nothing into
+it (simple_kv_offload/manager.py 0.32.0:484). After the load, vLLM caches this block as if it had been loaded.
 
 Fix: The fix also loads the blocks in front of the window. If the CPU memory lacks one of them, there is no hit.
 - Remove when: `find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
@@ -22,7 +22,7 @@ def _not_promised(scheduler: Any, promise: Any, request: Any, *_: Any, **__: Any
 
 
 def _windows(scheduler: Any) -> list[tuple[int, Any]]:
-    """Return (number, spec) of the KV groups of which vLLM keeps more than the window."""
+    """Return (number, spec) of the KV groups for which vLLM also keeps tokens in front of the window."""
     groups = enumerate(group.kv_cache_spec for group in scheduler.cpu_kv_cache_config.kv_cache_groups)
     return [(number, spec) for number, spec in groups if getattr(spec, "extra_retained_tokens", 0)]
 

@@ -6,14 +6,14 @@ and later requests that begin with the same prompt return wrong text. The bug ne
 SimpleCPUOffloadConnector and a connector that loads within the step, such as LMCache's in-process connector.
 
 Cause: SimpleCPUOffloadConnector stores blocks in the step in which another connector loads them (manager.py
-0.32.0:840). `update_connector_output` reads only its own reports (:1005), so it does not see that the load has failed.
-When the store ends, the connector uses the key that each block has then (:1081). With kv_load_failure_policy "fail" the
-failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
+0.32.0:840). `update_connector_output` reads only this connector's own reports (:1005), so it does not see the failed
+load. When the store ends, the connector uses the key that each block has then (:1081). With kv_load_failure_policy
+"fail" the failed blocks have no key, and the assertion fails. With "recompute" later requests find the wrong KV.
 
-Fix: The fix also reads the failed blocks of the report that `update_connector_output` gets. The fix removes three kinds
-of blocks from the stores in flight. These are the failed blocks, all later blocks of the same request, and the blocks
-that have lost their keys. The removed blocks become free once they are copied, and no request finds them. The request
-does not store the removed blocks again. The next request with the same prompt stores them.
+Fix: The fix also reads the failed blocks from the report that `update_connector_output` gets. It removes blocks from
+the stores in flight: the failed blocks, all later blocks of the same request, and blocks that have lost their keys. The
+removed blocks become free once they are copied, and no request finds them. The request does not store the removed
+blocks again. The next request with the same prompt stores them.
 - Releases: vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
 - Remove when: `update_connector_output` handles `invalid_block_ids`.
 """

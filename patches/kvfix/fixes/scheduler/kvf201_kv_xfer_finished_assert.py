@@ -4,11 +4,11 @@ Symptom: EngineCore dies with a bare `AssertionError` at `assert req_id in self.
 `_update_from_kv_xfer_finished`. With `kv_load_failure_policy=fail`, the default, a failed load causes the crash too.
 The log then has `Failing 1 request(s) due to KV load failure`, and EngineCore dies in the next step.
 
-Cause: A connector that keeps the blocks of a finished request makes two reports about a request that was aborted during
-its load. One report says that the load is done, the other report that nothing remains to store. At the first report the
-scheduler frees the blocks and deletes the request (scheduler.py 0.32.0:3231, 3235). The second report raises.
+Cause: Some connectors keep the blocks of a finished request. If a request is aborted during its load, the connector
+makes two reports: the load is done, and nothing remains to store. At the first report the scheduler frees the blocks
+and deletes the request (scheduler.py 0.32.0:3231, 3235). The second report raises.
 
-If the report about the store comes first, the load still writes into blocks of other requests, and their text is wrong.
+If the store's report comes first, vLLM frees the blocks too early. The load then overwrites KV of other requests.
 
 Fix: Only the report of the load frees the blocks of a request that was aborted during its load. The fix also ignores
 reports about unknown requests, and about requests that are neither finished nor waiting for a load.

@@ -25,7 +25,7 @@ def forget_failed_load(scheduler: Any, answer: None, request: Any) -> None:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Let a load fail completely. With the bug, `_inflight_prefills` keeps the request, if a release has this list."""
+    """Let a load fail completely. With the bug, `_inflight_prefills` keeps the request."""
     if "_inflight_prefills" not in inspect.unwrap(module.Scheduler.__init__).__code__.co_names:
         return False
     request = type("Request", (), {"request_id": stubs.NAME, "num_computed_tokens": 0, "num_tokens": 100})()

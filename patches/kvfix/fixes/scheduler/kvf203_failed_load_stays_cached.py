@@ -7,9 +7,9 @@ them at once (scheduler.py 0.32.0:3412). If the request is aborted or preempted 
 With either policy, another request may have computed KV in the same step on top of shared blocks. This KV stays cached.
 vLLM also does not check a request that is aborted during its step, or preempted while the next step is in flight.
 
-Fix: With either policy, the fix evicts the failed blocks from the prefix cache, and all later blocks of every request
-with a failed block. The requests keep the blocks; other requests cannot find them. If a request of the step no longer
-exists, its later blocks are not known: the fix evicts all blocks that no request holds.
+Fix: With either policy, the fix evicts failed blocks from the prefix cache. If a request has a failed block, the fix
+also evicts all later blocks of this request. The requests keep the blocks, but other requests cannot find them. If a
+request of the step no longer exists, kvfix does not know its blocks, and evicts all blocks that no request holds.
 - Upstream: None known; https://github.com/vllm-project/vllm/pull/26813 decided that the blocks stay.
 - Remove when: `_handle_invalid_blocks` evicts the failed blocks, or caches them only after they are computed.
 """
@@ -34,7 +34,7 @@ def evict_failed(scheduler: Any, answer: Any, requests: Any, invalid_block_ids: 
 
 
 def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
-    """Return True if a request of the failed step no longer runs. Up to 0.15 the hook does not get these requests."""
+    """Return True if a request of the failed step no longer runs. Up to 0.15 the hook does not get `scheduled`."""
     return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
 
 

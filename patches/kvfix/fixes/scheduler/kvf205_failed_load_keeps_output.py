@@ -5,7 +5,7 @@ defaults on a GPU. The connector loads within the step (LMCache in process).
 
 - With kv_load_failure_policy "recompute", vLLM logs `Recovered from KV load failure: 1 request(s) rescheduled`. Then
   the text is wrong, a request stays among `Running` and never ends, or a worker dies because of a token id -1.
-- With either policy, in rare cases, a request that was preempted when its load failed returns wrong text.
+- With either policy, in rare cases, a request returns wrong text if vLLM had preempted it when its load failed.
 
 Cause: vLLM schedules a step before it knows that a load of the last step has failed. The new step computes on top of
 that load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), but not the output of the next steps.
@@ -13,8 +13,8 @@ that load. vLLM drops the output of the failed step (scheduler.py 0.32.0:2088), 
 flight, and vLLM keeps the output of the last chunk as the first token.
 
 The worker uses the last token that it sampled as the next token of the request (gpu_model_runner.py 0.32.0:1846).
-Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. If a
-request was preempted before the failure was reported, vLLM also keeps its output of the failed step.
+Runner V2 continues from its own position (gpu/model_runner.py 0.32.0:1244), even without asynchronous scheduling. If
+vLLM preempts a request before the failure is reported, vLLM also keeps the request's output of the failed step.
 
 Fix: The fix preempts a request that is rolled back, and drops its outputs in flight in the scheduler and in the worker.
 vLLM then computes the request, and loads nothing for it from LMCache. If vLLM has already preempted the request, the
@@ -45,7 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
-            # A request that still has its mark was not looked up since: preempting it again could go on for ever.
+            # Skip a request that was preempted here and not looked up since. Preempting it again could go on for ever.
             rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
             for request in reversed(rolled_back):
                 _preempt(scheduler, request, preempted)
@@ -59,7 +59,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
-    """Return True if scheduler or worker may use more tokens than a rollback leaves. of_stages: check pipelines too."""
+    """Return True if the scheduler or worker may be ahead of a rollback. of_stages: also check for pipeline stages."""
     if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
         return True
     return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -68,7 +68,7 @@ def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
     request._kvfix_compute = True
     if hasattr(scheduler, "_preempt_request"):
-        # One statement: after an error between the two calls, no queue would have the request.
+        # One statement, because after an error between the two calls no queue would have the request.
         _ = scheduler.running.remove(request), scheduler._preempt_request(request, time.monotonic())
     else:  # 0.11
         scheduler.running.remove(request)
@@ -97,9 +97,9 @@ def compute(impl: Any, request: Any, num_computed_tokens: int) -> Any:
     return instead(0)
 
 
-# Up to 0.26, vLLM can drop output in flight only for all requests at once, and one step of each (`reset_prefix_cache`).
+# Up to 0.26, vLLM can drop only one step of output in flight, and only of all requests at once (`reset_prefix_cache`).
 
-#: Attribute of a scheduler: {request: its first step whose output is valid again; None until it is scheduled}.
+#: Attribute of a scheduler: {request: the first step whose output is valid again; None until that step}.
 _VALID_FROM = "_kvfix_valid_from"
 #: Attribute of a scheduler: the step whose output the scheduler handles now, if a load failed in that step.
 _CURRENT = "_kvfix_current_step"
@@ -118,7 +118,7 @@ def _drop(scheduler: Any, request: Any) -> None:
 
 
 def _skip_output(request: Any, scheduler_output: Any) -> None:
-    """Remove the request from this step. If the release counts tokens in flight, subtract its tokens."""
+    """Remove the request from this step. If the release counts tokens in flight, subtract the request's tokens."""
     tokens = scheduler_output.num_scheduled_tokens.pop(request.request_id, 0)
     if hasattr(request, "num_in_flight_tokens"):
         request.num_in_flight_tokens -= tokens

@@ -21,7 +21,7 @@ def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-# The fix is only for loads within a step. Loads between steps come as an iterator, which vLLM checks in another way.
+# The fix is only for loads within a step. vLLM checks loads between steps in another way.
 @fix_around(when=lambda scheduler, requests, blocks, *more: _scheduler.is_within_step(*more), on_fault=_all_cached)
 def look_further(scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any) -> Steps:
     before = [(request, request.num_cached_tokens) for request in requests]

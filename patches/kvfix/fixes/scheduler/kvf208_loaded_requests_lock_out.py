@@ -8,12 +8,12 @@ at the first request for which it has no blocks (scheduler.py 0.32.0:1275-1282).
 stay free for the earlier requests (:1249). Without `scheduler_reserve_full_isl`, vLLM does not check that the blocks
 for the rest of the load's own prompt are free.
 
-With priorities, vLLM may try the last admitted request first. The requests behind this request hold all blocks that
-they need, but wait for this request, which waits for their blocks. The lock-out also occurs if the request at the head
-of the queue has not loaded yet: vLLM reserves blocks for every load in flight.
+With priorities, vLLM may try the last admitted request first. The requests behind it hold all blocks that they need,
+but must wait for their turn. The first request waits for their blocks. The lock-out also occurs if the first request
+has not loaded yet, because vLLM reserves blocks for every load in flight.
 
-Fix: The fix acts after a step that scheduled nothing because of a request without enough blocks. In the next step, the
-fix lets another request run before this request: the first one for which enough blocks are free.
+Fix: The fix acts after a step that scheduled nothing because the first request lacked blocks. In the next step, the fix
+lets another request run first: the next request in the queue for which enough blocks are free.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because it reorders waiting requests.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues: KVF903.
@@ -52,7 +52,7 @@ def _ready(scheduler: Any) -> Iterator[Any]:
 
 
 def _to_step_aside(scheduler: Any) -> list[Any]:
-    """Return all requests before the first one with enough free blocks, if the head of the queue was refused."""
+    """If the head of the queue was refused, return all requests before the first one that finds enough blocks."""
     refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
     if refused is None:
         return aside
@@ -73,7 +73,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule),
     effect="hang",
     evidence={"KVD202": ""},
-    # After an idle step, another loaded request runs first. In healthy schedules, other requests would free blocks.
+    # After an idle step the fix runs another request first, even where other requests would soon free blocks.
     changes_healthy=("mp", "mp-in-tree"),
     no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; the order of requests is policy"},
     opt_in=True,

@@ -2,12 +2,12 @@
 
 Symptom: Nothing is logged. The engine does not use asynchronous scheduling. Connectors store the wrong KV.
 
-Cause: A step returns the accepted drafts and one more token. The turn may end before the last of these tokens. vLLM
+Cause: A step returns the accepted drafts and one more token. A turn may end before the last token of the step. vLLM
 drops tokens after the end (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` still
 counts them. The session continues from this number (:2471). So vLLM never computes the first tokens of the next input.
 
-Fix: When a turn ends, the fix lowers `num_computed_tokens` to the tokens before the turn's last token.
-- Releases: vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
+Fix: When a turn ends, the fix lowers `num_computed_tokens` to the number of tokens before the turn's last token.
+- Releases: vLLM 0.15.1 to 0.32.0, without asynchronous scheduling (`num_output_placeholders` counts dropped tokens).
 - Upstream: None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
 """
 

@@ -3,18 +3,18 @@
 Symptom: The log has `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. The model has layers of full
 attention and of sliding windows (Gemma, gpt-oss), the connector loads between steps, and the KV cache is nearly full.
 
-Cause: Even a long request holds only a few blocks of a window at once. The number of blocks that the request may still
-need is at most `max_admission_blocks_per_request`. vLLM subtracts from this limit all entries in the request's list
-(`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). The entries include null blocks
-in front of the window, also those of a hit. After a hit that is longer than the limit, the result is 0.
+Cause: In a sliding window, a request holds at most `max_admission_blocks_per_request` blocks at once. To get the number
+of blocks that the request may still need, vLLM subtracts from this limit all entries in the request's list
+(`get_num_blocks_to_allocate`, v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). These entries include the null
+blocks in front of the window, even the null blocks of a hit. For a hit longer than the limit, the result is 0.
 
 vLLM admits a new load if it fits into the blocks that are free and not reserved for the loads in flight (scheduler.py
-0.32.0:1249). A loaded request holds its blocks until it runs. Each loaded request may then need more blocks than
-are free, and the other loaded requests hold the blocks for which it waits.
+0.32.0:1249). A loaded request holds its blocks until it runs. Each loaded request may then need more blocks than are
+free, while other loaded requests hold the missing blocks.
 
 Fix: The fix calls the function without the limit, and then limits the answer to `max_admission_blocks_per_request`
-minus the blocks that the request has in use. (The fix wraps only the managers that recycle blocks. A wrapper in their
-base class costs a twelfth of the scheduler's time, with 256 requests.)
+minus the blocks that the request has in use. (The fix wraps only the managers that recycle blocks. With 256 requests, a
+wrapper in their base class would cost a twelfth of the scheduler's time.)
 - Releases: vLLM 0.20.2 to 0.33.0. Before 0.26, vLLM uses the limit only to check that a whole request fits.
 - Upstream: None known. For the reason of the limit, see https://github.com/vllm-project/vllm/issues/39734.
 - Remove when: `get_num_blocks_to_allocate` subtracts no null blocks from the limit.
@@ -56,7 +56,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
         @functools.wraps(function)
         def wrapper(manager: Any, *args: Any, **more: Any) -> int:
-            # vLLM calls this for each request and KV group in each step. The limit applies only to an admission.
+            # vLLM calls it for each request and KV group in each step. The limit applies only to an admission.
             call = limited if more.get("apply_admission_cap", True) else function
             return call(manager, *args, **more)
 
@@ -72,7 +72,7 @@ def _place(function: Callable[..., Any]) -> int:
 
 
 def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
-    """Count the blocks of the request and its hit that are in use: the blocks after the last null block."""
+    """Count the blocks in use: the request's blocks after its last null block, and the blocks of its hit."""
     held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
     for block in reversed(manager.req_to_blocks.get(request, ())):
         if block.is_null:
@@ -82,7 +82,7 @@ def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """Reserve blocks for 256 tokens with a hit of 192, before and after its load. With the bug, there are too few."""
+    """With a hit of 192 tokens, reserve blocks for 256 tokens before and after the load. The bug reserves too few."""
     null, block = (stubs.Stub(is_null=each, ref_cnt=1) for each in (True, False))
     manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
     lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}

@@ -4,13 +4,13 @@ Symptom: `Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, a
 send streaming input, and the connector loads between steps.
 
 Cause: vLLM reserves the blocks for the whole prompt of a load (scheduler.py 0.32.0:1249). A running session takes
-blocks without a check of the reserved blocks, and keeps them after its turn. Its next input needs more blocks, and so
-does the finished load. `schedule` stops at the first request for which it has no blocks (:1282).
+blocks without a check of the reserved blocks, and keeps them after its turn. The session's next input needs more
+blocks, and so does a loaded request. `schedule` stops at the first request for which it has no blocks (:1282).
 
-Fix: The fix acts when three steps in a row have scheduled nothing and nothing is in flight. The blocks of one waiting
-request must be enough for another one to run. The newest loaded request that is no session then returns its blocks, as
-after a failed load. vLLM computes this request later. The fix acts only if LMCacheMPConnector is the only connector.
-Only this connector accepts a request whose computed tokens are zero again. So the fix does not act in a MultiConnector.
+Fix: The fix acts if three steps have scheduled nothing, nothing is in flight, and the blocks of one waiting request are
+enough for another to run. The newest loaded request that is no session then returns its blocks, as after a failed load.
+vLLM computes this request later. The fix acts only if LMCacheMPConnector is the only connector, without MultiConnector.
+Only this connector accepts a request that restarts with zero computed tokens.
 
 Mixed roll-out: Engines with and without the fix work together. The fix is opt-in because vLLM computes a loaded prompt.
 - Releases: vLLM 0.32.0 and 0.33.0. Earlier releases have other queues, and the bug KVF903.
@@ -41,7 +41,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 def _to_give_back(scheduler: Any) -> Any:
     """Return the last loaded request, if another request that holds blocks needs this request's blocks to run."""
     if any(request.is_finished() for request in scheduler.requests.values()):
-        return None  # the blocks of this request become free when they are stored
+        return None  # a finished request frees its blocks when they are stored
     ready, manager = [], scheduler.kv_cache_manager
     for request in scheduler.kv_holding_waiting:
         if request.status.name == _LOADING and request.request_id not in scheduler.finished_recving_kv_req_ids:
@@ -80,7 +80,7 @@ FIX = Fix(
     SCHEDULER.schedule(broken=">=0.32.0", fix=schedule, order=1),
     effect="hang",
     evidence={"KVD202": ""},
-    # In schedules of the lab, other requests can hold blocks for a while. The fix acts before they return the blocks.
+    # In runs of the lab, the fix may act although another request would soon return its blocks.
     changes_healthy=("mp",),
     no_patch={"vllm": "which request frees its blocks is a policy: https://github.com/vllm-project/vllm/pull/57104"},
     opt_in=True,

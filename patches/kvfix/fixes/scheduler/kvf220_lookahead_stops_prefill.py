@@ -4,8 +4,8 @@ Symptom: The log shows `Running: 1 reqs` or more for ever, without throughput an
 or GDN layers (`mamba_cache_mode="align"`) and speculative decoding with several MTP modules, and the engine is busy.
 
 Cause: vLLM cuts a chunk of a prompt so that it ends where a state is kept (`_mamba_block_aligned_split`, scheduler.py
-0.32.0:443). Then vLLM shortens the chunk so that it does not end within `num_prefill_lookahead` tokens before the
-prompt's end (`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
+0.32.0:443). Then vLLM shortens the chunk so that the chunk does not end within `num_prefill_lookahead` tokens before
+the prompt's end (`_reserve_prefill_lookahead`, :570). A chunk may still end at the prompt's end.
 
 Suppose that fewer tokens than `num_prefill_lookahead` follow the last whole block of the prompt. A chunk that should
 end with this block is then shortened. The next chunk may only go up to the block's end, so vLLM shortens it to nothing,
@@ -20,10 +20,10 @@ import inspect
 from kvfix.fixes.api import SCHEDULER, Any, Fix, Steps, fix_around, note, replaced, stubs
 
 
-# With one token of lookahead or none, no chunk is shortened.
+# With a lookahead of 0 or 1 token, vLLM shortens no chunk.
 @fix_around(only=lambda sched: sched.need_mamba_block_aligned_split and sched.num_prefill_lookahead > 1)
 def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
-    """Wrap `schedule`: a wrapper of `_reserve_prefill_lookahead` would run for each request, even without Mamba."""
+    """Wrap `schedule`, because a wrapper of `_reserve_prefill_lookahead` would run even for models without Mamba."""
     shortened = scheduler._reserve_prefill_lookahead
 
     def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -37,7 +37,7 @@ def schedule(scheduler: Any, *_: Any, **__: Any) -> Steps:
 
 
 def shows_bug(hook: Any, module: Any) -> bool:
-    """46 of 50 tokens are computed, and the block lacks 2 tokens. With the bug, no token is scheduled."""
+    """Schedule 2 tokens to complete a block, after 46 of 50 tokens. With the bug, no token is scheduled."""
     scheduler = stubs.Stub(num_prefill_lookahead=4, need_mamba_block_aligned_split=True)
     return bool(hook(scheduler, stubs.Stub(num_tokens=50), 46, 2) == 0)
 

@@ -17,7 +17,7 @@ import inspect
 from kvfix.fixes import _scheduler
 from kvfix.fixes.api import GO_ON, SCHEDULER, Any, Fix, Steps, fix_after, fix_around, note, replaced
 
-#: Attribute of a scheduler: the sessions that were preempted when their turn ended, in this step.
+#: Attribute of a scheduler: the sessions whose turn ended in this step while they were preempted.
 _SESSIONS = "_kvfix_preempted_sessions"
 
 
@@ -46,7 +46,7 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """After an error of the fix, keep the session's earlier tokens too: without them it would return wrong text."""
+    """After an error of the fix, also keep the session's earlier tokens, so that it returns the right text."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)

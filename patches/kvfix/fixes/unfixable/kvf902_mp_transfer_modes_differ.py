@@ -3,9 +3,9 @@
 Symptom: The worker blocks for `mq_timeout` and dies. The server sends no answer, and logs `No handler registered for
 operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler registered for request type ...`.
 
-Cause: The server loads the handlers of one mode (`--supported-transfer-mode`). The worker chooses its mode by its
-device, or by `lmcache.mp.mp_transfer_mode` or LMCACHE_MP_TRANSFER_MODE. A request without a handler gets no reply. Each
-side runs in its own process, perhaps on another machine. So kvfix cannot read or change the other side's options.
+Cause: The server loads the handlers of one mode (`--supported-transfer-mode`). `lmcache.mp.mp_transfer_mode`,
+LMCACHE_MP_TRANSFER_MODE or the device sets the worker's mode. A request without a handler gets no reply. Each side runs
+in its own process, perhaps on another machine. So kvfix cannot read or change the other side's options.
 
 Workaround: Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker
 to the mode of the server. The server logs its mode: `Supported transfer mode: ...`.

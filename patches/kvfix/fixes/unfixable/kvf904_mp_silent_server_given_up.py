@@ -1,10 +1,10 @@
 """Wrong text after a late heartbeat: the worker drops transfers that the server still runs (LMCache 0.5.5 and earlier).
 
 Symptom: The log has WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server
-is healthy again`. Then running requests, and hits, return wrong text with HTTP 200, until the chunks are evicted.
+is healthy again`. Then running requests, and later hits, return wrong text with HTTP 200 until the chunks are evicted.
 
 Cause: As in KVF122, the worker drops the futures of all transfers, and reports the loads as failed and the stores as
-done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, and a slow server still runs the transfers.
+done (vllm_multi_process_adapter.py 0.5.5:1856). vLLM frees the blocks, while a slow server still runs the transfers.
 
 A fix would have to drop only the transfers that the server will never run. Up to 0.5.5 the client does not watch the
 connection (multiprocess/mq.py 0.5.5:281), and a restarted server answers pings like the old one. So if the worker

@@ -6,7 +6,7 @@ the wrong states under valid keys.
 
 Cause: vLLM schedules the next token before it knows that a stop token or a stop string has ended the turn. With
 pipeline parallelism, vLLM may also schedule a token beyond `max_tokens`. When input comes, vLLM drops the last token of
-the turn and computes on from there (`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of attention is
+the turn and continues without it (`_update_request_as_session`, scheduler.py 0.32.0:1651). The KV of attention is
 overwritten. A state cannot go back: it includes the dropped token.
 
 Drafts have the same effect. vLLM drops drafts that were accepted beyond the end of a turn

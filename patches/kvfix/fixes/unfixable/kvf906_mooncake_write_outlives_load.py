@@ -8,8 +8,8 @@ after VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and 60 s (mooncake_connector.py 0.32.0
 prefill engine has the same timeout, but this timeout starts when the prefill engine takes the message (:1587).
 
 The prefill engine takes the message late if its process hangs, or if all of its 2 * num_workers tasks wait for prefills
-(:1456). In both cases it writes after the decode engine has given the load up, into blocks of another request. The
-message carries no deadline, so neither engine can be fixed alone.
+(:1456). In both cases, the prefill engine writes into blocks of another request, because the decode engine has given
+the load up. The message carries no deadline, so neither engine can be fixed alone.
 
 Workaround: Set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT to a larger number of seconds on the decode engine than on the
 prefill engine, for example 960 and 480. A message may then be late by the difference plus 60 s. Set a larger
