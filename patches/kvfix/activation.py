@@ -1,4 +1,4 @@
-"""Bring one configuration to every process of an engine, and apply fixes there after the import of the fixed modules.
+"""Pass one configuration to every process of an engine, and apply fixes there after the import of the fixed modules.
 
 vLLM starts EngineCore and its workers as other processes, most often by spawn, without the parent's patches. So
 `apply()` writes the configuration into the environment. `load`, a plugin of vLLM, reads it in each process, before vLLM
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvfix.catalogue import FixRow
 
 ENV = "KVFIX"
-#: If this list of plugins is set, vLLM skips all other plugins without a message (vllm/plugins/__init__.py).
+#: If this environment variable is set, vLLM silently skips the plugins not listed in it (vllm/plugins/__init__.py).
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
-#: A Ray worker gets only variables whose prefix is in vLLM's own list or in this variable (vllm/ray/ray_env.py).
+#: vLLM copies a variable to Ray workers only if its prefix is in vLLM's list or in this one (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 #: Top-level packages with fixed functions. The first import from one of them loads the fixes.
 PACKAGES = ("lmcache", "vllm")
@@ -45,18 +45,18 @@ def apply(
     plus: Iterable[str] | None = None,
     audit: float = 0,
 ) -> None:
-    """Fix the known bugs of the installed vLLM and LMCache, here and in every process started from here.
+    """Fix the known bugs of the installed vLLM and LMCache, in this process and in every process that it starts.
 
     Call this function before you launch vLLM. If you call it again, the new configuration replaces the old one. The
-    function imports no heavy modules: kvfix applies a fix after the import of the fixed module.
+    function imports no heavy modules, because kvfix applies a fix after the import of the fixed module.
 
-    mode: `fix` applies fixes. `observe` also records the connector hooks. `check` also checks rules after each hook and
-    writes a log line and a dump for each violation. `strict` also raises `kvfix.connector_events.Violation`.
+    mode: `fix` applies fixes. `observe` also records the connector hooks. `check` also checks rules at each hook, and
+    reports violations in the log and in files. `strict` also raises `kvfix.connector_events.Violation`.
     only, skip, plus: codes (`KVF001`) or slugs of fixes. By default, kvfix applies all fixes that are not opt-in.
     only: apply no other fixes. skip: do not apply these fixes. plus: apply these opt-in fixes too.
-    layers: also count the hooks that run once per layer and step, and record which of them hangs; not in mode `fix`.
+    layers: also count the hooks that run once per layer and step, and record a hang in them. Not for mode `fix`.
     audit: the fraction of hits that vLLM computes instead of loading, to check the cache. Needs `check` or `strict`.
-    Raises ValueError for an unknown mode or fix, and nothing else.
+    Raises ValueError for an unknown mode or fix, and for wrong `layers` or `audit`. Raises no other exception.
     KVFIX=off in the environment keeps kvfix off, even if a program calls this function.
     """
     config = Config(mode, only, skip, layers, plus, audit)
@@ -134,11 +134,11 @@ def _with(listed: str, item: str) -> str:
 
 
 class Finder:
-    """A meta path finder. It lets the other finders find a module, and applies fixes after the module was executed."""
+    """A meta path finder. The other finders find a module, and kvfix applies fixes after the module was executed."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        # The import system asks for thousands of modules. Return at once for modules that are not in PACKAGES.
+        # The import system asks for thousands of modules. Return at once for a module outside PACKAGES.
         finding = get_ident(), name
         if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
             return None
@@ -156,7 +156,7 @@ class Finder:
 
 
 def activate(config: Config) -> None:
-    """Activate this configuration in this process. Remove fixes that only an earlier configuration wanted."""
+    """Activate this configuration in this process. Remove the applied fixes that it leaves out."""
     session.config = config
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)

@@ -1,12 +1,12 @@
-"""Judge one function of the installed code: is it wrong, right, or unknown? Then decide if a fix is applied.
+"""Judge whether an installed function has the bug of a fix. Then decide whether to apply the fix.
 
-The version number alone decides nothing: LMCache's post releases change functions, and users edit files. kvfix
+The version number is not enough, because LMCache's post releases change functions, and users edit files. kvfix
 looks for a release that has the same file (by a hash) or, if there is none, the same function (by its fingerprint). If
 no release has the function, the behaviour probe decides. If the probe cannot decide, kvfix refuses the function.
 
-kvfix wraps all functions of a fix or none. A fix may have several groups of functions, one for each copy of the same
-code (`Owner.copy`). Each group is decided by itself. A group is refused if one of its functions is unknown, missing or
-cannot be wrapped, or if no release has all of its functions. This module is pure: it does not read the session.
+A fix has one group of functions for each copy of the fixed code (`Owner.copy`). kvfix decides about each group
+separately, and wraps all functions of a group or none. kvfix refuses a group if one of its functions is unknown,
+missing or cannot be wrapped, or if no release has all of its functions. This module does not use the session.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: The states of a function or a fix, the worst first. A fix has the worst state of its functions.
 #: refused: the code is unknown, and no behaviour probe fits it. unknown: the behaviour probe decides in the process
-#: that imports the function. Only a fix is "unfixable" (a new release must fix the bug) or "opt-in" (you must name it).
+#: that imports the function. A fix may also be "unfixable" (a new release must fix the bug) or "opt-in" (you name it).
 STATES = (
     "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
     "not-installed",
@@ -54,7 +54,7 @@ def fingerprints() -> dict[str, Any]:
 
 
 def judge(target: Target) -> Applicability:
-    """Judge by the installed file, without importing it. `applicable`: the code is known to have the bug."""
+    """Judge by the installed file, without importing it. `applicable`: a release with the bug has this code."""
     if installed_source.package_dir(target.dist) is None:
         return Applicability("not-installed", f"{target.dist} is not installed")
     path = installed_source.source_file(target.dist, target.module)
@@ -110,14 +110,14 @@ def wrong_releases(target: Target) -> frozenset[str]:
 
 
 def _judge_absent(target: Target, path: Path | None, same_file: str | None = None) -> Applicability:
-    """Judge a function that the file lacks. A release without the function has no bug. same_file: a release with it."""
+    """Judge a function that its file lacks. Releases without it have no bug. same_file: a release with this file."""
     what = f"{target.function} in {path}" if path is not None else f"the module {target.module}"
     known = fingerprints().get(target.dist, {})
     releases: list[str] = known.get("releases", [])
     having = set[str]().union(*known.get("functions", {}).get(target.name, {}).values())
     absent = frozenset(releases).difference(having)
     version = same_file or installed_source.version(target.dist)
-    # If the release is newer than kvfix, look at the newest known release, which may lack the function too.
+    # If kvfix does not know the installed release, use the newest known release, which may lack the function too.
     compared = version if version in releases else next(reversed(releases), "")
     release = f"{target.dist} {version or '(version unknown)'}"
     if compared in absent:
@@ -126,9 +126,9 @@ def _judge_absent(target: Target, path: Path | None, same_file: str | None = Non
 
 
 def judge_live(target: Target, module: ModuleType, function: Any = None) -> Applicability:
-    """Judge in a process that has imported the module: by the file, by the live function, and by the probe.
+    """Judge a function of an imported module by its file, by the live function, and by the probe.
 
-    function: the live function without the wrappers of kvfix, if it has any.
+    function: the live function without kvfix's wrappers, if kvfix has wrapped the function.
     """
     by_file = judge(target)
     found = installed_source.live_function(module, target.function)
@@ -162,7 +162,7 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
 
 @contextmanager
 def _silent(module: ModuleType) -> Iterator[None]:
-    """Silence the logger. A probe calls hooks with stub objects, and the engine's log must not have their lines."""
+    """Silence the module's logger. A probe calls hooks with stub objects, and must not write to the engine's log."""
     logger = getattr(module, "logger", None)
     before = getattr(logger, "disabled", None)
     if logger is None or before is None:
@@ -176,7 +176,7 @@ def _silent(module: ModuleType) -> Iterator[None]:
 
 
 class Decision(NamedTuple):
-    """The decision for one group of a fix. outcome: the state of the whole group. wrapped: the functions to wrap."""
+    """The decision on one group of a fix. outcome: the state of the whole group. wrapped: the functions to wrap."""
 
     group: tuple[Target, ...]
     outcome: Applicability
@@ -206,7 +206,7 @@ def _worst(targets: Iterable[Target], judged: dict[Target, Applicability]) -> Ap
 
 
 def _obstacle(targets: tuple[Target, ...], judged: dict[Target, Applicability]) -> Applicability | None:
-    """Return why a group with a wrong function is refused; None if the fix can be applied."""
+    """Return why kvfix refuses a group that has a function with the bug; None if kvfix can wrap the group."""
     worst = _worst(targets, judged)
     if worst.state in ("refused", "unknown"):
         return worst

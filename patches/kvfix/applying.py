@@ -1,8 +1,8 @@
 """Apply and remove the wrappers of the fixes and of the connector events.
 
-A fix is one transaction: kvfix judges all functions of a fix before it wraps any (`kvfix.applicability`). A module that
-is not imported yet is judged by its file. If the imported function differs from the file, kvfix removes the whole fix.
-One `WrappedFunction` has all wrappers of a function. It can remove one wrapper, and it can put back the original.
+A fix is one transaction. kvfix judges all functions of a fix before it wraps any (`kvfix.applicability`), by their file
+if their module is not imported yet. If a function turns out to differ from its file after the import, kvfix removes the
+whole fix. Each function has one `WrappedFunction`. It holds all wrappers, can remove each, or restore the original.
 """
 
 import inspect
@@ -24,7 +24,7 @@ _HALF_IMPORTED = Applicability(
 def settle(module: ModuleType, complete: bool) -> None:
     """Apply the fixes of functions in this module that the configuration wants. Remove the unwanted fixes.
 
-    complete: False for a module whose import has not ended. No fix can be applied to this module yet.
+    complete: False while the import of the module has not ended. kvfix cannot apply fixes to the module yet.
     """
     fixes = catalogue.fixes_of(module.__name__)  # this imports modules, so it runs without the lock
     with session.lock:
@@ -41,7 +41,7 @@ def settle(module: ModuleType, complete: bool) -> None:
 
 
 def attach(holder: type, name: str, key: str, wrapper: Wrapper) -> None:
-    """Put a wrapper that belongs to no fix around a method of this class, outside of the wrappers of all fixes."""
+    """Put a wrapper that belongs to no fix around a method of this class, outside the wrappers of all fixes."""
     owner: Any = next(each for each in holder.__mro__ if name in vars(each))
     at = (owner.__module__, f"{owner.__qualname__}.{name}")
     with session.lock:
@@ -72,7 +72,7 @@ def remove_all() -> None:
 
 
 def _settle(fix: Fix, imported: str) -> None:
-    """Wrap the functions of this fix; unwrap them if the fix is unwanted or refused. imported: the new module."""
+    """Wrap the functions of this fix, or unwrap them if it is unwanted or refused. imported: the module to settle."""
     is_taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
     if not is_taken or fix.code in session.held_back:
         for target in fix.targets:
@@ -148,7 +148,7 @@ def _wrapped(target: Target, module: ModuleType) -> WrappedFunction:
 
 
 def _note_outcomes(fix: Fix, decisions: list[Decision]) -> None:
-    """Keep the outcome of each function whose module is imported, and log a refused fix."""
+    """Store the outcome of each function whose module is imported. Log a refused fix."""
     wrapped = {target for decision in decisions for target in decision.wrapped}
     for decision in decisions:
         for target in decision.group:
@@ -181,7 +181,7 @@ def log_applied() -> None:
 
 
 def _forget_reloaded(module: ModuleType) -> None:
-    """Drop the functions of a reloaded module (importlib.reload), and their outcomes."""
+    """If the module was reloaded (importlib.reload), drop its wrapped functions and their outcomes."""
     for (name, function), wrapped in list(session.wrapped.items()):
         if name == module.__name__ and _is_gone(wrapped, module, function):
             del session.wrapped[name, function]
@@ -194,8 +194,8 @@ def _forget_reloaded(module: ModuleType) -> None:
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:
     """Return True if the module now has another function of this name, because the module was reloaded.
 
-    Return False if another tool has only wrapped kvfix's function. `inspect.unwrap` then finds the same function, or,
-    if the tool's wrapper has no `__wrapped__`, the wrapper, whose file or name differs from the function's.
+    Return False if another tool has wrapped kvfix's function. `inspect.unwrap` then finds the same original. If the
+    tool's wrapper has no `__wrapped__`, `unwrap` finds the wrapper, whose file or name differs from the original's.
     """
     found = installed_source.live_function(module, function)
     if found is None:

@@ -40,7 +40,7 @@ def fixes_of(module: str) -> list[Fix]:
 
 @functools.lru_cache(maxsize=1)
 def modules_of_fixes() -> dict[str, list[str]]:
-    """Return {module of vLLM or LMCache: modules of its fixes}. Load only the fixes that fingerprints.json lacks."""
+    """Return {module of vLLM or LMCache: modules of its fixes}. Load only fixes that are not in fingerprints.json."""
     found: dict[str, list[str]] = {}
     indexed = set()
     for known in applicability.fingerprints().values():
@@ -65,7 +65,7 @@ def find(name: str) -> Fix | None:
 
 
 def handling(rule: str, text: str | None = None) -> list[Fix]:
-    """Return all fixes whose `evidence` has this rule or finding, also fixes of other releases. text: its message."""
+    """Return all fixes whose `evidence` lists this rule or finding, even for other releases. text: the message."""
     return [fix for fix in fixes() if rule in fix.evidence and (text is None or re.search(fix.evidence[rule], text))]
 
 
@@ -86,18 +86,18 @@ def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list
 
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
-    """Yield one row for each distribution of this fix. If a function has several copies, take the worst state."""
+    """Yield one row for each distribution of this fix. If the fix has several groups, take the worst state."""
     decisions = applicability.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
         outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
-        if any(each.state == "applied" for each in outcomes):  # the other copy may not be imported yet
+        if any(each.state == "applied" for each in outcomes):  # the code's other copy may not be imported yet
             outcomes = [each for each in outcomes if each.state != "applicable"]
         state, reason, _ = min(outcomes, key=lambda each: STATES.index(each.state))
         yield FixRow(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)
 
 
 def _outcome(fix: Fix, decision: Decision) -> Applicability:
-    """Return the state, in this process, of the functions that the decision is about."""
+    """Return the state of the decision's group in this process."""
     if decision.outcome.state != "applicable":
         return decision.outcome
     if not fix.fixable:
@@ -119,7 +119,7 @@ def _outcome(fix: Fix, decision: Decision) -> Applicability:
 
 
 def rows_handling(finding: Finding) -> list[FixRow]:
-    """Return the rows of the fixes for this finding, without fixes that this process does not need."""
+    """Return the rows of the fixes for this finding. Leave out fixes that the installed releases do not need."""
     needed = ("applied", "applicable", "opt-in", "refused", "unknown", "unfixable")
     found = [row for fix in handling(finding.code, finding.message) for row in rows_of(fix)]
     return [row for row in found if row.verdict in needed]

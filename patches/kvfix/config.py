@@ -4,9 +4,9 @@
 
     KVFIX=fix                      all fixes that are not opt-in
     KVFIX="fix only=KVF001"        only these fixes
-    KVFIX="fix skip=KVF001,KVF002" all fixes that are not opt-in, without these
-    KVFIX="fix plus=KVF017"        all fixes that are not opt-in, and these
-    KVFIX="check skip=KVF001"      another mode
+    KVFIX="fix skip=KVF001,KVF002" all fixes that are not opt-in, except for these
+    KVFIX="fix plus=KVF017"        all fixes that are not opt-in, and this opt-in fix
+    KVFIX="check skip=KVF001"      mode `check`, and all fixes that are not opt-in, except for this one
     KVFIX="observe layers=yes"     also count the hooks that run once per layer
     KVFIX="check audit=0.001"      also compute one hit in a thousand, and compare it with the cache
     KVFIX=off                      no fixes, even if a program calls kvfix.apply()
@@ -25,7 +25,7 @@ MODES = ("fix", "observe", "check", "strict")
 class Config:
     """`only`, `skip` and `plus` have codes, never slugs. If `only` is None, all fixes apply that are not opt-in.
 
-    audit: 0 if there is no audit. Raises ValueError. For an unknown fix, the error names a similar slug.
+    audit: 0 if there is no audit. The constructor raises ValueError, which suggests a slug if a fix is unknown.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Config:
 
     @classmethod
     def parse(cls, text: str) -> Config:
-        """Parse a configuration's text, the reverse of `__str__`. Raises ValueError."""
+        """Parse the text that `__str__` returns. Raise ValueError if the text is not a configuration."""
         mode, *rest = text.split()
         lists: dict[str, list[str]] = {}
         for word in rest:
@@ -84,7 +84,7 @@ class Config:
 
 
 def _fraction(value: float | str) -> float:
-    """Return `audit` as a number from 0 to 1. Raises ValueError for any other value."""
+    """Return `audit` as a number from 0 to 1. Raise ValueError for any other value."""
     try:
         found = float(value)
     except ValueError:
@@ -117,7 +117,7 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
 
 
 def _like(name: str, known: dict[str, str]) -> str:
-    """Return what to write in place of an unknown name. known: {code: slug}."""
+    """Return advice for an unknown name of a fix. known: {code: slug}."""
     from difflib import get_close_matches
 
     if not known:

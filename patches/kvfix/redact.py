@@ -11,15 +11,15 @@ import re
 
 HIDDEN = "<hidden>"
 
-#: Words in the name of a secret. "tokens" is left out, because it is the name of a count.
+#: A name with one of these words is the name of a secret. The list lacks "tokens", because "tokens" names a count.
 _WORDS = {
     "accountkey", "apikey", "auth", "authentication", "authorization", "bearer", "cookie", "credential", "credentials",
     "creds", "dsn", "jwt", "passcode", "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets",
     "signature", "token",
 }  # fmt: skip
-#: Ends of words that join several words: PGPASSWORD, accesstoken.
+#: Endings of words without separators, such as PGPASSWORD or accesstoken.
 _ENDS = ("apikey", "passphrase", "passwd", "password", "secret", "token")
-#: In text, "key" alone mostly means the key of a chunk. In the name of a setting, "key" means a secret.
+#: In text, "key" alone mostly means the key of a chunk, so these patterns need a second word.
 _KEYS = re.compile(
     r"(?i)(?:api|access|account|private|secret|signing|ssh|ssl|tls|encryption|shared|master|license|service|client)"
     r"[-_.]?(?:access[-_.]?)?key|(?:db|user|smtp|redis|mysql|postgres|proxy|admin|root)[-_]?pass\b"
@@ -50,7 +50,7 @@ _VALUES = (
         HIDDEN,
     ),
 )
-#: A word that may contain URLs. The text between two "://" has at most one user.
+#: A word that may contain URLs. After each "://", kvfix looks for one user.
 _WORD = re.compile(r"[^\s\"'<>]+")
 _PORT = re.compile(r"\d+[/?#]")
 
@@ -64,12 +64,12 @@ _OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]
 _ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
 _PAIR = re.compile(r"(?i)[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?")
 _QUOTE = re.compile(r"\\*[\"']")
-#: A value without quotes. A comma or a bracket ends the value only if another name, or nothing, follows.
+#: A value without quotes. A comma or bracket ends it only before white space, punctuation, another name or the end.
 _PLAIN = re.compile(r"(?:[^\s\"',;&)\]}]|[,;&](?!\s|$|[\w.-]{1,64}=)|[)\]}](?![\s,;.)\]}\"']|$))+")
 _LINE, _HEADER, _CONTENT = re.compile(r"[^\n]+"), re.compile(r"[^\n\"']+"), re.compile(r"[^<]+")
 #: Matches the text before a name if the name begins its line.
 _BEGINS = re.compile(r"(?:^|\n)[ \t]*(?:- |export )?$")
-#: First characters of a list or a dict, which is hidden as a whole.
+#: First characters of a list, a dict or a tuple. kvfix hides its whole line.
 _OPEN = {"[", "{", "("}
 #: Headers whose value has spaces.
 _HEADERS = {"authorization", "cookie"}
@@ -95,7 +95,7 @@ def text(words: str) -> str:
 
 
 def _without_users(found: re.Match[str]) -> str:
-    """Hide user and password in each URL of a word: up to the last @, because a password may have any characters."""
+    """Hide user and password in each URL of a word. They end at the last @, because a password may contain an @."""
     first, *rest = found[0].split("://")
     return "://".join([first, *map(_without_user, rest)]) if rest else found[0]
 
@@ -107,7 +107,7 @@ def _without_user(url: str) -> str:
     ends = [place for sign in "/?#" if (place := url.find(sign, 0, at)) >= 0]
     if ends:
         colon = url.find(":", 0, min(ends))
-        if colon < 0 or _PORT.match(url, colon + 1):  # the URL has a host, and an @ in its path
+        if colon < 0 or _PORT.match(url, colon + 1):  # the host ends before the last @, which is in the path or query
             at = url.rfind("@", 0, min(ends))
     return f"{HIDDEN}{url[at:]}" if at >= 0 else url
 
@@ -130,7 +130,7 @@ def _without_values(words: str, pattern: re.Pattern[str]) -> str:
 
 
 def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
-    """Return where the value begins and ends, without its quotes."""
+    """Return the begin and end of the value, without its quotes."""
     begins = found.end()
     opening = _QUOTE.match(words, begins)
     if opening:
@@ -148,7 +148,7 @@ def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
 
 
 def _closing(words: str, opening: re.Match[str]) -> int:
-    """Return the end of the value: a quote with at most as many backslashes as `opening`, or the end of the line."""
+    """Return where the value ends: at a quote with no more backslashes than `opening`, or at the end of the line."""
     line = words.find("\n", opening.end())
     for found in _QUOTE.finditer(words, opening.end(), len(words) if line < 0 else line):
         if found[0][-1] == opening[0][-1] and len(found[0]) <= len(opening[0]):

@@ -1,6 +1,6 @@
 """The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
 
-The object `session` holds the whole state; other modules have none. This module imports little, for a fast `apply()`.
+Only the object `session` holds state. This module imports little, so that `apply()` is fast.
 """
 
 import os
@@ -35,7 +35,7 @@ class Session:
         # The log of the engine (engine_log).
         #: The texts that were logged, the oldest first.
         self.reported: dict[str, None] = {}
-        #: {kind of a line: (lines logged, monotonic seconds of the last one, lines left out since)}.
+        #: {kind of a line: (lines logged, monotonic seconds of the last line, lines left out after it)}.
         self.lines: dict[str, tuple[int, float, int]] = {}
         #: Errors in kvfix by kind.
         self.faults: dict[str, int] = {}
@@ -43,7 +43,7 @@ class Session:
         # Imports (activation). Any thread may import a module.
         #: Modules with functions to wrap; None: not read yet.
         self.modules: frozenset[str] | None = None
-        #: (thread, module): in this thread, kvfix now asks the other finders for this module.
+        #: (thread, module) for each module for which kvfix is asking the other finders in this thread.
         self.finding: set[tuple[int, str]] = set()
         #: Modules whose code runs now, because they are being imported.
         self.executing: set[str] = set()
@@ -53,7 +53,7 @@ class Session:
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
         #: {function of a wanted fix, in an imported module: its outcome}.
         self.outcomes: dict[Target, Applicability] = {}
-        #: {function of a wanted fix: the verdict on it without the wrappers of kvfix} (applying).
+        #: {function of a wanted fix: the verdict on the function without kvfix's wrappers} (applying).
         self.judged: dict[Target, Applicability] = {}
         #: {name: module} of the modules whose import has ended while kvfix was active.
         self.complete: dict[str, Any] = {}
@@ -61,15 +61,15 @@ class Session:
         self.newly_applied: dict[str, dict[str, None]] = {}
         #: {key of wrappers: how often they acted and failed} (metrics).
         self.tallies: dict[str, Tally] = {}
-        #: {code of a fix that cannot be applied to a running engine: reason} (kvfix attach).
+        #: {code of a fix that `kvfix attach` does not apply to this running engine: reason}.
         self.held_back: dict[str, str] = {}
-        #: Requests that began before kvfix was attached: no rule checks them, and fixes with NEW_REQUESTS skip them.
+        #: Requests that began before `kvfix attach`. No rule checks them, and fixes with NEW_REQUESTS skip them.
         self.before: Container[str] = ()
 
         # Connector events, except in mode `fix`.
         #: The last events (recorder.Entry).
         self.events: deque[Any] = deque(maxlen=EVENTS)
-        #: {number: watched connector or scheduler}, as long as the connector or scheduler exists (recorder).
+        #: {number: WatchedConnector}, as long as the connector or scheduler exists (recorder).
         self.connectors: Any = None
         self.numbers = count(1)
         #: `restart_recording` increments this number. kvfix ignores a WatchedConnector of an earlier generation.
@@ -108,7 +108,7 @@ class Session:
         self.reports, self.suppressed = 0, None
 
     def _in_child(self) -> None:
-        """Reset a forked child: records and files are the parent's, whose other threads may have held the lock."""
+        """Reset a forked child. Records and files belong to the parent, whose other threads may have held the lock."""
         self.lock = RLock()
         self.restart_recording()
         for tally in self.tallies.values():

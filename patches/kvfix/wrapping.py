@@ -1,16 +1,16 @@
-"""Wrappers around functions of vLLM or LMCache: `before`, `after` and `around` return plain closures.
+"""Wrap functions of vLLM or LMCache with plain closures, which `before`, `after` and `around` make.
 
-The function gets its arguments as the caller passed them. A wrapper gets the arguments by position, with the defaults
-filled in, because releases and callers differ in what they pass by name.
+The function gets its arguments as the caller passed them. A wrapper's code gets the arguments by position, with the
+defaults filled in, because releases and callers differ in what they pass by name.
 
-The wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. A wrapper
-with the attribute `only`, a function of the instance, is left out of the calls of all other instances. This costs less
-than the wrapper in each step. So the answer of `only` must never change, for example the role of a connector.
+A wrapper runs its code (`prepare`, `change` or `steps`) only if `when` returns true for the same arguments. A wrapper
+may have an attribute `only`, a function of the instance. If every `only` around a function returns false, the call
+skips these wrappers, to save time. `only` must always return the same answer for one instance, such as its role.
 
-If the code of a wrapper raises, the error is counted and logged once, and the engine continues. `on_fault` decides the
-answer. The default, None, gives the function's own answer. Fixes of crashes, leaks and hangs use it. A fix of wrong
-KV fails closed instead: its `on_fault` reports a failed load, skips a store or promises 0 tokens. If `on_fault` makes
-the call safe, it returns GO_ON. `kvfix.fixes._closed` has the answers that several fixes share.
+If the code of a wrapper raises, kvfix counts the error and logs it once. The engine continues with the answer that
+`on_fault` returns. Fixes of crashes, leaks and hangs have no `on_fault`: the caller gets the function's own answer. A
+fix of wrong KV has one that fails closed: it reports a failed load, skips a store or promises 0 tokens. An `on_fault`
+that makes the call safe returns GO_ON. `kvfix.fixes._closed` has the `on_fault` functions that several fixes share.
 """
 
 import functools
@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
 Only = Callable[[Any], Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: `on_fault` returns this if the function is safe to call now. If the function was called already, its answer is kept.
+#: `on_fault` returns GO_ON if the function may run. If the function has already run, the caller gets its answer.
 GO_ON = object()
 
 
@@ -57,8 +57,8 @@ class _Code:
 def before(prepare: Function, when: Function | None = None, on_fault: Function | None = None) -> Wrapper:
     """Call `prepare` before the function.
 
-    prepare: (instance, *arguments). If its result is true, the fix has acted.
-    on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises. GO_ON: call the function.
+    prepare: (instance, *arguments) -> true if the fix has acted.
+    on_fault: (arguments of the caller) -> the answer if `prepare` or `when` raises, or GO_ON to call the function.
     """
 
     def wrap(function: Function) -> Function:
@@ -84,7 +84,7 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
 def after(change: Function, when: Function | None = None, on_fault: Function | None = None) -> Wrapper:
     """Call the function, then change its answer.
 
-    change: (instance, answer, *arguments) -> the right answer, or None (no change). A new answer counts as an action.
+    change: (instance, answer, *arguments) -> the right answer, or None to keep `answer`. The fix acts if they differ.
     on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
     """
 
@@ -115,11 +115,11 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
     """Run code before and after the function, in a generator that yields once.
 
     steps: (instance, *arguments) -> a generator, or None if there is nothing to do. The code before `answer = yield`
-    runs before the function. The generator returns the right answer; None: the function's own. `yield arguments` calls
-    the function with those arguments instead of the caller's. A return before the yield skips the function. If the
-    function raises, its exception goes to the caller and the generator is closed (use `finally`). The fix has acted if
+    runs before the function. The generator returns the right answer, or None to keep `answer`. `yield arguments` calls
+    the function with `arguments` instead of the caller's. A return before the yield skips the function. If the function
+    raises, the caller gets the exception, and kvfix closes the generator (clean up in `finally`). The fix has acted if
     it changes the arguments or the answer, or skips the call.
-    on_fault: (arguments of the caller) -> the answer if the code raises. Before the yield, it replaces the call.
+    on_fault: (arguments of the caller) -> the answer if the generator raises. GO_ON: use the function's own answer.
     """
 
     def wrap(function: Function) -> Function:
@@ -193,7 +193,7 @@ class View:
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """For `around`: give the object these attributes while the function runs, then restore its own."""
+    """For `around`: set these attributes of the object while the function runs, then restore the earlier values."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
@@ -207,21 +207,21 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 class WrappedFunction:
     """A function of vLLM or LMCache with wrappers around it.
 
-    The class gets one stable function that calls the current wrappers. A tool that wraps this function later, and keeps
-    a reference to it, still works. wrapt.FunctionWrapper does the same, but takes too long to import.
+    kvfix puts one function (`placed`) into the class. It calls the current wrappers, so another tool can wrap it and
+    keep a reference to it while wrappers change. wrapt.FunctionWrapper could do this, but takes too long to import.
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:
-        """Raises TypeError for a kind of function that kvfix cannot wrap."""
+        """Raise TypeError if kvfix cannot wrap this kind of function."""
         kind = _other_kind(original)
         if kind:
             raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps functions and methods only")
         self.owner = owner
         self.name = name
         self.original = original
-        #: A class that inherits the function gets its own wrapper. Its base class does not get one.
+        #: True if a base class defines the function. kvfix then wraps the function only in `owner`, not in the base.
         self._is_inherited = name not in vars(owner)
-        #: {key: (order, wrapper)}; the lowest order is nearest to the original.
+        #: {key: (order, wrapper)}. The wrapper with the lowest order is innermost.
         self._wrappers: dict[str, tuple[int, Wrapper]] = {}
         is_bound = isinstance(original, staticmethod | classmethod)
         self._function: Function = original.__func__ if is_bound else original
@@ -231,7 +231,6 @@ class WrappedFunction:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
 
-        #: The function that kvfix puts into the class.
         self.placed: Any = type(original)(wrapped) if is_bound else wrapped
 
     def __contains__(self, key: str) -> bool:
@@ -302,7 +301,7 @@ def _other_kind(original: Any) -> str:
 
 
 def _count_parameters(function: Function) -> int:
-    """Return the number of arguments after which `positional` has nothing to do; -1 if it always has to look."""
+    """Return with how many positional arguments a call does not need `positional`; -1 if every call needs it."""
     inner = inspect.unwrap(function)
     return inner.__code__.co_argcount if isinstance(inner, FunctionType) and not inner.__kwdefaults__ else -1
 

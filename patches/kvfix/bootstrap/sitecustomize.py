@@ -19,7 +19,7 @@ except ImportError as error:
 else:
     load()
 
-# sys.modules has this file under the name "sitecustomize". If the user has a sitecustomize too, it gets this name.
+# sys.modules has this file as "sitecustomize". Remove it, so that the user's own sitecustomize can be imported.
 _ours = sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401

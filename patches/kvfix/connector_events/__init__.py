@@ -3,10 +3,10 @@
 The flight recorder keeps the events, and in modes `check` and `strict` the rules check them. Mode `fix` does not import
 this package. After an error in the package, the engine continues, and kvfix logs the error once.
 
-This module wraps functions of the scheduler, and the hooks of every connector class that vLLM's factory returns. A
-MultiConnector gets its children's classes from `get_connector_class`, not from `create_connector` (multi_connector.py
-0.32.0:232). So kvfix wraps `get_connector_class`, and the hooks of each class that it returns. Hooks that a class
-inherits from `KVConnectorBase_V1` do nothing. kvfix wraps one of them: `update_connector_output` gets load results.
+This module wraps functions of the scheduler, and the hooks of every connector class that vLLM's factory returns. To see
+these classes, it wraps `get_connector_class`. It does not use `create_connector`, which a MultiConnector skips for its
+children (multi_connector.py 0.32.0:232). Hooks that a class inherits from `KVConnectorBase_V1` do nothing. kvfix wraps
+only one of these, `update_connector_output`, because its arguments have the results of loads.
 """
 
 import functools
@@ -24,7 +24,7 @@ from kvfix.session import session
 from kvfix.wrapping import after
 
 KEY = "connector events"
-#: The wrapper whose key is first in the alphabet is innermost. So the wrapper of KEY records the answer of the audit.
+#: kvfix sorts these wrappers by key, the first innermost. So the wrapper of KEY records the answer of the audit.
 AUDIT = "audit"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
@@ -32,12 +32,12 @@ _BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
 #: Functions of the scheduler that kvfix wraps. EngineCore dies if one of them raises.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
-#: {thread that runs a wrapped function: the exception that kvfix has recorded in this thread}
+#: {thread that runs a wrapped function: the exception that kvfix has recorded in this thread, or None}
 _errors: dict[int, BaseException | None] = {}
 
 
 def settle(module: ModuleType) -> None:
-    """Add the wrappers to this module, or remove all wrappers if the configuration needs none. Idempotent."""
+    """Add the wrappers to this module. In mode `fix`, remove them from all modules. Idempotent."""
     if session.mode == "fix":
         remove_all()
     elif hasattr(module, "Scheduler"):
@@ -76,9 +76,9 @@ def watch_class(connector_class: type) -> None:
 
 
 def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a hook, or a function of the scheduler, to record its events, its exception, and that it runs now."""
+    """Wrap a hook or a function of the scheduler. Record its events, its exceptions, and which thread runs it."""
     is_scheduler = name in _SCHEDULER
-    # The method of WatchedConnector that runs before the hook, and the one that gets its answer. "": no such method.
+    # Names of the WatchedConnector methods that run before and after the hook; "" if there is no method.
     before, then = (each if hasattr(WatchedConnector, each) else "" for each in (f"before_{name}", f"after_{name}"))
 
     @functools.wraps(original)
@@ -111,14 +111,14 @@ def _around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             if is_outermost:
-                del _errors[thread]  # the exception would keep its frames alive
+                del _errors[thread]  # a stored exception keeps its frames alive
             del running[thread]
 
     return hook
 
 
 def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call this method of `watched`. Log its first error. After an error the record has gaps, so no rule is checked."""
+    """Call the method `what` of `watched`. After an error the record has gaps, so kvfix checks no more rules."""
     try:
         getattr(watched, what)(*args, **kwargs)
     except Violation:
@@ -131,7 +131,7 @@ def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs:
 
 
 def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
-    """Start to record this connector, also after `restart_recording`. Return None after an error, and do not retry."""
+    """Start to record this connector, or restart it after `restart_recording`. After an error, return None for good."""
     held = vars(connector)
     try:
         held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # stays if the next line fails

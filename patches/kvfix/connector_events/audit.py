@@ -1,13 +1,13 @@
-"""The audit of hits (`audit=0.001`): vLLM computes the tokens of a hit, and the worker compares them with the cache.
+"""Audit a fraction of the hits (`audit=0.001`). vLLM computes a hit's tokens, and the worker checks the cached KV.
 
-Scheduler and worker choose requests by a hash of the request id, so both choose the same requests without a message:
+Scheduler and worker choose requests by a hash of the request id, so both choose the same requests without a message.
 
-- For a chosen request the connector promises 0 tokens. kvfix changes LMCache's record of the request to a miss, as if
+- For a chosen request the connector promises 0 tokens. kvfix changes LMCache's state of the request to a miss, as if
   the cache had no more tokens than vLLM. So vLLM computes the tokens. The worker releases the lookup's pins and stores
-  the chunks again. LMCache's memory skips a chunk that it has; a disk or a remote cache may write the chunk again.
+  the chunks again. LMCache's memory skips a chunk that it has, but a disk or a remote cache may write it again.
 - Before this store, while the request holds its blocks, the worker compares each chunk in the cache with the KV that
   vLLM has computed. kvfix reads vLLM's tensors itself, at the positions that vLLM's attention reads. If LMCache's code
-  read the tensors, a bug in that code (KVF020) would be on both sides of the comparison.
+  read the tensors, a bug in that code (KVF020) would affect both sides of the comparison.
 
 The audit does not copy a chunk into vLLM's blocks, so it cannot find a bug in that copy.
 """
@@ -24,16 +24,16 @@ from kvfix.wrapping import after
 
 #: Attribute of a connector: its Audit.
 _HELD = "_kvfix_audit"
-#: Settings with which LMCache stores or loads in a way that the audit does not support.
+#: Settings that make LMCache store or load in a way that the audit does not support.
 _OTHER_WAYS = ("use_layerwise", "enable_blending", "enable_async_loading", "enable_pd")
 #: The values of vLLM's `cache_dtype` with which the KV cache is not quantized.
 _EXACT = ("auto", "half", "float16", "bfloat16", "float", "float32")
-#: Value of a difference if the cache has NaN, or if vLLM has only zeros and the cache does not.
+#: Stands for an infinite or undefined difference: the cache has NaN, or vLLM's KV is zero and the cache's is not.
 _NO_NUMBER = 1e9
 
 
 class NotAudited(Exception):
-    """Hits of this engine cannot be audited. The text says why."""
+    """Raised if hits of this engine cannot be audited. The text says why."""
 
 
 class Audit:
@@ -49,7 +49,7 @@ class Audit:
         return not self.failed and zlib.crc32(request.encode()) < self._below
 
     def miss(self, request: str, computed: int) -> None:
-        """Change LMCache's record of this request to the record of a miss."""
+        """Change LMCache's load spec of this request to the load spec of a miss."""
         chunk = self.impl._lmcache_chunk_size
         try:
             self.impl.load_specs[request].lmcache_cached_tokens = computed // chunk * chunk
@@ -71,7 +71,7 @@ class Audit:
         return []
 
     def _compare(self, meta: Any, start: int) -> Compared | None:
-        """Compare the chunks from token `start` on, up to the first chunk that the cache does not have."""
+        """Compare the chunks from token `start` up to the first chunk that the cache does not have."""
         engine, caches = self.impl.lmcache_engine, self.impl.kv_caches
         if engine is None or engine._is_passive() or len(meta.token_ids) != len(meta.slot_mapping):
             return None
@@ -102,7 +102,7 @@ class Audit:
 class Difference(NamedTuple):
     """The difference between cached and computed K or V of one chunk and layer. `Compared` describes the fields.
 
-    layer: its number in vLLM's order. token: counted from the start of the chunk.
+    In this class, layer is the layer's number in vLLM's order, and token counts from the start of the chunk.
     """
 
     layer: int
@@ -117,12 +117,12 @@ class Difference(NamedTuple):
 
 
 def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
-    """Return the first layer above its limit. If there is none, return the layer that is nearest to its limit.
+    """Return the difference of the first layer above its limit or, if there is none, of the layer nearest to its limit.
 
     off, of: squared norms of the difference (`off`) and of the computed KV (`of`), [layers, parts, tokens] on the CPU.
     """
     parts, computed = off.shape[1], of.sum(2)
-    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # not finite: the model is wrong, not the cache
+    is_right = (off.sum(2) == 0) | ~computed.isfinite()  # if not finite, the model is wrong, and not the cache
     norms = (off.sum(2) / computed).sqrt().masked_fill(is_right, 0)
     errors = norms.nan_to_num(nan=_NO_NUMBER, posinf=_NO_NUMBER).flatten().tolist()
     shares = [error / limits[number // parts] for number, error in enumerate(errors)]
@@ -135,10 +135,10 @@ def largest(off: Any, of: Any, limits: Sequence[float]) -> Difference:
 def limits(names: Sequence[str], dtype: Any) -> list[float]:
     """Return for each layer the largest difference that rounding explains: 8 * eps * sqrt(layer + 1).
 
-    One rounding is off by eps / 2 at most. A layer rounds at about eight places: norm, QKV, rotary embedding,
-    attention, projection, two in the MLP, residual. The squares of independent errors add up. So the KV of a layer is
-    off by eps / 2 * sqrt(8 * (layer + 1)). Two computations of this KV differ by sqrt(2) times as much. The limit is
-    four times that difference, because weights amplify errors. The KV of wrong tokens differs by about 1.
+    One rounding is off by at most eps / 2. A layer rounds about eight times: norm, QKV, rotary embedding, attention,
+    projection, two in the MLP, residual. The squares of independent errors add up, so the KV of a layer is off by
+    eps / 2 * sqrt(8 * (layer + 1)). Two computations of this KV differ by sqrt(2) times as much. The limit is four
+    times this difference, because weights amplify errors. For comparison, the KV of wrong tokens differs by about 1.
     """
     import torch
 
@@ -149,7 +149,7 @@ def limits(names: Sequence[str], dtype: Any) -> list[float]:
 
 
 def difference_squares(held: Any, caches: Sequence[Any], slots: Any) -> tuple[Any, Any]:
-    """Return squared norms of the difference cache minus vLLM, and of vLLM's KV: [layers, parts, tokens] on the CPU.
+    """Return squared norms of (cache - vLLM), and of vLLM's KV. Both are [layers, parts, tokens] on the CPU.
 
     held: the chunk in the cache [parts, layers, tokens, width]. caches: vLLM's tensor of each layer. slots: the slots
     of the chunk's tokens. The parts are K and V; MLA has one part.
@@ -175,7 +175,7 @@ def _computed(cache: Any, slots: Any) -> Any:
         raise NotAudited(f"vLLM's KV is {_kind(cache)}")
     if cache.ndim == 3:  # MLA: [blocks, block, width]
         return cache[slots // cache.shape[1], slots % cache.shape[1]][None]
-    if cache.ndim == 4:  # [blocks, heads, block, K and then V of one token and head]
+    if cache.ndim == 4:  # [blocks, heads, block, K followed by V of one token and head]
         rows = cache[slots // cache.shape[2], :, slots % cache.shape[2]]
         return rows.unflatten(2, (2, -1)).permute(2, 0, 1, 3).flatten(2)
     if cache.ndim == 5 and 2 in cache.shape[:2]:  # [K and V, blocks, block, heads, width], or blocks first

@@ -1,7 +1,7 @@
 """Read the state of connectors between prefill and decode instances (NIXL, Mooncake), and record their leases.
 
-kvfix records which leases the prefill worker has renewed, and which have expired. The worker's report names only the
-ended leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219), so kvfix wraps methods of the worker.
+kvfix records which leases decode has renewed, and which have expired. The report of the prefill worker names only ended
+leases (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219), so kvfix wraps methods of the worker.
 NIXL has these methods since vLLM 0.26. In earlier releases kvfix does not know how a lease has ended.
 """
 
@@ -16,12 +16,12 @@ from kvfix.wrapping import after, around
 
 #: Attribute of a worker: its Leases.
 _HELD = "_kvfix_leases"
-#: kvfix ignores a longer id in a request's body. The limit is in characters.
+#: kvfix ignores an id in a request's body if the id has more characters than LONGEST.
 LONGEST = 256
 
 
 class _Peer(Reader):
-    """Base class. A connector's metadata lists a load's blocks. `_SCHEDULER`, `_WORKER`: attributes with requests."""
+    """Base class. A load's metadata lists blocks. `_SCHEDULER`, `_WORKER`: names of attributes that hold requests."""
 
     keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ()
@@ -42,14 +42,14 @@ class _Peer(Reader):
         return (str(engine), str(name)) if is_valid else None  # a client may have sent values of other types
 
     def loads(self, metadata: Any) -> Spans:
-        """Leave out requests without blocks, for which decode only notifies prefill."""
+        """Leave out requests without blocks, because decode only notifies prefill for these requests."""
         return [self._span(name, meta) for name, meta in self._received(metadata) if any(meta.local_block_ids)]
 
     def _received(self, metadata: Any) -> Any:
         return metadata.reqs_to_recv.items()
 
     def _span(self, name: str, meta: Any) -> Span:
-        """Return the span of the metadata's blocks. It begins at 0, relative to the prefix hit (`relative`)."""
+        """Return the span of the metadata's blocks. It begins at 0, counted from the end of the prefix hit."""
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
@@ -67,12 +67,12 @@ class Nixl(_Peer):
     _PEER_REQUEST = "remote_request_id"
 
     def lease(self, answer: Any) -> float | None:
-        """Return the lease's seconds. Decode keeps blocks longer, for the next turn (pull_scheduler.py 0.32.0:250)."""
+        """Return the lease in seconds. Decode keeps blocks longer, for the next turn (pull_scheduler.py 0.32.0:250)."""
         to_decode = (answer[1] or {}).get("do_remote_prefill", True)
         return getattr(self._scheduler, "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl", None)
 
     def sends(self, request: str) -> bool:
-        """Return True while the worker lists the request: from its first batch to the end of its lease."""
+        """Return True while the worker lists the request, from the request's first batch to the end of its lease."""
         return request in getattr(self._worker, "_reqs_to_process", ())
 
     def _span(self, name: str, meta: Any) -> Span:
@@ -94,7 +94,7 @@ class NixlPush(Nixl):
     _span = _Peer._span
 
     def waits(self, request: str) -> bool:
-        """Return True until the registration's deadline, also after an abort. At the deadline KVF322 fails the load."""
+        """Return True until the registration's deadline, even if the request is aborted. KVF322 then fails the load."""
         return request in getattr(self._worker, "_kvfix_ends", ())
 
 
@@ -119,7 +119,7 @@ class Mooncake(_Peer):
 
 
 class Leases:
-    """The leases of one worker, until their end is reported. extension: seconds that a renewal adds."""
+    """The leases of one worker, until `ended` removes them. extension: seconds from a renewal to the lease's end."""
 
     def __init__(self, extension: float | None) -> None:
         self.extension = extension
@@ -144,7 +144,7 @@ class Leases:
 
 
 def watch(connector: Any, key: str) -> Leases | None:
-    """Wrap the connector's worker, under this key of `applying.attach`. Return None if the worker lacks the methods."""
+    """Wrap methods of the connector's worker; None if it lacks them. key: the key for `applying.attach`."""
     worker = getattr(connector, "connector_worker", None)
     wrappers = next((each for known, each in _WRAPPERS.items() if hasattr(type(worker), known)), {})
     if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):
@@ -171,7 +171,7 @@ def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any
 
 
 def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-    """Record the leases that MooncakeConnector expires in this call: compare the unsent requests before and after."""
+    """Record the leases that MooncakeConnector expires in this call: they were unsent, and it reports them as sent."""
     before = list(worker.reqs_need_send.values())
     answer = yield
     if answer[0]:
@@ -179,7 +179,7 @@ def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
         vars(worker)[_HELD].expired |= unsent & answer[0]
 
 
-#: {method by which kvfix recognizes the worker of NIXL or Mooncake: wrappers of its methods}
+#: {method by which kvfix recognizes a worker of NIXL or Mooncake: {method of this worker: wrapper}}
 _WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "_reap_expired_send_leases": {
         "_reap_expired_send_leases": around(_reap_expired_send_leases, _is_watched),

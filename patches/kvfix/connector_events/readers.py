@@ -12,7 +12,7 @@ from kvfix.engine_state.reader import Reader, Spans
 
 
 def reader(connector: Any) -> Reader:
-    """Choose the reader by the connector's attributes: forks and copies have another name, but the same attributes."""
+    """Choose the reader by the connector's attributes, because forks and copies of a connector keep its attributes."""
     found = lmcache_readers.reader(connector)
     if found is not None:
         return found
@@ -31,7 +31,7 @@ def reader(connector: Any) -> Reader:
 
 
 def model(connector: Any) -> tuple[int, bool]:
-    """Return (hit tokens that vLLM recomputes, True if KV groups may have different hits), or (0, False) if unknown."""
+    """Return the fields `replay` and `divergent` of events.Asked; (0, False) if they cannot be read."""
     try:
         groups = getattr(getattr(connector, "_kv_cache_config", None), "kv_cache_groups", None) or ()
         replays = [int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0)) for group in groups]
@@ -62,7 +62,7 @@ def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
 class Offloading(Reader):
     """vLLM's OffloadingConnector (offloading/scheduler.py and worker.py, 0.32.0).
 
-    Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store can end after its request.
+    Loads and stores are jobs of whole blocks. A job can take longer than a step, and a store can outlive its request.
     """
 
     leaves_out_stored = True
@@ -89,7 +89,7 @@ class Offloading(Reader):
     def stores(self, metadata: Any) -> Spans:
         """Leave out stores of ended requests, which no step computes any more.
 
-        A request may be stored beyond the end of a store, because a store leaves out blocks that are already cached.
+        A store leaves out blocks that are already cached. So the cache may hold tokens beyond the end of the store.
         """
         statuses = getattr(self._scheduler, "_req_status", {})
         return [
@@ -106,10 +106,10 @@ class Offloading(Reader):
 
 
 def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
-    """Return the first token and the end of a job of the OffloadingConnector, over all KV groups.
+    """Return the token span (start, end) of an OffloadingConnector job, over all KV groups.
 
     Each KV group rounds the job's end up to a whole block. So the smallest end is nearest to the job's last token.
-    blocks: GPULoadStoreSpec, the job's GPU blocks. sizes: tokens of a block, by KV group.
+    blocks: the job's GPU blocks (GPULoadStoreSpec). sizes: tokens per block, by KV group.
     """
     groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)
     spans = [(start * size, (start + count) * size) for start, count, size in groups if count]
@@ -119,8 +119,8 @@ def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
 class SimpleOffload(Reader):
     """vLLM's SimpleCPUOffloadConnector (v1/simple_kv_offload/manager.py 0.32.0).
 
-    The metadata name only blocks, for all requests together. The scheduler's manager knows the tokens of each request.
-    Stores of ended requests, and stores with `lazy_offload`, belong to no request.
+    The metadata list only blocks, for all requests together. The scheduler's manager knows the tokens of each request.
+    kvfix cannot assign stores of ended requests, and stores with `lazy_offload`, to a request.
     """
 
     leaves_out_stored = True
@@ -129,7 +129,7 @@ class SimpleOffload(Reader):
         super().__init__(connector)
         #: The scheduler's manager. None in the worker, and without prefix caching.
         self._manager: Any = getattr(connector, "scheduler_manager", None)
-        #: {request: tokens that vLLM had computed when a hit was found}, and {request: the end of its last store}.
+        #: {request: tokens that vLLM had computed at the last hit}, and {request: the end of its last store}.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}
 

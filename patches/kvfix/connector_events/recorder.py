@@ -1,10 +1,10 @@
 """The flight recorder and its files.
 
-The recorder keeps the last events of this process in a bounded queue. It counts hook calls without an event, but does
-not keep them: steps without a change would push the history out of the queue.
+The recorder keeps the last events of this process in a bounded queue. It only counts hook calls without an event,
+because steps without a change would otherwise push the history out of the queue.
 
 A recorder file has JSON lines. kvfix writes the file atomically, in a folder that only its owner can read. The first
-line describes the file. The other lines follow in any order, each with its `kind`:
+line describes the file. The other lines follow in any order, and each has a `kind`:
 
     {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
      "node": "n1", "boot": "...", "began": 1, ...}
@@ -20,7 +20,7 @@ line describes the file. The other lines follow in any order, each with its `kin
 
 - mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share
 - wall: nanoseconds since 1970
-- stepped: time of the scheduler's last step, by the clock of mono; 0 in a worker
+- stepped: time of the scheduler's last step, on the same clock as mono; 0 in a worker
 - began: start of the process, in clock ticks after boot. pid and began together identify a process on its node
 
 The file has ids and token counts of requests, but no tokens.
@@ -53,14 +53,13 @@ if TYPE_CHECKING:
 SCHEMA = 1
 #: Maximum bytes of one file. kvfix leaves out the oldest events of a larger record.
 LARGEST = 8 << 20
-#: A process keeps at most FILES recorder files, and all processes together FILES_OF_ALL: a crash loop starts many.
+#: Maximum number of recorder files of one process, and of all processes together. A crash loop starts many processes.
 FILES, FILES_OF_ALL = 32, 256
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"
 
 #: The name of a recorder file or of its report. The group in the pattern is the time of the file in milliseconds.
 _DATED = re.compile(r"kvfix-\d+-(\d+)-\d+-\w+\.(?:jsonl|txt)")
-#: Numbers for the names of files.
 _numbers = count(1)
 
 
@@ -81,7 +80,7 @@ def add(connector: int, hook: str, event: Event) -> None:
 def snapshot() -> list[Entry]:
     """Return the events, oldest first."""
     for _ in range(8):
-        with suppress(RuntimeError):  # another thread added an event meanwhile
+        with suppress(RuntimeError):  # another thread added an event during the copy
             return list(session.events)
     return []
 
@@ -119,13 +118,13 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
 
 
 def began(pid: int | str = "self") -> int:
-    """Return the start time of a process, because a later process may get the same pid."""
+    """Return the start time of a process. It distinguishes the process from a later process with the same pid."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
 def _clock() -> dict[str, Any]:
-    """Return fields that identify the monotonic clock. Containers of one machine share the clock, but not `node`."""
+    """Return fields that identify the monotonic clock. Containers on one host share the clock, but not `node`."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return {"node": os.uname().nodename, "boot": file.read().strip(), "began": began()}
@@ -266,7 +265,7 @@ def folder() -> Iterator[tuple[str, int]]:
 
 
 def write_file(folder: tuple[str, int], name: str, content: bytes) -> str:
-    """Write the file under another name and rename it: a reader finds the whole file or none. Return its path."""
+    """Write the file under a temporary name, then rename it, so that a reader never finds a part. Return its path."""
     path, descriptor = folder
     part = f"{name}.{os.getpid()}.{next(_numbers)}.part"  # two threads may write the same file
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=descriptor)

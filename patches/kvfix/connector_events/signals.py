@@ -1,4 +1,4 @@
-"""Write a recorder file at SIGUSR2, and at exit with KVFIX_DUMP_AT_EXIT=1. Announce this process to `kvfix dump`.
+"""Write a recorder file at SIGUSR2 and, with KVFIX_DUMP_AT_EXIT=1, at exit. Announce this process to `kvfix dump`.
 
 If the process has its own SIGUSR2 handler, kvfix installs none. The handler logs nothing: it may interrupt a log call.
 """
@@ -17,7 +17,7 @@ from kvfix.connector_events import recorder, violations
 from kvfix.session import session
 
 SIGNAL = signal.SIGUSR2
-#: First characters of the lines that the watchdog reads from the file of another process.
+#: First characters of the lines that the watchdog reads from the recorder files of other processes.
 _ASKED = (b'{"kind":"state"', b'{"kind":"stacks"')
 
 
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def announce() -> None:
-    """Announce this process and its engines, if kvfix handles the signal. Without a handler, SIGUSR2 ends a process."""
+    """Announce this process and its engines, if kvfix handles SIGUSR2. The signal ends a process without a handler."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
         violations.written(write_announcement)
 
@@ -53,7 +53,7 @@ def _engines() -> set[str]:
 
 
 def announced(descriptor: int) -> Iterator[int]:
-    """Yield the pids of other processes of the same engines that have announced themselves in this folder."""
+    """Yield the pids of other processes that belong to the same engines and are announced in this folder."""
     engines = _engines()
     for name in os.listdir(descriptor):
         if not name.endswith(".ready"):
@@ -111,5 +111,5 @@ def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
     return found
 
 
-# A forked child has its parent's handler, but no announcement (kvfix.session). The child writes no file at its exit.
+# A forked child has its parent's handler, but no announcement (kvfix.session). It must not write a file at its exit.
 os.register_at_fork(after_in_child=lambda: atexit.unregister(violations.written))

@@ -1,4 +1,4 @@
-"""Report a violation with a line in the log, a report and a dump. In mode `strict`, also raise an exception."""
+"""Report a violation: log a line, and write a report and a recorder file. In mode `strict`, also raise an exception."""
 
 import os
 import re
@@ -19,9 +19,9 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from kvfix.connector_events.watched import WatchedConnector
 
-#: Environment variable: path of a file. Each line has a finding to suppress: `KVR009` or `KVR009 _requests_priority*`.
+#: Environment variable: path of a file with findings to suppress, one a line: `KVR009` or `KVR009 _requests_priority*`.
 SUPPRESS = "KVFIX_SUPPRESS"
-#: A process writes at most this many dumps, and pauses this many seconds between two dumps of the same kind.
+#: A process writes at most DUMPS recorder files. It waits PAUSE seconds between two files for the same kind of event.
 DUMPS, PAUSE = 16, 60.0
 RULE = "=" * 80
 #: A report shows at most this many events of the history.
@@ -29,7 +29,7 @@ LONGEST = 40
 
 
 class Violation(Exception):
-    """Raised in mode `strict`: a rule about KV-cache tokens is violated. `finding` has the rule and the numbers."""
+    """Raised in mode `strict` when a rule is violated. `finding` has the rule and the numbers."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(f"kvfix {finding}")
@@ -37,7 +37,7 @@ class Violation(Exception):
 
 
 def report(watched: "WatchedConnector", hook: str, finding: Finding, error: Exception | None) -> None:
-    """Report that `hook` violated a rule. Raises Violation in mode `strict`, unless the hook itself has raised."""
+    """Report that `hook` violated a rule. In mode `strict`, raise Violation, unless the hook itself has raised."""
     if _is_suppressed(finding):
         return
     session.violations[finding.code] = session.violations.get(finding.code, 0) + 1
@@ -67,7 +67,7 @@ def report_exception(watched: "WatchedConnector", hook: str, event: Raised) -> N
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and message of an exception, short, without secrets and without long lists of numbers (token ids)."""
+    """Return type and shortened message of an exception, without secrets and long lists of numbers (token ids)."""
     text = redact.text(re.sub(r"[\[(]\s*\d+(,\s*\d+){7,}[^\])]*[\])]?", "[...]", str(error)[:2000]))
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
 
@@ -103,7 +103,7 @@ def _is_suppressed(finding: Finding) -> bool:
 
 
 def _read(path: str) -> list[tuple[str, str]]:
-    """Read lines `CODE [PATTERN]`; `#` begins a comment."""
+    """Read a file with lines `CODE [PATTERN]`. A `#` begins a comment."""
     if not path:
         return []
     try:
@@ -141,7 +141,7 @@ def compose(
     recording: str,
     who: Sequence[str] = (),
 ) -> str:
-    """Return the report of a finding. who: the process of each history entry, for records of several processes."""
+    """Return the report of a finding. who: the process of each history entry, if they come from several processes."""
     doc = next((rule.doc for rule in RULES if rule.code == finding.code), "").strip()
     parts = [
         RULE,

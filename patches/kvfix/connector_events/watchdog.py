@@ -1,17 +1,17 @@
-"""Report an engine that stands still: no request has made progress for KVFIX_WATCHDOG seconds.
+"""Report a standstill, that is, the engine has made no progress for KVFIX_WATCHDOG seconds.
 
 Each process with a connector runs the watchdog in a daemon thread. The watchdog reads the engine's state at intervals,
 takes no lock, calls no function of the engine, and reports each standstill once. A standstill is one of these states:
 
-- the main thread stays in one call of a hook or, while the engine starts, of LMCache
+- the main thread stays in one call of a hook or, while the engine starts, in one call of LMCache
 - requests wait, no request has computed a token or ended, and the workers compute nothing
 
-These are not standstills:
+The watchdog does not report:
 
 - an engine without requests, or a paused engine
 - requests that wait for their clients
 - a step that the workers have not answered yet, such as a long prefill or a compilation
-- a decode instance that makes steps while its requests wait for prefill: the connector has a timeout for that wait
+- a decode instance that makes steps while its requests wait for prefill, because the connector has a timeout for this
 """
 
 import os
@@ -28,15 +28,15 @@ from kvfix.ledger import liveness, standstill
 from kvfix.ledger.standstill import LATE, Look
 from kvfix.session import session
 
-#: Environment variable: seconds without any progress; 0 turns the watchdog off. DEFAULT: its value if not set.
+#: Environment variable: seconds without any progress (0: no watchdog). DEFAULT applies if the variable is not set.
 SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
-#: A look tries up to _TRIES times to read the state while no function of the scheduler runs, every _PAUSE seconds.
+#: `_look` reads the state up to _TRIES times, every _PAUSE seconds, until no function of the scheduler is running.
 _TRIES, _PAUSE = 200, 0.003
 #: If the main thread stays in one call for this number of tries, `_look` stops and takes the state of the last try.
 _STANDS = 50
-#: Scheduler functions that EngineCore's step calls. While the step runs none of them, it waits for the workers.
+#: Scheduler functions that EngineCore's step calls. If none of them is running, the step waits for the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
-#: Connectors whose KV comes from a prefill instance. A load waits while the request is in the queue of that instance.
+#: Connectors that load from a prefill instance. A load waits as long as the request is in the prefill queue.
 _PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))
 _STEP, _CORE = frozenset(("step", "step_with_batch_queue")), "/v1/engine/core"
 
@@ -72,9 +72,9 @@ class Watchdog:
         self._limit = limit
         self._clock = clock
         self.stopped = threading.Event()
-        #: {item of `_standing`: time when it began}.
+        #: {standstill from `_standing`: time when it began}.
         self._since: dict[tuple[Any, ...], float] = {}
-        #: The last reported item of `_since`.
+        #: The last reported standstill, and the time when it began.
         self._told: tuple[tuple[Any, ...], float] | None = None
         #: At the last look: {request: its computed tokens}, and the number of steps that the connectors had seen.
         self._computed: dict[str, int] = {}
@@ -91,13 +91,13 @@ class Watchdog:
             self._told = found
 
     def is_due(self) -> tuple[Any, ...]:
-        """Return the item of `_standing` that lasted `limit` seconds, or (). Each look must call this, to set times."""
+        """Return a standstill that has lasted `limit` seconds, or (). Each look must call this, to notice a begin."""
         now = self._clock()
         self._since = {each: self._since.get(each, now) for each in self._standing()}
         return next((each for each, since in self._since.items() if now - since >= self._limit), ())
 
     def _standing(self) -> Iterator[tuple[Any, ...]]:
-        """Yield an item for each standstill (a call or the requests). All looks of a standstill give equal items."""
+        """Yield a tuple for each standstill (a call, or the requests). All looks yield the same tuple for it."""
         inside = _inside(calls := _calls())
         if inside:
             yield inside
@@ -123,7 +123,7 @@ class Watchdog:
         return not computed or paused or went_on or computing
 
     def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
-        """Write and log the standstill, if two looks agree on it. Return True if it was reported."""
+        """Report the standstill in a recorder file and the log, if it still lasts at a second look. True: reported."""
         first, _ = self._look()
         if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing or self._since[standing] != began:
             return False
@@ -142,7 +142,7 @@ class Watchdog:
         return True
 
     def _look(self) -> tuple[Look, list[dict[str, Any]]]:
-        """Return the look, and the other processes' stacks. Retry while the scheduler works and changes its queues."""
+        """Return a look, and the stacks of other processes. Retry while the scheduler changes its queues."""
         held, same = (), 0
         for _ in range(_TRIES):
             inside = _inside(calls := _calls())
@@ -162,7 +162,7 @@ def _calls() -> list[Call]:
 
 
 def _inside(calls: list[Call]) -> tuple[Any, ...]:
-    """Return the call that the main thread is in: a call of a hook or, before the first step, of LMCache."""
+    """Return the call in which the main thread is, if it is a hook or, before the first step, the start of LMCache."""
     main = threading.main_thread().ident
     for watched in recorder.connectors():
         running = (watched.running or {}).get(main or 0)
@@ -177,8 +177,8 @@ def _inside(calls: list[Call]) -> tuple[Any, ...]:
 
 
 def _is_with_workers(calls: list[Call]) -> bool:
-    """Return True if EngineCore's step waits for workers or computes in this process, or if the stack is not known."""
+    """Return True if EngineCore's step waits for workers or computes in this process. Unknown stack: also True."""
     step = next((at for at, (name, file, _) in enumerate(calls) if name in _STEP and _CORE in file), None)
     if step is None:
-        return not 0 < len(calls) < places.MOST  # a compilation may have MOST calls inside the step
+        return not 0 < len(calls) < places.MOST  # a compilation may have MOST calls, so that the step is cut off
     return _SCHEDULING.isdisjoint(name for name, _, _ in calls[:step])

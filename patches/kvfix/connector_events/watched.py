@@ -1,8 +1,8 @@
 """Turn the hook calls of one connector into events of `kvfix.ledger`, which checks the token counts.
 
-`before_HOOK` and `after_HOOK` run before and after the hook HOOK (`_around`). They take the hook's own parameters
-(vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0). `after_HOOK` takes the hook's answer first. The cost of a
-step must not grow with the number of running requests. So kvfix records only requests with a load or store in the step.
+Methods `before_HOOK` and `after_HOOK` run before and after the hook HOOK (`_around`). They take the hook's parameters
+(vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0), and `after_HOOK` takes the hook's answer before them. A
+step's cost must not grow with the running requests, so kvfix records only the ones with a load or store in the step.
 """
 
 from _thread import get_ident
@@ -22,18 +22,19 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from kvfix.connector_events.audit import Audit
 
-#: Steps and seconds after which an ended request is checked for leaks: its transfers and lookups have ended by then.
+#: kvfix checks an ended request for leaks after these steps and seconds. Its transfers and lookups have ended by then.
 STEPS, SECONDS = 32, 3.0
-#: After vLLM has allocated blocks for a load, the next step's metadata should have the load. kvfix waits so many steps.
+#: The metadata should have a load in the step after vLLM allocated its blocks. kvfix waits this number of steps for it.
 PATIENCE = 8
 #: kvfix remembers at most this number of requests whose lookup was never answered.
 GIVEN_UP = 1024
 
 
 class WatchedConnector:
-    """A watched connector. calls: {hook: number of calls}. running: {thread: (its hook, start in monotonic seconds)}.
+    """A connector or scheduler whose calls kvfix records. calls: {hook: number of calls}.
 
-    trusted: False after an error in kvfix. The record then has gaps, and no rule is checked any more.
+    running: {thread: (hook that it runs, start of the hook in monotonic seconds)}. trusted: False after an error in
+    kvfix. The record then has gaps, so kvfix checks no more rules.
     """
 
     def __init__(self, connector: Any, number: int) -> None:
@@ -57,23 +58,23 @@ class WatchedConnector:
         self.audit: Audit | None = None
         self.sees_loads = type(self.reader) is not Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
-        #: Scheduler: {request without blocks for its lookup: the lookup (Asked)}. Worker: {request: its last transfer}.
+        #: In the scheduler: {request that has no blocks yet: its last Asked}. In the worker: {request: last transfer}.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[Span] = []
-        #: {request with blocks for a load: all its blocks}
+        #: {request with blocks for a load: the ids of all its blocks}
         self._blocks: dict[str, set[int]] = {}
-        #: None if vLLM frees no block of a sliding window or of a recurrent (Mamba) state during a store.
+        #: Finds stores of blocks that vLLM has freed; None if there is nothing to check (`windows.stores`).
         self._windows = windows.stores(connector)
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
-        #: Requests whose lookup is in flight or timed out: LMCache may keep their state until the answer arrives.
+        #: Requests whose lookup is in flight or timed out. LMCache may keep state of them until the answer arrives.
         self._unanswered: set[str] = set()
         #: {request: step in which vLLM allocated its blocks}, for asynchronous loads that no metadata have yet.
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()
-        #: The last GIVEN_UP requests whose lookup was never answered: the lookup client may keep their state.
+        #: The last GIVEN_UP requests whose lookup was never answered. The lookup client may keep state of them.
         self._given_up: dict[str, None] = {}
         #: {ended request to check for leaks: (step of its end, time of its end, its pins at the end)}
         self._ended: dict[str, tuple[int, float, Any]] = {}
@@ -83,7 +84,7 @@ class WatchedConnector:
     def after_get_num_new_matched_tokens(self, answer: Any, request: Any, num_computed_tokens: int) -> None:
         name = request.request_id
         promised, asynchronous = answer
-        if self._ended.pop(name, None) is not None:  # a reused id
+        if self._ended.pop(name, None) is not None:  # a new request reuses the id
             self._hits.pop(name, None)
             if name in self._unanswered:
                 self._give_up(name)
@@ -98,7 +99,7 @@ class WatchedConnector:
         elif hit is not None and name not in self._given_up:
             self._unanswered.discard(name)
         asked = ev.Asked(name, request.num_tokens, num_computed_tokens, hit, promised, bool(asynchronous), *self.model)
-        if self._last.get(name) != asked:  # vLLM asks in each step until it has blocks
+        if self._last.get(name) != asked:  # vLLM repeats the lookup in each step until it has blocks
             self._last[name] = asked
             self._record(asked)
         timeout = self.reader.lookup_timeout()
@@ -181,7 +182,7 @@ class WatchedConnector:
                 self._due_to_load(name, start, end)
 
     def before_wait_for_save(self) -> None:
-        """Read the stores before the hook runs: the hook marks them as done."""
+        """Read the stores before the hook runs, because the hook marks them as done."""
         metadata = getattr(self.connector, "_connector_metadata", None)
         self._storing = list(self.reader.stores(metadata) or ()) if metadata is not None else []
         for compared in self.audit.compared(self._storing, metadata) if self.audit is not None else ():
@@ -260,7 +261,7 @@ class WatchedConnector:
     def _due_to_load(self, name: str, start: int, end: int) -> None:
         reader = self.reader
         self._due[name] = self._last[name] = due = ev.LoadDue(name, start, end, reader.whole_blocks, reader.relative)
-        self._ended.pop(name, None)  # a reused id
+        self._ended.pop(name, None)  # a new request reuses the id
         self._record(due)
 
     def _received(self, name: str) -> None:
@@ -302,7 +303,7 @@ class WatchedConnector:
             self._unanswered.discard(oldest)
 
     def _look_for_leaks(self) -> None:
-        """Check the ended requests that are due. `_ended` is sorted by time: stop at the first one not due."""
+        """Check the ended requests that are due. `_ended` is ordered by time, so stop at the first one that is not."""
         now = clock.now()
         while self._ended:
             name, (at_step, at, pinned) = next(iter(self._ended.items()))
@@ -317,7 +318,7 @@ class WatchedConnector:
             for where in self.reader.left(name):
                 if name in self._unanswered and where.startswith("lookup_client."):
                     continue
-                if where != PINS or self.reader.pinned(name) is pinned:  # else another request has the same id
+                if where != PINS or self.reader.pinned(name) is pinned:  # else a new request has reused the id
                     self._record(ev.Left(name, where))
             if name not in self._given_up:
                 self._unanswered.discard(name)

@@ -1,7 +1,7 @@
 """Find stores of LMCache's multi-process connector that read blocks which vLLM has freed.
 
-Such blocks belong to a sliding window or hold a recurrent (Mamba) state. In the step of a store and in the next step,
-kvfix compares the store's blocks with vLLM's list for the request. Later, the store may have ended.
+vLLM frees blocks early if they belong to a sliding window or hold a recurrent (Mamba) state. In a store's step and in
+the next step, kvfix compares the store's blocks with vLLM's list for the request. Later, the store may have ended.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from kvfix.ledger import events as ev
 
 
 class Read(NamedTuple):
-    """A chunk of a store: tokens [start, end). blocks: {index in the request's list: block} that the store reads."""
+    """A chunk that a store reads, with tokens [start, end). blocks: {index in the request's block list: block id}."""
 
     request: str
     group: int
@@ -21,7 +21,7 @@ class Read(NamedTuple):
 
 
 def stores(connector: Any) -> "Stores | None":
-    """Return a Stores; None if there is nothing to check, or if the connector has no KV cache manager of vLLM."""
+    """Return the `Stores` of a connector; None if it has nothing to check, or no KV cache manager of vLLM."""
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
     if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):
@@ -34,7 +34,7 @@ def stores(connector: Any) -> "Stores | None":
 
 
 class Stores:
-    """The blocks of windows and states that the stores of the last step read."""
+    """The blocks of sliding windows and recurrent states that the stores of the last step read."""
 
     def __init__(
         self, manager: Any, sizes: list[int], windows: dict[int, tuple[int, int]], states: dict[int, int], chunk: int
@@ -47,7 +47,7 @@ class Stores:
         self._last: list[Read] = []
 
     def step(self, metadata: Any, output: Any) -> Iterator[ev.BlocksLost]:
-        """Yield the lost blocks of the stores of this step and the step before."""
+        """Yield the lost blocks that stores of this step or of the step before read."""
         stores = [meta for meta in metadata.requests if meta.direction == "STORE"]
         if not (stores or self._last):
             return
@@ -75,7 +75,7 @@ class Stores:
                 yield Read(name, group, start, end, dict(zip(places, blocks, strict=False)))
 
     def _lost(self, read: Read) -> list[int]:
-        """Return the blocks that are null or no longer in vLLM's list; [] if the request was preempted or has ended."""
+        """Return blocks that are null or no longer in vLLM's list. Return [] for a preempted or ended request."""
         held = self._managers[read.group].req_to_blocks.get(read.request)
         if not held:
             return []
@@ -86,7 +86,7 @@ class Stores:
         ]
 
     def _written(self, metadata: Any, output: Any) -> set[int]:
-        """Return the blocks that this step, or a load that begins with this step, writes to."""
+        """Return the blocks to which this step, or a load that begins in this step, writes."""
         cached = output.scheduled_cached_reqs
         blocks = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         for name, groups, done in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):

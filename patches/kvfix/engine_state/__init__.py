@@ -1,8 +1,8 @@
 """The state of a running engine as plain data: `collect()` reads it in one of the engine's processes.
 
 `collect()` may run at any point of the main thread, even inside a step. So it changes nothing, takes no lock, imports
-no new module, does not wait and does not raise. The modules of this package import only the standard library and each
-other, by relative names, because `kvfix look` loads them in a process without kvfix.
+no new module, does not wait and does not raise. The modules of this package import only the standard library and, by
+relative names, each other, because `kvfix look` loads them in a process without kvfix.
 
 The state has counts, ids of requests and numbers of blocks; with `full`, also hashes of blocks. It has no tokens,
 prompts or host names. None: not known. mono, wall: nanoseconds. arrived, since: seconds before the call.
@@ -10,28 +10,28 @@ prompts or host names. None: not known. mono, wall: nanoseconds. arrived, since:
     {"schema": 1, "pid": 1, "process": "EngineCore", "mono": 12, "wall": 34, "milliseconds": 2.1,
      "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"},
      "kvfix": {"mode": "observe", "version": "0.1.0", "fixes": ["KVF001"]} or None,
-     "stack": ["recv (zmq/sugar/socket.py:980)", ...],  of the main thread: the 24 innermost calls
-     "hook": "get_num_new_matched_tokens",              hook of a connector on that stack; "" if none
+     "stack": ["recv (zmq/sugar/socket.py:980)", ...],  the 24 innermost calls of the main thread
+     "hook": "get_num_new_matched_tokens",              the connector hook that the main thread runs; "" if none
      "in_step": True,                                   the scheduler is inside a step: its queues are not complete
      "scheduler": {...} or None,                        see scheduler.py
-     "connectors": [{...}],                             of the scheduler and of the worker
-     "unread": {"scheduler": "AttributeError ..."}}     what could not be read, and why
+     "connectors": [{...}],                             a row for each connector of the scheduler and of the worker
+     "unread": {"scheduler": "AttributeError ..."}}     {field that could not be read: error}
 
 Each connector has a row. In place of a MultiConnector, each of its children has a row:
 
     {"class": "LMCacheMPConnector", "role": "SCHEDULER", "engine": "0a1b2", "rank": 0, "ranks": 2, "chunk_size": 256,
-     "healthy": True,            the server answers its pings; in process: LMCache runs; None: not known
+     "healthy": True,            the LMCache server answers pings, or LMCache in process runs; None: not known
      "why": "ValueError",        type of the error with which LMCache failed to start
      "lookup_timeout": 3.0,      seconds
      "server_ports": [5555],     scheduler: ports of the LMCache servers
      "requests": {id: {...}},    scheduler: "lookup", "hit", "promised", "granted", "stored", "phase", "since"
-     "loads": [id], "stores": [id],    worker: begun, and not reported as ended
-     "answered": [id],           worker: loads and stores that have ended, to be reported in the next step
+     "loads": [id], "stores": [id],    worker: transfers that have begun and are not reported as ended
+     "answered": [id],           worker: loads and stores that have ended, and that the next step will report
      "unreported": [id],         worker: ended transfers that no step will report
-     "failed_blocks": 0,         worker: blocks of failed loads that are not reported
+     "failed_blocks": 0,         worker: number of blocks of failed loads that are not reported yet
      "pins": {id: 3},            worker, in process: number of chunks that a lookup has pinned
      "fetched": [id],            worker, in process: requests with chunks from an asynchronous lookup
-     "threads": {"lookup_server": True}}   worker, in process: true if the thread that answers lookups runs
+     "threads": {"lookup_server": True}}   worker, in process: True if the thread that answers lookups is running
 """
 
 import os
@@ -105,7 +105,7 @@ def _rows(connectors: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _by_request(connectors: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return {request: its row}. If several connectors have a row, take the row with the most promised tokens."""
+    """Return {request: its row}. If several connectors have a row of it, take the one with the most promised tokens."""
     found: dict[str, dict[str, Any]] = {}
     for connector in connectors:
         for name, row in (connector.get("requests") or {}).items():
@@ -122,13 +122,13 @@ def _one(connector: Any) -> dict[str, Any]:
         reader = lmcache_readers.reader(connector)
         if reader is not None:
             reader.add_state(state)
-    except Exception as error:  # noqa: BLE001  a release that is not known
+    except Exception as error:  # noqa: BLE001  kvfix may not know this release of LMCache
         state["unread"] = places.where(error)
     return state
 
 
 def place(connector: Any) -> dict[str, Any]:
-    """Return the connector's engine, data-parallel replica, rank and number of ranks; {} if it does not have them.
+    """Return the connector's engine, data-parallel replica, rank and number of ranks; {} if these cannot be read.
 
     All processes of an engine have the same `engine_id` (vllm/config/kv_transfer.py 0.32.0). A scheduler is rank 0.
     """

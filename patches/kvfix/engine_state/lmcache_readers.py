@@ -31,7 +31,7 @@ class V1(Reader):
         self.impl = connector._lmcache_engine
         self.client = getattr(self.impl, "lookup_client", None)
         self._statuses = getattr(self.client, "reqs_status", {})
-        #: A dictionary of LMCache's module: both roles share it if they are in one process.
+        #: A global dictionary of LMCache's module, which the connectors of both roles share if they are in one process.
         self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
         self._timeout = (getattr(getattr(self.impl, "config", None), "lookup_timeout_ms", None) or 3000) / 1000
         self._chunk = getattr(self.impl, "_lmcache_chunk_size", 1)
@@ -91,7 +91,7 @@ class V1(Reader):
         return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
-        """Leave out answered aborted lookups: a later lookup drops them (lmcache_async_lookup_client.py 0.5.6:260)."""
+        """Ignore answered, aborted lookups: a later lookup drops them (lmcache_async_lookup_client.py 0.5.6:260)."""
         if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
             return [where for where in super().left(request) if not where.startswith("lookup_client.")]
         return super().left(request)
@@ -126,7 +126,7 @@ class V1(Reader):
 
 
 def _row(hit: int | None, lookup: str) -> dict[str, Any]:
-    """Return the row of a request with unknown promised tokens (`kvfix.engine_state` describes rows)."""
+    """Return a request's row in which only hit and lookup are known (`kvfix.engine_state` describes rows)."""
     return {"hit": hit, "lookup": lookup, "phase": "", **dict.fromkeys(("promised", "granted", "stored", "since"))}
 
 
@@ -163,7 +163,7 @@ class MP(Reader):
     _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
 
     def hit(self, request: str) -> int | None:
-        """Return None also while the server does not answer pings: the connector then promises 0 tokens."""
+        """Also return None while the server does not answer pings, because the connector then promises 0 tokens."""
         adapter = self.connector.scheduler_adapter
         found = adapter._finished_lookup_results.get(request) if getattr(adapter, "is_healthy", True) else None
         return found if isinstance(found, int) else None
@@ -196,7 +196,7 @@ class MP(Reader):
         yield from self.containers(worker, self._TRANSFERS, "worker_adapter.")
 
     def left(self, request: str) -> list[str]:
-        """Leave out lookups that KVF105 keeps after the end of the request, until the server answers."""
+        """Ignore lookups that KVF105 keeps on purpose: after the request has ended, until the server answers."""
         found = super().left(request)
         if request in getattr(self.connector, "_kvfix_looking", ()):
             return [where for where in found if not where.startswith("scheduler_adapter.")]
@@ -262,7 +262,7 @@ def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:
 
 
 def _add_worker(state: dict[str, Any], adapter: Any) -> None:
-    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py), which keeps no times of transfers."""
+    """Add the state of LMCacheMPWorkerAdapter (vllm_multi_process_adapter.py). It does not have transfer times."""
     state["lookup_timeout"] = getattr(adapter, "_mq_timeout", None)
     state["healthy"] = _healthy(adapter)
     loads, stores = dict(adapter.retrieve_futures), dict(adapter.store_futures)
@@ -273,7 +273,7 @@ def _add_worker(state: dict[str, Any], adapter: Any) -> None:
 
 
 def _is_done(future: Any) -> bool:
-    """Accept a future or a pair (future, blocks). Read the flag: `query()` could synchronize with the GPU."""
+    """Return True if a future, or a pair (future, blocks), is done. Avoid `query()`, which could wait for the GPU."""
     future = future[0] if isinstance(future, tuple) else future
     for each in (future, getattr(future, "raw_future_", None)):
         event = getattr(each, "is_done_", None)

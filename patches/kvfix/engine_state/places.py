@@ -1,8 +1,8 @@
 """Find objects of the engine and of kvfix in this process: on the stack of its main thread, or in a module of vLLM.
 
-EngineCore's loop is on that stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
-engine in the user's own process is on the stack while it computes. Otherwise a variable of the user's program holds the
-engine. `gc` cannot find an engine: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
+EngineCore's loop is on this stack as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
+engine in the user's own process is on the stack while it computes. At other times a variable of the user's program
+holds it. `gc` cannot find it, because vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-#: Hooks of vLLM's connectors (v1/base.py 0.33.0). Since vLLM 0.32, `get_transfer_results` can replace `get_finished`.
+#: Hooks of vLLM's connectors (v1/base.py 0.33.0). From vLLM 0.32 on, `get_transfer_results` can replace `get_finished`.
 HOOKS = (
     "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
     "request_finished", "request_finished_all_groups", "on_new_request", "reset_cache", "register_kv_caches",
@@ -24,22 +24,22 @@ HOOKS = (
 #: Hooks that run once per layer and step.
 LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 _ALL_HOOKS = frozenset((*HOOKS, *LAYER_HOOKS))
-#: Hooks with names that other functions have too.
+#: Hooks whose names are also the names of functions outside connectors.
 _COMMON = frozenset(("request_finished", "on_new_request", "reset_cache", "get_finished", "shutdown"))
-#: Functions of EngineCore whose `self` is the engine, and functions of the scheduler that change its queues.
+#: Methods of EngineCore, and methods of the scheduler that change its queues.
 _ENGINE = ("run_busy_loop", "step", "step_with_batch_queue", "_process_engine_step")
 _STEP = ("schedule", "update_from_output", "finish_requests", "add_request", "reset_prefix_cache")
 #: A function on a stack: (name, file, line).
 Call = tuple[str, str, int]
-#: `stacks` returns at most this many threads (the newest), and at most this many calls of each (the innermost).
+#: Limits of faulthandler: `stacks` returns the newest MOST threads, and the innermost MOST calls of each thread.
 MOST = 100
-#: A thread and a call in the text of faulthandler.
+#: Patterns for a thread, and for a call, in the text of faulthandler.
 _THREAD = re.compile(r"hread 0x0*([0-9a-f]+) .*\n((?:  .*\n)*)")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)\n')
 
 
 def process_name() -> str:
-    """Return vLLM's name of this process; "" for a process that multiprocessing has not started."""
+    """Return multiprocessing's name of this process, which vLLM sets; "" if multiprocessing is not imported."""
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
     return str(multiprocessing.current_process().name) if multiprocessing else ""
 
@@ -56,9 +56,9 @@ def versions() -> dict[str, str]:
 
 
 def frames() -> list[FrameType]:
-    """Return the stack of the main thread, which must be the caller; innermost first, without the frames of kvfix.
+    """Return the stack of the main thread, innermost first, without the frames of kvfix. Call it in the main thread.
 
-    A thread must not read the frames of another running thread, or Python may crash (python/cpython issue 99110).
+    If a thread reads the frames of another running thread, Python may crash (python/cpython issue 99110).
     """
     found = list(outwards(sys._getframe()))
     # `kvfix look` may have injected code, whose file is "<string>"
@@ -85,7 +85,7 @@ def calls(frames: Iterable[FrameType]) -> list[Call]:
 
 
 def dump() -> str:
-    """Return the stacks of all threads as faulthandler writes them. No other thread runs Python meanwhile."""
+    """Return the stacks of all threads as faulthandler writes them. No other thread runs Python during this call."""
     with open(os.memfd_create("kvfix"), "w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -93,7 +93,7 @@ def dump() -> str:
 
 
 def stacks() -> dict[int, list[Call]]:
-    """Return {thread: its stack, innermost first}. Any thread may call it: see MOST for its limits."""
+    """Return {thread: its stack, innermost first}. Any thread may call this function. MOST has its limits."""
     return {
         int(thread, 16): [(name, file, int(line)) for file, line, name in _CALL.findall(found)]
         for thread, found in _THREAD.findall(dump())
@@ -116,13 +116,13 @@ def hook(calls: Iterable[Call]) -> str:
 
 
 def _is_hook(function: str, file: str) -> bool:
-    """Return True for a hook of a connector, by its name and, if the name is common, by the path of its file."""
+    """Return True for a hook of a connector. If its name is in _COMMON, the path of the file decides."""
     path = file.lower()
     return function in _ALL_HOOKS and (function not in _COMMON or "connector" in path or "lmcache" in path)
 
 
 def in_step(calls: Iterable[Call]) -> bool:
-    """Return True if a function of the scheduler is on the stack: a request may then be in none of the queues."""
+    """Return True if a function in _STEP is on the stack. A request may then be in none of the scheduler's queues."""
     return any(name in _STEP and "/sched/" in file for name, file, _ in calls)
 
 
@@ -149,7 +149,7 @@ def _is_engine(found: Any) -> bool:
 
 
 def worker_connector() -> Any:
-    """Return the worker's connector of this process (kv_transfer_state.py 0.32.0:18), or None."""
+    """Return the connector of the worker in this process (kv_transfer_state.py 0.32.0:18), or None."""
     return getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state"), "_KV_CONNECTOR_AGENT", None)
 
 
@@ -173,10 +173,10 @@ def kvfix() -> dict[str, Any] | None:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Return {request: its state by the recorded events}; {} without a recorder.
+    """Return {request: its row, from the recorded events}; {} without a recorder. A row has these fields:
 
-    {"asked": computed tokens at the last lookup, "promised": tokens of the answer, "granted": tokens that got blocks,
-     "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds ago}
+    {"asked": computed tokens at the last lookup, "promised": promised tokens, "granted": tokens that got blocks,
+     "loading": [start, end], "loaded": end, "stored": end, "event": last event, "since": seconds after it}
     """
     recorder = sys.modules.get("kvfix.connector_events.recorder")
     if recorder is None:

@@ -1,31 +1,31 @@
 """The base class of readers, which read a connector's own state and metadata.
 
-A reader changes nothing. The recorder calls it before and after hooks. If the reader raises there, kvfix records the
-connector, but checks no rule any more. `kvfix look` and the watchdog may call `add_state` at any time, also in a step.
+A reader changes nothing. kvfix calls it before and after hooks. If a reader raises there, kvfix still records the
+connector, but checks no more rules. `kvfix look` and the watchdog may call `add_state` at any time, even in a step.
 """
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
-#: (request, first token, end)
+#: The tokens [start, end) of a transfer: (request, start, end)
 Span = tuple[str, int, int]
 Spans = list[Span] | None
-#: Name in `Reader.kept` of the chunks that a lookup has pinned for its load.
+#: The name that `Reader.kept` yields for the chunks that lookups have pinned for loads.
 PINS = "pins of the worker"
 
 
 class Reader:
     """The reader for an unknown connector. vLLM's hooks show lookups and allocations, but neither loads nor stores."""
 
-    #: Tokens of a block, if the metadata have the blocks of a load and not its tokens; else 0.
+    #: Tokens per block if the metadata list the blocks of a load; 0 if they list its tokens.
     whole_blocks = 0
-    #: True if a load counts its tokens from the end of the computed tokens. The metadata do not say where that end is.
+    #: True if a load counts its tokens from the end of the computed tokens, which the metadata do not contain.
     relative = False
-    #: True if the worker reports every ended request as sent, after its transfers have ended.
+    #: True if the worker reports every ended request as sent, once the request's transfers have ended.
     reports_sent = False
-    #: True if the connector keeps blocks of ended requests for a peer, which reads them.
+    #: True if the connector keeps blocks of ended requests until another instance has read them.
     keeps_for_peer = False
-    #: True if prefill writes the blocks (`ReadsFrom.pushed`).
+    #: True if prefill writes into the blocks of decode (`ReadsFrom.pushed`).
     pushed = False
     #: True if stores skip chunks that are already cached. Gaps between stores are then correct.
     leaves_out_stored = False
@@ -34,7 +34,7 @@ class Reader:
         self.connector = connector
 
     def add_state(self, state: dict[str, Any]) -> None:
-        """Add fields to the row of the connector (`kvfix.engine_state` describes rows), which has class and role."""
+        """Add fields to the connector's row, which already has class and role. `kvfix.engine_state` lists them."""
 
     def sends(self, request: str) -> bool:
         """Return True if the worker will report this ended request as sent."""
@@ -45,7 +45,7 @@ class Reader:
         return None
 
     def found(self, request: str) -> int:
-        """Return the tokens that the last lookup found, even if the connector promised 0. No store has these tokens."""
+        """Return the tokens that the last lookup found, even if 0 were promised. Stores leave these tokens out."""
         return 0
 
     def lookup_timeout(self) -> float:
@@ -61,7 +61,7 @@ class Reader:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the connector that change the accounting, above all `chunk_size`."""
+        """Return the settings of the connector that change token counts, such as `chunk_size`."""
         return {}
 
     def not_stored(self, metadata: Any) -> Collection[str]:
@@ -69,16 +69,16 @@ class Reader:
         return ()
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """Yield (name, entries by request id) of all state that must be removed when the request has ended."""
+        """Yield (name, container of request ids) for all state that the connector must drop when a request ends."""
         return ()
 
     @staticmethod
     def containers(holder: Any, names: Iterable[str], prefix: str = "") -> Iterable[tuple[str, Collection[str]]]:
-        """Yield (prefix and name, container) of the attributes that `holder` has."""
+        """Return (prefix + name, container) for those attributes `names` that `holder` has."""
         return [(prefix + name, getattr(holder, name)) for name in names if hasattr(holder, name)]
 
     def pinned(self, request: str) -> Any:
-        """Return the pins of this request, or None. Compare them with `is`: a reused id has another pins object."""
+        """Return the pins of this request, or None. Compare with `is`, because a reused id has a new pins object."""
         return None
 
     def looks_up(self, request: str) -> bool:
@@ -86,7 +86,7 @@ class Reader:
         return False
 
     def peer(self, request: Any) -> tuple[str, str] | None:
-        """Return the engine and the request whose kept blocks this request reads; None: it reads no blocks."""
+        """Return the ids of the engine and of its request whose blocks this request reads; None: it reads none."""
         return None
 
     def lease(self, answer: Any) -> float | None:
@@ -94,7 +94,7 @@ class Reader:
         return None
 
     def lease_name(self, request: Any) -> str:
-        """Return the name that the peer uses for this request, if it is not the request id; else ""."""
+        """Return the id that the peer uses for this request; "" if it is the same id."""
         return ""
 
     def waits(self, request: str) -> bool:

@@ -2,11 +2,11 @@
 
     {"class": "Scheduler", "steps": 12, "paused": "", "policy": "fcfs", "block_size": 16,
      "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: for prefills in flight
-     "answers": 1,              steps that the workers have not answered; None without an EngineCore
-     "deferred": 0,             blocks that become free with a later answer
-     "ended_reports": ["r1"],   transfers reported for requests that the scheduler does not know any more
+     "answers": 1,              steps whose output the workers have not returned; None without an EngineCore
+     "deferred": 0,             blocks that vLLM frees once the workers have returned the output of a later step
+     "ended_reports": ["r1"],   requests with a reported load that the scheduler does not know any more
      "ranks_left": {"r7": 1},   {request: number of ranks that have not reported its load, if other ranks have}
-     "settings": {"max_num_batched_tokens": 8192, ...},    the lab makes a scheduler from these; None: not known
+     "settings": {"max_num_batched_tokens": 8192, ...},    the lab builds a scheduler with them; None: not known
      "requests": [{...}]}       waiting requests in the scheduler's order, then running ones, then ended ones
 
 A request has these fields:
@@ -14,8 +14,8 @@ A request has these fields:
     {"id": "r7", "status": "WAITING_FOR_REMOTE_KVS", "queue": "kv_holding_waiting", "arrived": 12.5,
      "since": 3.1,              seconds of its current wait; None: not known
      "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
-     "report": "loaded",        or "failed": a report that the scheduler has not handled. "": there is no report
-     "needs": 1,                free blocks with which vLLM admits it, including reserved blocks; None: unknown
+     "report": "loaded",        or "failed": the worker's report until the scheduler handles it; "": no report
+     "needs": 1,                free blocks that vLLM needs to admit it, including reserved blocks; None: unknown
      "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
      "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
 
@@ -31,13 +31,13 @@ QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 _OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
 _OF_CONFIG = ("max_num_batched_tokens", "max_num_seqs", "async_scheduling")
 _OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
-#: Specs of the KV groups that `_needed` can compute: full attention, MLA, and sliding windows.
+#: Classes of KV group specs that `_needed` supports: full attention, MLA, and sliding windows.
 _KINDS = frozenset(("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"))
 Row = dict[str, Any]
 
 
 def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, Row], full: bool) -> Row | None:
-    """Return the state; None without a scheduler. held, recorded: {request: row} of connectors and recorder."""
+    """Return the state; None without a scheduler. held, recorded: {request: row} from connectors and recorder."""
     if scheduler is None:
         return None
     pool = scheduler.kv_cache_manager.block_pool
@@ -49,7 +49,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
             name = request.request_id
             row = _row(scheduler, request, queue, held.get(name, {}), recorded.get(name, {}), now)
             if queue in QUEUES:
-                between = bool(row["phase"])  # only the multi-process connector loads between steps
+                between = bool(row["phase"])  # only the multi-process connector has phases and loads between steps
                 row["needs"] = _needed(scheduler, request, row["promised"] or 0, between, reserved)
             if full:
                 row["block_ids"] = [[block.block_id for block in group] for group in _blocks(scheduler, request)]
@@ -72,7 +72,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
             "cached": len(pool.cached_block_hash_to_block),
             "reserved": reserved,
         },
-        # Without asynchronous scheduling and pipeline parallelism, a step is answered before the next one begins.
+        # Without a batch queue (asynchronous scheduling, pipeline parallelism), each step ends before the next begins.
         "answers": None if engine is None else len(getattr(engine, "batch_queue", None) or ()),
         "deferred": sum(len(blocks) for _, blocks in list(getattr(scheduler, "deferred_frees", ()))),
         "ended_reports": sorted(set(scheduler.finished_recving_kv_req_ids) - set(scheduler.requests)),
@@ -83,7 +83,7 @@ def read(scheduler: Any, engine: Any, held: dict[str, Row], recorded: dict[str, 
 
 
 def _requests(scheduler: Any) -> list[tuple[Any, str]]:
-    """Return (request, its queue). "ended": kept until its blocks are sent. "": it is in no queue now."""
+    """Return (request, its queue). "ended": vLLM keeps the request until its blocks are sent. "": it is in no queue."""
     found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
     found += [(each, "running") for each in list(scheduler.running)]
     listed = {request.request_id for request, _ in found}
@@ -138,7 +138,7 @@ def _settings(scheduler: Any) -> dict[str, Any]:
 
 
 def _blocks(scheduler: Any, request: Any) -> Any:
-    """Return the blocks of this request, a list for each KV group."""
+    """Return the blocks of this request as one list for each KV group."""
     return scheduler.kv_cache_manager.coordinator.get_blocks(request.request_id)
 
 
@@ -146,8 +146,8 @@ def _needed(scheduler: Any, request: Any, promised: int, between: bool, reserved
     """Return the free blocks that a waiting request needs to be admitted; None if they are not known.
 
     The computation follows `allocate_slots` (v1/core/kv_cache_manager.py 0.32.0:516-579), with functions of vLLM that
-    change nothing. It covers KV groups of full attention and of sliding windows. The blocks of vLLM's watermark are not
-    counted: vLLM adds them only in a step that already schedules a request, and no step does so in a standstill.
+    change nothing. It covers the KV groups in `_KINDS`. It leaves out the blocks of vLLM's watermark, because vLLM adds
+    them only in a step that already schedules a request, and in a standstill no step does so.
 
     promised: tokens that the connector would load, if the request has no computed tokens yet.
     between: True for a load between steps, False for a load within a step. reserved: see `_reserved`.
@@ -197,7 +197,7 @@ def _reserved(scheduler: Any) -> int | None:
 
 
 def _managers(scheduler: Any) -> Sequence[Any]:
-    """Return the manager of each KV group; () if the model has another kind of KV group."""
+    """Return the manager of each KV group; () if a KV group has a spec that is not in `_KINDS`."""
     kinds = {type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups}
     return scheduler.kv_cache_manager.coordinator.single_type_managers if kinds <= _KINDS else ()
 
@@ -205,7 +205,7 @@ def _managers(scheduler: Any) -> Sequence[Any]:
 def _to_allocate(
     managers: Sequence[Any], request: Any, tokens: int, computed: int, hits: Sequence[Any], local: int, **more: bool
 ) -> int:
-    """Return how many blocks vLLM takes from the pool for `tokens` tokens, `computed` of them computed or loaded."""
+    """Return how many blocks vLLM allocates for `tokens` tokens, of which the first `computed` need no computation."""
     needed = 0
     for manager, hit in zip(managers, hits, strict=True):
         function = type(manager).get_num_blocks_to_allocate
@@ -228,7 +228,7 @@ def _after_step(scheduler: Any, computed: int, total: int) -> int:
 
 
 def _cached(scheduler: Any, request: Any, none: Sequence[Any]) -> tuple[Sequence[Any], int]:
-    """Return (blocks by KV group, number of tokens) of the longest cached prefix without the request's last token."""
+    """Return (blocks by KV group, number of tokens) of the longest cached prefix before the request's last token."""
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or getattr(request, "skip_reading_prefix_cache", False):
         return none, 0

@@ -1,7 +1,8 @@
-"""A ledger of tokens: it takes the events of each request and reports violated rules. It needs no vLLM or LMCache.
+"""The token ledger checks the events of each request against the rules. It imports neither vLLM nor LMCache.
 
-In most known bugs two of these token counts disagree: computed in vLLM, in the external cache, promised by a lookup,
-taken by vLLM ("granted"), loaded, stored. The events come from live hooks, log lines, recorder files or the lab.
+In most known bugs, two token counts of a request disagree. The ledger compares the tokens that vLLM has computed, the
+external cache has, a lookup has promised, vLLM has taken ("granted"), and the worker has loaded or stored. The events
+come from live hooks, log lines, recorder files or the lab.
 """
 
 from collections import deque
@@ -13,7 +14,7 @@ from kvfix.ledger.rules import RULES_FOR
 
 
 class Finding(NamedTuple):
-    """A rule that an event violates (`verdict` "violated"), or that cannot be checked ("unknown").
+    """The result of a rule for an event. verdict: "violated", or "unknown" if the rule cannot be checked.
 
     earlier: the earlier event that `event` contradicts, if there is one.
     """
@@ -35,12 +36,12 @@ _LAST = {ev.LoadDue: "due", ev.Finished: "finished", ev.Leased: "lease", ev.Leas
 
 
 class History:
-    """The known state of one request. A count is None until an event contains it."""
+    """The state of one request, as far as its events show it. A count is None until an event reports the count."""
 
     def __init__(self, events_kept: int, sees_loads: bool) -> None:
         self.sees_loads = sees_loads
         self.events: deque[Event] = deque(maxlen=events_kept)
-        #: False if the record began after the request: many counts are then unknown.
+        #: False if the recording began after the request. Many counts are then unknown.
         self.recorded_from_start = False
         self.finished: ev.Finished | None = None
         self.lease: ev.Leased | None = None
@@ -56,11 +57,11 @@ class History:
         #: The last lookup that timed out. `timed_out_again`: True if the lookup directly followed another timeout.
         self.timed_out: ev.TimedOut | None = None
         self.timed_out_again = False
-        #: Tokens from the start that the external cache has or gets, according to the connector.
+        #: Tokens from the request's start that the external cache has, or will have, according to the connector.
         self.stored_to: int | None = None
 
     def take(self, event: Any) -> None:
-        """Add the event to the history. Called after the rules have checked the event against the history so far."""
+        """Add the event to the history. `Ledger.feed` calls this after the rules have checked the event."""
         kind = type(event)
         if kind is ev.Scheduled:
             self.computed = event.computed + event.tokens
@@ -68,10 +69,10 @@ class History:
         elif kind is ev.Asked:
             self.asked, self.granted, self.admitted = event, None, False
         elif kind is ev.Granted:
-            # vLLM calls the hook again with 0 when it admits a request whose load between steps has ended.
+            # After a load between steps, vLLM admits the request and calls update_state_after_alloc again, with 0.
             if event.external or self.admitted or self.granted is None or not self.granted.external:
                 if self.admitted:
-                    self.asked = None  # a session continues with more input: vLLM does not ask again
+                    self.asked = None  # a streaming session continues with more input, without another lookup
                 self.granted, self.due = event, None
         elif kind is ev.Stored:
             self.stored_to = max(self.stored_to or 0, event.end, event.covered)
@@ -88,8 +89,8 @@ class History:
 class Ledger:
     """Check events against the rules. The caller feeds the events in the order in which they happened.
 
-    events_kept: maximum events per request, for the report. A finished request is kept, for its leaks, until `forget`.
-    sees_loads: False if the source of the events cannot read the connector's metadata, so it sees no loads.
+    events_kept: events to keep per request, for reports. `forget` drops a finished request, after its check for leaks.
+    sees_loads: False if the source of the events cannot read the connector's metadata and so reports no loads.
     """
 
     def __init__(self, events_kept: int = 64, sees_loads: bool = True) -> None:
@@ -101,7 +102,7 @@ class Ledger:
         """Return the findings of this event, in the order of the rules."""
         history = self.histories.get(event.request)
         if history is None or (history.finished is not None and isinstance(event, ev.Asked | ev.ReadsFrom)):
-            # A reused request id is another request.
+            # A new request reuses the id of a finished request.
             history = self.histories[event.request] = History(self._events_kept, self._sees_loads)
             history.recorded_from_start = isinstance(event, ev.Asked | ev.ReadsFrom)
         findings = []

@@ -1,12 +1,12 @@
-"""The events of the ledger. Counts are in tokens; None: the source does not know the count."""
+"""The events of the ledger. Counts are in tokens. A count is None if the source of the event does not know it."""
 
 from typing import NamedTuple, Protocol
 
 
 def balance(hit: int, computed: int, total: int) -> int:
-    """Return the tokens to load: the hit minus the computed tokens, minus the last token if the whole request is hit.
+    """Return the number of tokens to load: hit - computed, and one less if the hit covers the whole request.
 
-    vLLM recomputes the last token for its logits (LMCache issue 2158). 0 or less: there is nothing to load.
+    vLLM recomputes the last token for its logits (LMCache issue 2158). If the result is below 1, do not load.
     """
     return hit - computed - (hit == total)
 
@@ -27,11 +27,11 @@ class Asked(NamedTuple):
     - total: tokens of the request
     - computed: tokens that vLLM has, as passed to the connector (whole blocks)
     - hit: tokens that the external cache has from the start of the request
-    - promised: the answer; None: not known yet, vLLM asks again
+    - promised: the tokens in the answer; None: the connector does not know yet, and vLLM will ask again
     - asynchronous: the load runs between steps
     - replay: vLLM takes only whole blocks of a hit and recomputes up to `replay` tokens (`prefix_replay_tokens`)
-    - divergent: some KV groups may have fewer than `computed` tokens. If vLLM takes 0 tokens, it starts with the
-      tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
+    - divergent: some KV groups may have fewer than `computed` tokens. If vLLM then takes 0 promised tokens, it keeps
+      only the tokens that all KV groups have (`supports_divergent_local_hybrid_hits`).
     """
 
     request: str
@@ -58,7 +58,7 @@ class Asked(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """vLLM called `update_state_after_alloc`: it has blocks for the request and takes `external` promised tokens."""
+    """vLLM called `update_state_after_alloc`. It has allocated blocks and takes `external` of the promised tokens."""
 
     request: str
     external: int
@@ -68,9 +68,9 @@ class Granted(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """The step computes `tokens` tokens of the request. The `computed` tokens before them are local or loaded.
+    """A step computes the next `tokens` tokens of the request. vLLM has computed or loaded `computed` tokens before.
 
-    capacity: slots of its blocks. first: the request has waited before this step, as a new or a preempted request.
+    capacity: token slots in the request's blocks. first: True if this step admits a new or preempted request.
     """
 
     request: str
@@ -87,8 +87,8 @@ class Scheduled(NamedTuple):
 class LoadDue(NamedTuple):
     """The connector's metadata tell the worker to load tokens [start, end) of the request.
 
-    block: tokens of a block, if the metadata name blocks: the last block may not be full. 0: the metadata name tokens.
-    relative: the tokens are counted from the end of the computed tokens. The metadata do not have that end.
+    block: tokens per block if the metadata list blocks, the last of which may be partly filled; 0 if they list tokens.
+    relative: `start` and `end` count from the end of the computed tokens, which the metadata do not contain.
     """
 
     request: str
@@ -102,7 +102,7 @@ class LoadDue(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The worker has loaded `tokens` tokens up to `end`. If these are fewer than in LoadDue, the load has failed."""
+    """The worker has loaded `tokens` tokens up to `end`. If LoadDue has more tokens, the load has failed."""
 
     request: str
     tokens: int
@@ -130,9 +130,9 @@ class Stored(NamedTuple):
 class Compared(NamedTuple):
     """The worker has compared chunks of the external cache with the KV that vLLM computed for their tokens (`audit=`).
 
-    chunks: the number of chunks. wrong: how many differ by more than the limit. The other fields describe the first
-    wrong chunk, or else the chunk that differs most. Its tokens are [start, end). part: K, V, or KV for MLA.
-    token: the token that differs most. error: the norm of the difference as a share of the norm of the computed part.
+    chunks: the number of chunks. wrong: how many of them differ by more than the limit. The other fields describe the
+    first wrong chunk or, if none is wrong, the one nearest to its limit. It has tokens [start, end). part: K, V, or KV.
+    token: the token that differs most. error: norm of the difference divided by the norm of the computed K, V, or KV.
     """
 
     request: str
@@ -177,7 +177,7 @@ class Preempted(NamedTuple):
 
 
 class LoadFailed(NamedTuple):
-    """The load failed, all or in part. vLLM rolls the request back to `computed` tokens (None: not known)."""
+    """All or part of the load failed. vLLM rolls the request back to `computed` tokens (None: not known)."""
 
     request: str
     computed: int | None
@@ -207,7 +207,7 @@ class Left(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """The request waits for a load, and none is in flight."""
+    """The request has waited for a load for `waited` steps, but no load is in flight."""
 
     request: str
     waited: int
@@ -243,9 +243,9 @@ class Raised(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """The request has ended, and its blocks are kept for a peer: until a notice, or for `seconds` (None: not known).
+    """The request has ended. Its blocks are kept until the peer sends a notice, or for `seconds` (None: not known).
 
-    name: the peer's name of the request, if that is not `request`.
+    name: the id that the peer uses for the request, if it differs from `request`.
     """
 
     request: str
@@ -257,7 +257,7 @@ class Leased(NamedTuple):
 
 
 class LeaseExtended(NamedTuple):
-    """The peer renews the lease for the first time: the blocks are kept for `seconds` from now (None: not known)."""
+    """The peer has renewed the lease for the first time, for `seconds` from now (None: not known)."""
 
     request: str
     seconds: float | None
@@ -267,9 +267,9 @@ class LeaseExtended(NamedTuple):
 
 
 class LeaseEnded(NamedTuple):
-    """The blocks are reported as sent, and are free. expired: False after a notice of the peer, None if not known.
+    """The connector has reported the blocks as sent, so vLLM frees them. renewed: how often the peer renewed the lease.
 
-    renewed: how often the peer has renewed the lease.
+    expired: True if the lease has expired, False if the peer sent a notice, None if not known.
     """
 
     request: str
@@ -284,8 +284,8 @@ class LeaseEnded(NamedTuple):
 class ReadsFrom(NamedTuple):
     """The request will read the blocks of request `peer`, which another engine keeps, and then notify that engine.
 
-    engine, peer: the names in the request's `kv_transfer_params`.
-    pushed: `engine` writes the blocks and needs no notice. `engine` does not learn if the request ends earlier.
+    engine, peer: the engine id and request id in the request's `kv_transfer_params`.
+    pushed: True if `engine` writes the blocks. It then needs no notice, and does not learn if the request ends early.
     """
 
     request: str

@@ -1,8 +1,8 @@
-"""Find out what requests wait for, and if any can move, from the data of `kvfix.engine_state`. This module is pure.
+"""Find out from an engine's state (`kvfix.engine_state`) what requests wait for, and if any can make progress.
 
-vLLM tries to admit its waiting requests in order and stops at the first request that it has no blocks for (`schedule`,
-the `break` after `allocate_slots`; v1/core/sched/scheduler.py 0.32.0:1275-1282). This request waits until a step of a
-running request, a transfer or a lookup ends. If nothing runs and nothing is in flight, the request waits for ever.
+vLLM tries to admit its waiting requests in order, and stops at the first request for which it has too few blocks
+(`break` after `allocate_slots` in `schedule`, v1/core/sched/scheduler.py 0.32.0:1275-1282). This request waits until a
+running request's step, a transfer or a lookup ends. If nothing runs or is in flight, the request waits for ever.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from kvfix.engine_state.scheduler import QUEUES
 
-#: A request waits for free blocks (PLACE), its load, its lookup, or something outside: streamed input, or a grammar.
+#: A request waits for free blocks (PLACE), its load, its lookup, or something outside the engine (OUTSIDE_STATUSES).
 PLACE, LOAD, LOOKUP, OUTSIDE = "place", "load", "lookup", "outside"
-#: {status of vLLM in which a request waits for something outside of the engine: what it waits for}
+#: {vLLM's status of a request that waits for something outside the engine: what the request waits for}
 OUTSIDE_STATUSES = {
     "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
     "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
 }
-#: Fields of a worker's connector with the loads that the worker has not reported yet.
+#: Fields in the row of a worker's connector that list loads which the worker has not reported yet.
 KINDS = ("loads", "unreported")
 
 
@@ -45,9 +45,9 @@ class State:
     #: Free blocks, including blocks with a cached prefix.
     free: int | None
     running: int | None
-    #: Loads and stores that are not reported as ended, and reports that the scheduler has not used yet.
+    #: Number of transfers in flight, and of results that the scheduler has not used yet.
     in_flight: int | None
-    #: Number of lookups that will be answered.
+    #: Number of lookups in flight.
     lookups: int | None
 
 
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
 
 
 def can_move(state: State) -> Answer:
-    """Return "valid" if any waiting request can still move, "violated" if none can."""
+    """Return verdict "valid" if a waiting request can still move, "violated" if none can, "unknown" without data."""
     waiting = [each for each in state.waiting if each.waits_for != OUTSIDE]
     if not waiting:
         return Answer("valid", "no request waits for the engine")
@@ -102,10 +102,10 @@ def _count(number: int, one: str, many: str) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """A scheduler, and the workers' connectors of the same engine. `process` has the scheduler's state."""
+    """A scheduler and the workers' connectors of its engine. process: the state of the scheduler's process."""
 
     process: dict[str, Any]
-    #: (state of the process, state of its connector), in the order of their ranks.
+    #: (state of the worker's process, row of its connector), ordered by rank.
     workers: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
 
     @property
@@ -126,12 +126,12 @@ class Engine:
 
     @property
     def sees_transfers(self) -> bool:
-        """True if every rank was read, and kvfix can read the transfers of its connector."""
+        """True if kvfix has read the transfers of every rank's connector."""
         known = [each for _, each in self.workers if "loads" in each and "unread" not in each]
         return len({each["rank"] for each in known}) >= self.ranks
 
     def ranks_with(self, request: str, *kinds: str) -> list[int]:
-        """Return the ranks that have the request in one of these fields: "loads", "stores", "unreported"."""
+        """Return the ranks that list the request in one of the fields `kinds`, such as "loads" or "stores"."""
         return sorted({each["rank"] or 0 for _, each in self.workers if any(request in each.get(k, ()) for k in kinds)})
 
 
@@ -155,7 +155,7 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
 
 
 def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
-    """Return (row, what its request waits for). Requests behind one that waits for blocks also wait for blocks."""
+    """Return (row, what its request waits for). Behind a request that lacks blocks, a lookup is a wait for blocks."""
     found: list[tuple[dict[str, Any], str]] = []
     stopped, free = False, engine.scheduler["pool"]["free"]
     for row in waiting(engine):
@@ -172,14 +172,14 @@ def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
 
 
 def state(engine: Engine) -> State:
-    """Return the state for `can_move`. Lookups count as in flight: another rule finds unanswered lookups."""
+    """Return the state for `can_move`. All lookups count as in flight, because another rule finds unanswered ones."""
     scheduler = engine.scheduler
     rows = tuple(Waiting(row["id"], kind, row["needs"], row["blocks"]) for row, kind in waits(engine))
     running = sum(row["queue"] in ("running", "") for row in engine.requests)
     in_flight = (scheduler["answers"] or 0) + scheduler["deferred"]
     for _, each in engine.workers:
         in_flight += sum(len(each.get(kind, ())) for kind in ("stores", *KINDS))
-    # The scheduler has each request that has a transfer: the request waits for its load, or it has ended.
+    # If no request runs, only requests that wait for a load or have ended can have a transfer in flight.
     kept = any(row["queue"] == "ended" for row in engine.requests) or any(each.waits_for == LOAD for each in rows)
     unknown = kept and not engine.sees_transfers and bool(engine.connectors)
     lookups = sum(each.waits_for == LOOKUP for each in rows)

@@ -1,7 +1,7 @@
 """The rules: invariants of the token accounting. `kvfix explain` prints the docstring of a rule.
 
-A rule checks an event against the history so far. It returns None (valid), or ("violated" or "unknown", the arithmetic,
-the earlier event that this one contradicts). "unknown": the record began after the request, or a count is not known.
+A rule compares an event with the history of its request. It returns None if the event is valid, or else ("violated" or
+"unknown", message, contradicted event). "unknown": the recording began after the request, or a count is missing.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def unknown(message: str) -> Outcome:
 def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
     """The answer of `get_num_new_matched_tokens` is at least 0 and leaves one prompt token to compute, for its logits.
 
-    0 <= promised <= total - 1 - computed. An asynchronous load may cover the last token too: vLLM then recomputes it
-    (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`). vLLM asserts if more are promised.
+    So 0 <= promised <= total - 1 - computed. An asynchronous load may also cover the last token, which vLLM recomputes
+    (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`). vLLM asserts that no more are promised.
     """
     if event.promised is None:
         return None
@@ -75,8 +75,8 @@ def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
 def promise_changed(history: History, event: ev.Asked) -> Outcome:
     """The connector promises the same number of tokens each time it is asked about the same state.
 
-    vLLM asks in every step until it has blocks for the request. With the same hit and the same computed and total
-    tokens, a different number of promised tokens cannot be right (LMCache issue 2158).
+    vLLM asks in every step until it has blocks for the request. If the hit, the computed tokens and the total tokens
+    have not changed, a different number of promised tokens is wrong (LMCache issue 2158).
     """
     before = history.asked
     if before is None or before.promised is None or event.promised is None or history.granted is not None:
@@ -102,7 +102,7 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
     - It chose another connector of a MultiConnector.
     - The request asks for prompt_logprobs.
     - vLLM's own prefix hit ends inside a block.
-    - vLLM must return the routed experts and lacks those of the hit (`cap_external_hit`, 0.33.0:1189).
+    - vLLM must return the routed experts, but does not know them for the hit (`cap_external_hit`, 0.33.0:1189).
 
     For models with prefix replay, vLLM takes only whole blocks of the hit (0.32.0:993-1005). The record has no block
     size, so the rule cannot judge a smaller number of tokens.
@@ -122,7 +122,7 @@ def grant_differs(history: History, event: ev.Granted) -> Outcome:
 
 @rule("KVR004", "load-differs-from-grant", ev.LoadDue)
 def load_differs(history: History, event: ev.LoadDue) -> Outcome:
-    """A load has the tokens that vLLM takes of the hit ("granted"). It may also have the last token of a full hit."""
+    """A load covers the tokens that vLLM takes of the hit ("granted"), and possibly the last token of a full hit."""
     if history.granted is None or history.asked is None:
         if history.recorded_from_start:
             return violated(f"tokens {event.start} to {event.end} are to be loaded, but none were granted")
@@ -142,14 +142,14 @@ def load_differs(history: History, event: ev.LoadDue) -> Outcome:
 
 @rule("KVR005", "computed-differs-from-grant", ev.Scheduled)
 def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
-    """An admitted request starts with vLLM's own tokens and the tokens that vLLM takes of the hit ("granted").
+    """An admitted request starts with vLLM's own tokens plus the tokens that vLLM takes of the hit ("granted").
 
-    These differences are correct (vllm/v1/core/sched/scheduler.py 0.32.0):
+    The rule allows these differences (vllm/v1/core/sched/scheduler.py 0.32.0):
 
-    - up to one block more, if 0 tokens are granted: the connector gets a prefix hit in whole blocks (971-1027)
-    - one token less, after a load between steps that covers all tokens
-    - up to a window less, with prefix replay (1053-1124, 3159-3170)
-    - fewer tokens, if 0 are granted and the KV groups have different hits: the smallest hit counts (1029-1038)
+    - up to one block more if 0 tokens are granted, because vLLM tells the connector only whole blocks (971-1027)
+    - one token less after a load between steps that covers all tokens
+    - up to one window less with prefix replay (1053-1124, 3159-3170)
+    - fewer tokens if 0 are granted and the KV groups have different hits, because the smallest hit counts (1029-1038)
     """
     if not event.first or history.asked is None or history.granted is None:
         return None
@@ -180,7 +180,7 @@ def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
 def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
     """A store continues at the end of the cached tokens. A hit is a prefix, so tokens after a hole are never hit.
 
-    (LMCache issue 4508: each poll counts the hit again, and [hit, polls * hit) is never stored.)
+    In LMCache issue 4508, each poll counts the hit again, so that tokens [hit, polls * hit) are never stored.
     """
     covered = max(event.covered, history.stored_to or 0)
     if event.start <= covered:
@@ -193,7 +193,7 @@ def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
 
 @rule("KVR008", "store-beyond-computed", ev.Stored)
 def store_beyond_computed(history: History, event: ev.Stored) -> Outcome:
-    """Only computed tokens are stored."""
+    """A store contains only tokens that vLLM has computed."""
     if history.computed is None or event.end <= history.computed:
         return None
     return violated(f"tokens {event.start} to {event.end} are stored, {history.computed} are computed")
@@ -201,7 +201,7 @@ def store_beyond_computed(history: History, event: ev.Stored) -> Outcome:
 
 @rule("KVR009", "state-left-behind", ev.Left)
 def state_left_behind(history: History, event: ev.Left) -> Outcome:
-    """No dictionary, pin or lock holds an ended request. Such state leaks, or a request with the same id uses it."""
+    """No dictionary, pin or lock holds an ended request. Such state leaks, or a later request with its id uses it."""
     return violated(f"{event.where} still holds it", history.finished)
 
 
@@ -216,7 +216,7 @@ def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
     """After two lookup timeouts in a row the scheduler pauses before it waits for a third lookup.
 
     The scheduler is blocked while it waits for a lookup. If it pauses as long as it has waited, it is blocked for at
-    most half of the time. One immediate retry is allowed: the worker may answer again.
+    most half of the time. The rule allows one immediate retry, because the worker may answer again.
     """
     before = history.timed_out
     if before is None or not history.timed_out_again or not event.is_at_once_after(before):
@@ -229,32 +229,32 @@ def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
 
 @rule("KVR011", "exception-left-hook", ev.Raised)
 def exception_left_hook(history: History, event: ev.Raised) -> Outcome:
-    """No connector hook and no scheduler function raises: an exception ends EngineCore and all of its requests."""
+    """No connector hook and no scheduler function raises, because an exception ends EngineCore and all its requests."""
     return violated(f"{event.where}: {event.error}")
 
 
 @rule("KVR014", "store-of-lost-blocks", ev.BlocksLost)
 def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
-    """If a store reads blocks of a request, vLLM does not free them until the store has ended or a step waits for it.
+    """vLLM does not free the blocks of a store before the store has ended or a step waits for the store.
 
     vLLM keeps only the last blocks of a sliding window. It replaces earlier blocks by null block 0 and gives them to
     other requests (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). A store of these
     blocks puts wrong KV under a valid key, and a later hit gives wrong text. (`lmcache server --separate-object-groups`
-    skips a chunk if all its blocks of the window are null.)
+    skips a chunk if all window blocks of the chunk are null.)
 
-    The rule checks a store only in its own step and the next one. After that the store may have ended.
+    The rule checks a store in the store's own step and in the next step. Later, the store may have ended.
     """
     return violated(f"tokens {event.start} to {event.end} of KV group {event.group} are stored from {event.blocks}")
 
 
 @rule("KVR027", "cache-differs-from-computed", ev.Compared)
 def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome:
-    """The KV that the external cache has for a token is the KV that vLLM computes for it, within rounding.
+    """For each token, the KV in the external cache equals the KV that vLLM computes, except for rounding.
 
     Only the audit checks this rule (`KVFIX="check audit=0.001"`, docs/verify.md). It compares K and V of each layer and
-    chunk. The difference is the norm of cached minus computed K, divided by the norm of computed K. Rounding explains
-    a difference of up to 8 * eps * sqrt(layer + 1), with the eps of the KV's type. A hit of a wrong chunk gives wrong
-    text. Wrong chunks stay in the cache until you clear the cache.
+    chunk. The difference is the norm of (cached - computed), divided by the norm of the computed K or V. Rounding
+    explains a difference of up to 8 * eps * sqrt(layer + 1), where eps belongs to the KV's type. A hit of a wrong chunk
+    gives wrong text. Wrong chunks stay in the cache until you clear the cache.
     """
     if not event.wrong:
         return None
@@ -267,10 +267,10 @@ def cache_differs_from_computed(history: History, event: ev.Compared) -> Outcome
 
 @rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
 def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
-    """A request is reported as sent once, and only if its blocks were kept for a peer.
+    """A request is reported as sent at most once, and only if its blocks were kept for a peer.
 
-    vLLM frees the blocks of a request that is reported as sent, and asserts that it knows the request
-    (vllm/v1/core/sched/scheduler.py 0.32.0:3234): the second report ends EngineCore.
+    At the report, vLLM frees the blocks and forgets the request. A second report ends EngineCore, because vLLM asserts
+    that it knows the request (vllm/v1/core/sched/scheduler.py 0.32.0:3234).
     """
     if history.lease_ended is not None:
         return violated("reported as sent a second time", history.lease_ended)

@@ -1,7 +1,7 @@
-"""Find out why a running engine stands still. This module is pure.
+"""Find out why a running engine makes no progress. The functions are pure.
 
-A look is the data of all processes (`kvfix.engine_state`), which are read one after the other. A verdict needs two
-looks or more: a report that is on its way at the first look has arrived at the second look.
+A `Look` holds the state of all processes of an engine (`kvfix.engine_state`), read one after the other. A verdict needs
+at least two looks, because a report that is still on its way at the first look has arrived by the second look.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 from kvfix.ledger import liveness
 from kvfix.ledger.liveness import LOAD, LOOKUP, Engine
 
-#: Seconds after which a hook counts as stuck.
+#: A connector hook that has run for this number of seconds counts as stuck.
 HOOK = 3.0
-#: Seconds after which a transfer or lookup counts as not answered: LATE if no request makes progress, else LATER.
+#: A transfer or lookup is reported as unanswered after LATE seconds if no request makes progress, else after LATER.
 LATE, LATER = 5.0, 30.0
 #: Fields of a request that do not change during one wait.
 _OF_A_WAIT = ("computed", "total", "preemptions")
-#: The frame in which LMCache waits for an answer of its server (lmcache/v1/multiprocess/futures.py 0.5.6:86).
+#: The stack frame in which LMCache waits for its server's response (lmcache/v1/multiprocess/futures.py 0.5.6:86).
 _OF_SERVER = "result (multiprocess/futures.py:"
 
 
 class Look(NamedTuple):
-    """The data of all processes at one time. at: seconds of any monotonic clock.
+    """The states of all processes at one time. `at` is in seconds of a monotonic clock.
 
-    A process that could not be read has no "schema", but {"pid", "name", "silent": reason, "stack", "hook"}.
+    The state of a process that kvfix could not read is {"pid", "name", "silent": reason, "stack", "hook"}.
     """
 
     at: float
@@ -31,7 +31,7 @@ class Look(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """code, name: the finding of kvfix-diagnose, or the rule. now: what to do now. waiting: says if waiting helps."""
+    """code, name: identify a finding (KVD) or a rule (KVR). now: what the user should do. waiting: if waiting helps."""
 
     code: str
     name: str
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(looks: Sequence[Look]) -> list[Verdict]:
-    """Return the verdicts, the worst first, with one verdict for each request."""
+    """Return the verdicts, the worst first, with at most one verdict for each request."""
     looks = of_these_hooks(looks)
     if len(looks) < 2:
         return []
@@ -55,7 +55,7 @@ def verdicts(looks: Sequence[Look]) -> list[Verdict]:
 
 
 def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
-    """Yield (engine at the first look, engine at the last look, seconds between)."""
+    """Yield (engine at the first look, the same engine at the last look, seconds between the two looks)."""
     before = {engine.process["pid"]: engine for engine in liveness.engines(looks[0].processes)}
     for engine in liveness.engines(looks[-1].processes):
         if engine.process["pid"] in before:
@@ -63,9 +63,9 @@ def engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
 
 
 def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the last look, for requests that wait for `kind` at both looks and have not changed.
+    """Yield the last look's rows of requests that wait for `kind` at both looks, with the same counts (_OF_A_WAIT).
 
-    A request that was preempted or has more tokens may wait for another load than at the first look.
+    If a request was preempted or has more tokens, it may wait for a different load than at the first look.
     """
     first = {row["id"]: row for row, waits_for in liveness.waits(before) if waits_for == kind}
     for row, waits_for in liveness.waits(after):
@@ -75,13 +75,13 @@ def rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def steps_between(before: Engine, after: Engine) -> int | None:
-    """Return the number of steps that began between the looks; None: the release does not count them."""
+    """Return how many engine steps began between the looks, or None if this release of vLLM does not count steps."""
     first, last = before.scheduler["steps"], after.scheduler["steps"]
     return None if first is None or last is None else int(last - first)
 
 
 def is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Return True if two steps have ended since the first look. A report on its way at that look has arrived."""
+    """Return True if two steps have ended since the first look. Reports that were on their way then have arrived."""
     steps = steps_between(before, after)
     return span >= 2 * LATE if steps is None else steps > 2
 
@@ -100,7 +100,7 @@ def _progress(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | None]]:
-    """Yield each process that is in the same hook at every look, and its engine if it has the scheduler."""
+    """Yield (process, engine) for each process that is in the same hook at every look. No scheduler: engine is None."""
     by_pid = {engine.process["pid"]: engine for engine in liveness.engines(looks[-1].processes)}
     for process in looks[-1].processes:
         pid, hook = process["pid"], process.get("hook")
@@ -110,9 +110,9 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
 
 
 def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
-    """Return the newest looks with the same processes in the same hooks as the last look, if there are two or more.
+    """Return the newest looks in which each process that is in a hook at the last look is in the same hook.
 
-    Otherwise return all looks. A process that enters a hook may block all others: earlier looks show another situation.
+    Leave out earlier looks, because a process that enters a hook may block all others. If only one remains, return all.
     """
     hooks = {each["pid"]: each["hook"] for each in looks[-1].processes if each.get("hook")}
     first = len(looks) - 1
@@ -122,7 +122,7 @@ def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
 
 
 def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
-    """Return True if a process that is in the same hook at every look has made no progress for `HOOK` seconds."""
+    """Return True if this process, which is in the same hook at every look, made no progress for `HOOK` seconds."""
     span = looks[-1].at - looks[0].at
     steps = {after.process["pid"]: steps_between(before, after) for before, after, _ in engines(looks)}
     count = steps.get(process["pid"])
@@ -130,7 +130,7 @@ def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
 
 
 def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find processes that are in the same hook at every look, or run no Python, while the engine does not move."""
+    """Find processes that are in the same hook at every look while the engine makes no progress."""
     for process, engine in in_hooks(looks):
         hook = process["hook"]
         if not stands(looks, process) or (engine is not None and _blocks_on_lookups(engine, hook)):
@@ -163,7 +163,7 @@ def _name(process: dict[str, Any]) -> str:
 
 
 def _lookup_client(engine: Engine) -> dict[str, Any] | None:
-    """Return the in-process LMCache whose lookups block the scheduler until every rank has answered (KVF015)."""
+    """Return the row of an in-process LMCache whose lookups block the scheduler until all ranks answer (KVF015)."""
     connector = next((each for each in engine.connectors if "asynchronous" in each), None)
     return None if connector is None or connector["asynchronous"] else connector
 
@@ -173,7 +173,7 @@ def _blocks_on_lookups(engine: Engine, hook: str) -> bool:
 
 
 def _ended_threads(engine: Engine) -> set[int]:
-    """Return the ranks on which the thread that answers lookups has ended."""
+    """Return the ranks whose lookup server thread has ended."""
     return {each["rank"] for _, each in engine.workers if (each.get("threads") or {}).get("lookup_server") is False}
 
 
@@ -241,7 +241,7 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find lookups that are in flight at both looks. A process that stays in a hook delays all answers: no verdict."""
+    """Find lookups in flight at both looks. Give no verdict if a process stays in a hook, which delays all answers."""
     if any(in_hooks(looks)):
         return
     any_moved = moved(looks)
@@ -265,9 +265,9 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find engines in which no request can move at both looks, and no request has moved between the looks.
+    """Find engines in which no request can move at either look, and no request has moved between the looks.
 
-    Give no verdict within a step (its queues are incomplete), or while a process is in a hook (it may be the cause).
+    Give no verdict inside a step, when queues are incomplete, or while a process is in a hook, which may be the cause.
     """
     if moved(looks) or any(in_hooks(looks)):
         return
@@ -304,13 +304,13 @@ def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _without_lmcache(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """Find connectors that run without their cache at every look."""
+    """Find connectors that run without LMCache, or whose LMCache server does not answer, at every look."""
     sick = [_sick(look) for look in looks]
     return (verdict for key, verdict in sick[-1].items() if all(key in each for each in sick))
 
 
 def _sick(look: Look) -> dict[tuple[Any, ...], Verdict]:
-    """Return {(process, its rank or "server"): verdict} of the connectors without a cache."""
+    """Return {(pid, rank or "server"): verdict} for the connectors without LMCache or without an answering server."""
     found: dict[tuple[Any, ...], Verdict] = {}
     for process in look.processes:
         for each in process.get("connectors") or ():
