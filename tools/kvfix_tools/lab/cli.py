@@ -109,7 +109,7 @@ def fuzz_connector(
     screen.progress("importing vLLM")
     with runner.quiet():
         from kvfix_tools.lab.fuzz import fuzz_run
-    gc.freeze()  # otherwise each garbage collection takes half a second: it checks all imported objects
+    gc.freeze()  # otherwise each garbage collection checks all imported objects, which takes half a second
     with _refusing("fuzz"):
         run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
         done = fuzz_run.fuzz(run, drawn, seconds, shrink, screen.progress, steps, jobs, notes)
@@ -195,7 +195,7 @@ def continue_state(
 
 @contextmanager
 def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
-    """After an OSError or ValueError, print the reason and exit with 2."""
+    """If the code in this context raises OSError or ValueError, print the reason and exit with 2."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -206,7 +206,7 @@ def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
 
 
 def _find_all(slugs: list[str]) -> list[Scenario]:
-    """Return the scenarios with these slugs. Raises ValueError for an unknown slug, and if there is no slug."""
+    """Return the scenarios with these slugs. Raises ValueError for an unknown slug, or if `slugs` is empty."""
     known = {scenario.slug: scenario for scenario in scenarios()}
     unknown = [slug for slug in slugs if slug not in known]
     if unknown or not slugs:

@@ -1,7 +1,7 @@
 """`kvfix lab continue FILE`: rebuild the state of an engine from `kvfix look --save` or the watchdog, and continue it.
 
-The file has neither prompts nor numbers of tokens to generate, so the lab chooses them. First, loads fill the blocks of
-waiting requests, and running requests compute their tokens. Then the other requests arrive.
+The file lacks the prompts and the numbers of tokens to generate, so the lab chooses both. First, loads fill the blocks
+of waiting requests, and running requests compute their tokens. Then the other requests arrive.
 """
 
 import json
@@ -29,7 +29,7 @@ _SIZES = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
 
 
 class Outcome(NamedTuple):
-    """ended: how many of the requests ended. stuck: why no request can move, or "". also: other violations."""
+    """ended: number of ended requests. stuck: why no request makes progress, or "". also: other violations."""
 
     ended: int
     requests: int
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: requests whose abort, without fixes, lets all other requests end. differs: see `_Builder`."""
+    """frees: if one of these requests is aborted without fixes, all other requests end. differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome
@@ -56,7 +56,7 @@ class Continued(NamedTuple):
 
 
 def continued(path: Path) -> Continued:
-    """Rebuild the state in this file and continue it. Raises OSError, and ValueError if the lab cannot rebuild it."""
+    """Rebuild the state in this file and continue it. Raises OSError, or ValueError if the state cannot be rebuilt."""
     engine = _read(path)
     options = _options(engine)
     with runner.applied(fixes=False):
@@ -68,7 +68,7 @@ def continued(path: Path) -> Continued:
     schedule = Schedule(options, tuple(builder.steps))
     as_released, with_fixes = _outcome(schedule, False), _outcome(schedule, True)
     waiting = [row["id"] for row in liveness.waiting(engine) if row["id"] in builder.names] if as_released.stuck else []
-    freed = {name: _outcome(schedule, False, name) for name in waiting[:20]}  # each run aborts one
+    freed = {name: _outcome(schedule, False, name) for name in waiting[:20]}  # each run aborts one request
     frees = [name for name, each in freed.items() if not each.stuck and each.ended == each.requests]
     return Continued(schedule, as_released, with_fixes, frees, builder.differs)
 
@@ -81,7 +81,7 @@ def shortest(done: Continued, seconds: float) -> Schedule:
 
 
 def _read(path: Path) -> Engine:
-    """Return the only engine of the file. Raises ValueError if there is none or more than one."""
+    """Return the only engine of the file. Raises ValueError if the file has no engine or more than one engine."""
     text = path.read_text(errors="replace")
     if text.lstrip().startswith('{"schema"'):
         whole = json.loads(text)
@@ -115,7 +115,7 @@ def _options(engine: Engine) -> Options:
         block_size=state["block_size"],
         num_blocks=state["pool"]["blocks"] + 1,
         chunk_size=connector["chunk_size"],
-        delay=3 + len(_loaded(engine.requests)),  # steps: all loads begin before the first load ends
+        delay=3 + len(_loaded(engine.requests)),  # in steps, so that all loads begin before the first load ends
         reserve_full_isl=bool(settings.get("reserve_full_isl")),
         async_scheduling=bool(settings.get("async_scheduling")) and "async_scheduling" not in lacks,
         policy=state["policy"] or "fcfs",
@@ -130,7 +130,7 @@ def _loaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Builder:
-    """Makes the steps that lead to the state. `differs`: how the rebuilt engine differs from the engine in the file."""
+    """Finds the steps that rebuild the state. `differs`: how the rebuilt engine differs from the engine in the file."""
 
     def __init__(self, options: Options, engine: Engine) -> None:
         self.lab = LabEngine(options)
@@ -153,7 +153,7 @@ class _Builder:
     def build(self) -> None:
         running = [row for row in self._rows if row["queue"] == "running"]
         loaded = sorted(_loaded(self._rows), key=lambda row: -row["arrived"])
-        # one step computes all tokens of the running requests: the lab's prompt includes their generated tokens
+        # one step can compute all tokens of running requests, because the lab's prompts include generated tokens
         self._do("budget", max(1, sum(row["computed"] for row in running)))
         for row in loaded:
             hit = max(row["hit"] or 0, -(-row["computed"] // self._chunk) * self._chunk)
@@ -164,7 +164,7 @@ class _Builder:
             self._admit(row, row["computed"] if row["computed"] >= row["prompt"] else row["total"])
         blocks, done = self.lab.model.blocks, self._computed
         self._until(lambda: all(blocks(row["id"]) for row in loaded) and all(done(row["id"]) for row in running))
-        self._do("budget", 0)  # without tokens, a step admits no request
+        self._do("budget", 0)  # with a budget of 0 tokens, a step admits no request
         for row in self._rows:
             if row not in running and row not in loaded:
                 self._admit(row, row["total"])

@@ -2,8 +2,8 @@
 
     python -m kvfix_tools.lab.demo [--lmcache-path DIR] [--json]
 
-Exit 0 if the engine without kvfix dies with the message in the issue, and the engine with kvfix finishes the request
-without loading tokens that vLLM has computed.
+Exit 0 needs two results. Without kvfix, the engine dies with the message in the issue. With kvfix, the engine finishes
+the request without loading tokens that vLLM has computed.
 """
 
 import json as jsonlib

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 class Known(NamedTuple):
     name: str  # name of the class that vLLM loads
     side: str  # the lab's class for both roles of the connector, as module:class
-    needs: dict[str, tuple[str, str]]  # {distribution: (specifier of the releases that the lab plays, reason)}
-    module: str | None = None  # module of the class, if vLLM has another class of this name
+    needs: dict[str, tuple[str, str]]  # {distribution: (releases that the lab plays, why it plays no others)}
+    module: str | None = None  # module of the class, if vLLM has another class with the same name
 
 
 _SINCE_0_32 = {"vllm": (">=0.32", "earlier ones were not tried")}
@@ -57,7 +57,7 @@ KNOWN = {
     "mooncake-multi": Known("MooncakeConnector", "pair_multi:MooncakeAndLMCache", _WITH_LMCACHE),
 }
 CONNECTORS = tuple(KNOWN)
-#: Connectors with a prefill and a decode engine.
+#: Connectors that join a prefill and a decode engine.
 PAIRS = tuple(each for each in CONNECTORS if each.startswith(("nixl", "mooncake")))
 #: Connectors of PAIRS that can have several ranks. The two engines can have different numbers of ranks.
 WITH_RANKS = ("nixl-pull", "nixl-push")
@@ -67,7 +67,7 @@ BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
 SHARED = ("v1", "mp")
 #: Connectors of vLLM without LMCache.
 OF_VLLM = ("offloading", "simple-offload")
-#: Tokens of a chunk of the real server.
+#: Chunk size of the real server, in tokens.
 SERVER_CHUNK = 16
 
 
@@ -75,31 +75,31 @@ SERVER_CHUNK = 16
 class Options:
     """The options of one engine. Sizes are in tokens. lmcache: {name of a setting of LMCache: its value}."""
 
-    #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM. For
-    #: any other connector: its name in vLLM, or my_package.connector:MyConnector (any_connector.py).
+    #: A key of KNOWN: v1 (LMCache in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of mp),
+    #: and so on. For any other connector: its name in vLLM, or my_package.connector:MyConnector (any_connector.py).
     connector: str = "v1"
-    #: For other connectors. config: its `kv_connector_extra_config`. lose: module:function that makes it lose KV.
+    #: For connectors outside KNOWN. config: `kv_connector_extra_config`. lose: module:function that drops stored KV.
     config: dict[str, Any] = field(default_factory=dict)
     lose: str = ""
-    #: Number of layers of each KV group. Only a connector that the lab does not know can have more than one.
+    #: Number of layers of each KV group. Only a connector outside KNOWN can have more than one layer.
     layers: int = 1
     #: Play v1 in a MultiConnector, next to another connector that vLLM asks first (connector.py).
     beside: bool = False
-    #: Play OffloadingConnector (offloading.py) in a MultiConnector, as "first" or "last" child. "": without it.
+    #: Play OffloadingConnector (offloading.py) in a MultiConnector, as "first" or "last" child. "": do not play it.
     offloading: str = ""
     #: Use SimpleCPUOffloadConnector (simple_offload.py) instead of OffloadingConnector. v1 only.
     simple_offloading: bool = False
-    #: Steps of a lookup, load or store of the multi-process server. A copy of OffloadingConnector takes twice as many.
+    #: How many steps a lookup, load or store of mp's server takes. A copy of OffloadingConnector takes twice as many.
     delay: int = 1
-    #: Number of workers: ranks of tensor parallelism by default. A MultiConnector has 1.
+    #: Number of workers. By default they are ranks of tensor parallelism. A MultiConnector has one worker.
     ranks: int = 1
-    #: The workers are ranks of pipeline parallelism: vLLM schedules a step while workers still compute earlier steps.
+    #: True if workers are ranks of pipeline parallelism. Then vLLM schedules a step while workers run earlier steps.
     pipeline: bool = False
-    #: The workers are ranks of decode context parallelism (DCP): each rank has the KV of a part of the tokens. A block
-    #: has `block_size` tokens in all ranks together. mp only: LMCache's in-process connector does not support DCP
-    #: (vllm_v1_adapter.py 0.5.6:396, 815, 1159).
+    #: True if workers are ranks of decode context parallelism (DCP). Each rank has the KV of a part of the tokens. All
+    #: ranks together have `block_size` tokens in a block. mp only, because LMCache's in-process connector does not
+    #: support DCP (vllm_v1_adapter.py 0.5.6:396, 815, 1159).
     context: bool = False
-    #: Number of steps by which a transfer takes longer in the second rank. Not with v1.
+    #: How many more steps a transfer takes in the second rank than in the first rank. No effect with v1.
     rank_delay: int = 0
     #: Use a real `lmcache server` (mp_real.py), for one rank with one KV group. mp only, without MultiConnector.
     real_server: bool = False
@@ -114,21 +114,21 @@ class Options:
     reserve_full_isl: bool = True
     #: Order of requests: fcfs, or priority.
     policy: str = "fcfs"
-    #: Sliding windows in tokens, each with a KV group in addition to full attention. mp and OF_VLLM.
+    #: Sizes of sliding windows, in tokens. Each window adds a KV group to that of full attention. mp and OF_VLLM only.
     windows: tuple[int, ...] = ()
-    #: A block of these KV groups has this many times the tokens of a full-attention block.
+    #: A block in the KV group of a window has this many times the tokens of a full-attention block.
     window_blocks: int = 1
-    #: Add a KV group with recurrent states to full attention, as for Mamba layers in mode "align". mp only.
+    #: Add a KV group with recurrent states to that of full attention, as for Mamba layers in mode "align". mp only.
     states: bool = False
-    #: The server stores the KV groups of a chunk under separate keys (`--separate-object-groups`).
+    #: True if the server stores the KV groups of a chunk under separate keys (`--separate-object-groups`).
     separate_object_groups: bool = False
     #: Schedule a step before the previous step has ended, as vLLM does by default on a GPU.
     async_scheduling: bool = False
-    #: Use vLLM's model runner V2, the default for most models on a GPU: a resumed request is scheduled as a new one.
+    #: Use vLLM's model runner V2, the default for most models on a GPU. V2 gets resumed requests as new requests.
     model_runner_v2: bool = False
-    #: vLLM reads the report of a worker before `wait_for_save`, as it does with a drafter.
+    #: True if vLLM reads a worker's report before it calls `wait_for_save`, as vLLM does with a drafter.
     save_last: bool = False
-    #: The drafter of speculative decoding: ngram, eagle, or mtp with a module for each draft; "": none. Without
+    #: The drafter of speculative decoding: ngram, eagle, mtp (with one module for each draft), or "" for none. Without
     #: asynchronous scheduling, ngram does not always propose all drafts.
     drafter: str = ""
     #: Number of drafts per step.
@@ -142,10 +142,10 @@ class Options:
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py). 0: as many as the prefill engine has.
     decode_blocks: int = 0
-    #: peer_ranks: ranks of the pair's other engine; 0: as many as here. kv_heads: of the model. Ranks may share a head.
+    #: peer_ranks: ranks of the pair's other engine; 0: `ranks`. kv_heads: the model's KV heads. Ranks may share a head.
     peer_ranks: int = 0
     kv_heads: int = 1
-    #: multi: engines of a pair that also have LMCache's in-process connector. lmcache_first: vLLM asks LMCache first.
+    #: multi: engines of a pair that have LMCache's in-process connector too. lmcache_first: vLLM asks LMCache first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False
     #: Use real NIXL (nixl_real.py) instead of the lab's model. BY_NIXL only.
@@ -227,7 +227,7 @@ class Options:
 
     @property
     def changed(self) -> list[str]:
-        """Return the names of changed settings of LMCache and changed options, except sizes."""
+        """Return the names of options (no sizes) that differ from defaults, and the keys of `lmcache` and `extra`."""
         kinds = bool, str, tuple[int, ...], tuple[str, ...]
         no_sizes = [each for each in fields(self) if each.type in kinds or each.name.endswith("ranks")]
         changed = [each.name for each in no_sizes if getattr(self, each.name) != each.default]

@@ -1,4 +1,4 @@
-"""Releases: which of them the lab plays, with which options the fuzzer draws, and which arguments classes accept."""
+"""Find out which releases the lab plays, which options the fuzzer draws, and which arguments classes accept."""
 
 import ast
 import functools
@@ -17,11 +17,11 @@ from kvfix_tools.lab.options import KNOWN, Options
 
 _SINCE_0_32 = {"vllm": ">=0.32"}
 _SINCE_0_5_6 = {**_SINCE_0_32, "lmcache": ">=0.5.6"}
-#: Features that are drawn for three of ten seeds (fuzz/schedule.py). With asynchronous scheduling,
-#: vLLM before 0.32 cannot preempt a single request between two steps, as the lab does. Its model runner V2 was
-#: experimental. The other features were not tested with earlier releases.
+#: Features that the fuzzer draws for three of ten seeds (fuzz/schedule.py), from vLLM 0.32 on. With asynchronous
+#: scheduling, vLLM before 0.32 cannot preempt a single request between two steps, as the lab does. The model runner V2
+#: of vLLM before 0.32 was experimental. The other features were not tested with earlier releases.
 FEATURES = ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles", "stops")
-#: {setting of LMCache, option or step of the lab: releases with which it is drawn}
+#: {LMCache setting, lab option or lab step: releases for which the fuzzer draws it}
 _DRAWN = {
     "enable_async_loading": {"lmcache": ">=0.3.10"},
     "min_retrieve_tokens": {"lmcache": ">=0.3.14"},
@@ -38,14 +38,14 @@ _DRAWN = {
     # earlier connectors report no failed requests, and vLLM raises (KVF207)
     "windows": _SINCE_0_5_6,
     "states": _SINCE_0_5_6,
-    "context": _SINCE_0_5_6,  # LMCache's connector supports it since 0.5.5
+    "context": _SINCE_0_5_6,  # LMCache's connector supports DCP since 0.5.5
     "offloading": _SINCE_0_5_6,
     "ranks": {**_SINCE_0_32, "lmcache": ">=0.4.5"},
 }
 #: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: releases whose
 #: transfer context waits for its stores on CUDA (LMCacheDrivenTransferContext.flush_inflight_stores, empty in 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
-#: The lab plays a connector outside `KNOWN` on these releases, which call the hooks in the lab's order.
+#: The releases on which the lab plays connectors outside `KNOWN`. These releases call the hooks in the lab's order.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
 
 
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def code() -> str:
-    """Return a digest of the fixes and the lab. An outcome depends on both, and on vLLM and LMCache."""
+    """Return a digest of the code of the fixes and the lab. Outcomes depend on this code, vLLM and LMCache."""
     folders = Path(kvfix.__path__[0]), Path(__file__).parent
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json")]
     digest = hashlib.sha256()
@@ -90,7 +90,7 @@ def lacking() -> set[str]:
 
 
 def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:
-    """Return why this connector cannot be played on these releases, or "". Default: the installed releases."""
+    """Return why the lab cannot play this connector on these releases (default: the installed releases), or ""."""
     needs = KNOWN[connector].needs if connector in KNOWN else ANY_SINCE
     lacks = missing({dist: specifier for dist, (specifier, _) in needs.items()}, installed)
     why = "; ".join(reason for dist, (_, reason) in needs.items() if dist in lacks)
@@ -98,7 +98,7 @@ def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:
 
 
 def no_nixl() -> str:
-    """Return why NIXL cannot make transfers here, or "". NIXL also needs a package that is built for a CUDA release."""
+    """Return why NIXL cannot make transfers here, or "". NIXL needs a second package for a CUDA release."""
     if find_spec("nixl") and any(find_spec(f"nixl_cu{release}") for release in (12, 13)):
         return ""
     return "NIXL is not installed: pip install nixl nixl-cu12"

@@ -1,6 +1,6 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-A record has no prompts and no steps without events. So the lab makes prompts, and steps until the next event can occur.
+The file has no prompts and no steps without events. The lab invents prompts, and makes steps until an event can occur.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.steps import prompt
 
-#: {class name of a connector: its name in the lab}. A record has only the class, and two connectors can share a class.
+#: {class name of a connector: its name in the lab}. A recorder file has only class names. Connectors can share one.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
-#: ENDLESS: generated tokens of a request whose end is not in the record. MOST_STEPS: maximum steps for one event.
+#: ENDLESS: generated tokens of a request whose end is not in the file. MOST_STEPS: maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
 class Replayed(NamedTuple):
-    """findings: kvfix's reports in the lab. on_record: violations in the record. short: where lab and record differ."""
+    """findings: kvfix's reports in the lab. on_record: violations in the file. short: how lab and file differ."""
 
     findings: list[Finding]
     on_record: list[Finding]
@@ -39,7 +39,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """Return options with enough blocks. Raises ValueError for a record without sizes or with another connector."""
+    """Return options with enough blocks. Raises ValueError if the file has no sizes or another connector."""
     lines = [line for line in found.connectors.values() if line.get("role") == "SCHEDULER"]
     known = [line for line in lines if line["name"] in KINDS and line.get("sizes")]
     if len(known) != 1:
@@ -74,7 +74,7 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
 
 
 class _Player:
-    """Makes the events of a record happen in order, with one method for each kind of event that the lab can cause."""
+    """Makes the events of a file happen in order. Has one method for each event class that the lab can cause."""
 
     def __init__(self, engine: LabEngine, events: list[Event]) -> None:
         self.engine = engine
@@ -124,7 +124,7 @@ class _Player:
             self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
-        """Preempt the request when its numbers of computed and of all tokens are those of its next Asked event."""
+        """Preempt the request when its numbers of computed tokens and of all tokens equal those in its next Asked."""
         request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
         if request is None or request not in self.engine.scheduler.running:
@@ -148,7 +148,7 @@ class _Player:
         self._step_until(request.is_finished)
 
     def _compute(self, request: Any, tokens: int) -> None:
-        """Compute exactly `tokens` tokens of the request: its stores depend on this number."""
+        """Compute exactly `tokens` tokens of the request, because its stores depend on this number."""
         self._step_until(
             lambda: request not in self.engine.scheduler.running or request.num_computed_tokens >= tokens,
             lambda: tokens - request.num_computed_tokens + len(self.engine.scheduler.running) - 1,
@@ -165,7 +165,7 @@ class _Player:
         self.short.append(f"an event of the record did not happen within {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
-        """Return a new seed. If vLLM had cached a prefix, return the seed of a request that had computed the prefix."""
+        """Return a prompt's seed: that of a request which computed the prefix that vLLM had cached, or a new seed."""
         if event.computed:
             for name, reached in reversed(self._reached.items()):
                 if reached >= event.computed and name in self._seeds:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")
 #: Steps that the lab makes after a schedule, because kvfix checks an ended request for leaks some steps later.
 AFTER = 40
-#: Start of a finding's message if kvfix, not the lab, has reported the finding.
+#: The message of a finding starts with this text if kvfix, not the lab, has reported the finding.
 REPORTED = "kvfix reports: "
 
 
 class Result(NamedTuple):
-    """outcome: violated (the rule that it shows), clean or not-applicable. also: other findings. log: (step, event)."""
+    """outcome: violated (the scenario's rule), clean or not-applicable. also: other findings. log: (step, event)."""
 
     slug: str
     fixes: bool
@@ -48,9 +48,9 @@ class Result(NamedTuple):
 
 
 def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")) -> None:
-    """Put this LMCache first on the path, and turn its log off. Call it before any import of LMCache.
+    """Put the LMCache in `lmcache_path` first on sys.path, and turn logs off. Call this before LMCache is imported.
 
-    needs: distributions that must be installed. Raises ValueError if one is missing, and for a wrong path.
+    needs: distributions that must be installed. Raises ValueError if one of them is missing or the path is wrong.
     """
     if lmcache_path is not None:
         if not Path(lmcache_path, "lmcache", "__init__.py").is_file():
@@ -74,7 +74,7 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
 
 
 def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
-    """Return the expected outcome without fixes. releases: by default the installed ones."""
+    """Return the expected outcome without fixes. releases: by default the installed releases."""
     installed = releases or versions()
     if cannot_play(scenario.options.connector, installed) or missing(scenario.needs, installed):
         return "not-applicable"
@@ -82,7 +82,7 @@ def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
 
 
 def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
-    """Play the scenario once. only: codes of fixes. Default: the default fixes, NAMED and those of the scenario."""
+    """Play the scenario once. only: codes of fixes; by default the default fixes, NAMED and the scenario's fixes."""
     if expected(scenario) == "not-applicable":
         why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
         return Result(scenario.slug, fixes, "not-applicable", why, [])
@@ -151,7 +151,7 @@ def let_leaks_be_reported(engine: "LabEngine") -> None:
 
 
 def reports(scenario: Scenario) -> list[str]:
-    """Return the reports of mode `check` without fixes, in their order."""
+    """Play the scenario in mode `check` without fixes. Return kvfix's reports, oldest first."""
     with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
         with mock.patch.dict("os.environ", KVFIX_DUMP_DIR=folder), applied(False, "check"):
             scenario.played(let_leaks_be_reported)

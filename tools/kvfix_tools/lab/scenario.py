@@ -1,8 +1,8 @@
-"""A scenario: the shortest schedule that shows one bug, and the catalogue of all scenarios.
+"""The class `Scenario`, and the list of all scenarios. A scenario is the shortest schedule of steps that shows one bug.
 
-A file in `scenarios/` has a dict `SCENARIOS` of one family: {slug: scenario}. The value is a tuple of two scenarios if
-vLLM's copy of the connector has the bug too. A fix names its scenarios (kvfix.fixes). Listing scenarios imports neither
-vLLM nor LMCache. The docstring of the fix has the cause. Comments in a scenario explain only its steps and numbers.
+A file in `scenarios/` has a dict `SCENARIOS` of related scenarios: {slug: scenario}. If vLLM's copy of the connector
+has the bug too, a value is a tuple of two scenarios. A fix names its scenarios (kvfix.fixes). The fix's docstring gives
+the cause. Comments in a scenario explain only steps and numbers. Listing scenarios imports neither vLLM nor LMCache.
 """
 
 import functools
@@ -35,15 +35,15 @@ _CONTENT_RULES = ("LAB001", "LAB004")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A schedule, and the rule that it must violate. The steps `run` and `expect_all_ended` follow the schedule.
+    """A schedule, and the rule that it must violate. The lab adds the steps `run` and `expect_all_ended` at the end.
 
-    - shows: code of a finding, and a part of its message
-    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all releases that `needs` allows. If
-      `needs` is empty too: all that the lab plays. In all other releases of `needs`, the schedule must have no finding.
-    - not_in_hooks: why kvfix, which watches only hooks in an engine, does not report the bug; "": the hooks show the
-      bug. By default, hooks show violations of the ledger's rules, but not of the lab's rules.
-    - hooks_rule: the rule that the hooks show, if that is not `rule`
-    - hooks_releases: LMCache releases in which the hooks show the bug; (): all
+    - shows: the code of the expected finding, and after a space a part of the finding's message
+    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug. {} means all releases in `needs`, or if
+      `needs` is {} too, all that the lab plays. With the other releases in `needs`, the schedule must have no finding.
+    - not_in_hooks: why kvfix does not report the bug in an engine, where kvfix watches only hooks; "": kvfix reports
+      the bug. By default, kvfix reports violations of the ledger's rules, but not of the lab's rules.
+    - hooks_rule: the rule that kvfix reports from the hooks, if it is not `rule`
+    - hooks_releases: the LMCache releases in which kvfix reports the bug; (): all releases
     """
 
     schedule: Sequence[Step]
@@ -55,7 +55,7 @@ class Scenario:
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
     name: str = ""  # the key of the scenario in SCENARIOS
-    #: One sentence about what the schedule shows. "": use the title of the fix, which has no other scenario.
+    #: One sentence about what the schedule shows. "": use the title of the fix, if the fix has no other scenario.
     doc: str = ""
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Scenario:
             step.play(engine)
 
     def played(self, then: "Callable[[LabEngine], None]" = lambda _: None) -> Any:
-        """Play the schedule on a new engine, call `then`, and return the engine. A finding says if the engine died."""
+        """Play the schedule on a new engine, call `then`, and return the engine. An engine that died has a finding."""
         from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
         pair = self.options.connector in PAIRS

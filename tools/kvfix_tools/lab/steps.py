@@ -1,4 +1,4 @@
-"""The steps of a scenario's schedule, as data, and their prompts.
+"""The steps of a scenario's schedule as data, and the prompts of its requests.
 
 Scenarios import this module as `do`. `do.admit("r", ...)` is a step that later calls the method `admit` of `LabEngine`
 or of its connector. The docstring of the method says what the step does.
@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 def __getattr__(method: str) -> Callable[..., Step]:
-    """Return a function that makes a step of this method. The name is checked only when the step is played."""
+    """Return a function that returns a `Step` for `method`. The name is checked only when the step is played."""
     if method.startswith("_"):
         raise AttributeError(method)
     return lambda *arguments, **keywords: Step(method, arguments, keywords)
@@ -44,7 +44,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 def continued(tokens: list[int], more: int) -> list[int]:
-    """Return this prompt and the next `more` tokens that the lab's model generates."""
+    """Return this prompt, followed by the next `more` tokens that the lab's model generates."""
     prefix, whole = Prefix(), list(tokens)
     for _ in range(more):
         whole.append(next_token(prefix.of(whole)[-1]))

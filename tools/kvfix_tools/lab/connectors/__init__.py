@@ -1,1 +1,1 @@
-"""The connectors in the lab: the released code in both roles, and replacements for what needs a GPU or a network."""
+"""The lab's connectors. The released code runs in both roles, with replacements for code that needs GPU or network."""

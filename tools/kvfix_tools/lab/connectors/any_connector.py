@@ -1,7 +1,7 @@
 """Play any connector in the lab, in both roles. The connector's own code moves real bytes of KV cache tensors.
 
-The lab replaces only model and layers. vLLM's factory makes the connector, and vLLM's own code calls it around a
-forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
+The lab replaces only the model and its layers. vLLM's factory makes the connector. vLLM's own code calls the connector
+around a forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
 """
 
 import copy
@@ -33,14 +33,14 @@ from kvfix_tools.lab.engine.tensor_memory import TensorMemory
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 
-#: Placeholder in the connector's configuration for a new, empty folder of each engine.
+#: Placeholder in the connector's configuration. The lab replaces it by the path of a new, empty folder for each engine.
 FOLDER = "{dir}"
-#: Maximum steps in a row without a forward pass during a transfer. Each such step takes a millisecond or more.
+#: Maximum number of consecutive steps without a forward pass during a transfer. Each such step takes at least 1 ms.
 PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """The reader for metadata that kvfix does not know. It expects loads of all tokens that vLLM accepts."""
+    """The reader for metadata that kvfix cannot read. It returns the loads that vLLM has allocated blocks for."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -52,9 +52,9 @@ class AnyReader(Reader):
 
 
 class AnyWorker(Worker):
-    """The worker role, called in the order of vLLM's model runner (v1/worker/gpu_model_runner.py 0.32.0:3968-4216).
+    """The worker role. Hooks are called in vLLM's order (v1/worker/gpu_model_runner.py 0.32.0:3968-4216).
 
-    The calls for each layer are those in model_executor/layers/attention/kv_transfer_utils.py:27-47.
+    For each layer, the lab calls the hooks that model_executor/layers/attention/kv_transfer_utils.py:27-47 calls.
     """
 
     def __init__(self, rank: int, slots: Slots, connector: Any, config: Any, memory: TensorMemory) -> None:
@@ -108,7 +108,7 @@ class AnyWorker(Worker):
         return self._failed
 
     def _other_layers(self) -> dict[int, int]:
-        """Compute the layers after the first one. Return {block: first layer whose KV differs from that of layer 0}."""
+        """Compute all layers except layer 0. Return {block: first layer whose KV differs from the KV of layer 0}."""
         wrong: dict[int, int] = {}
         for layer in self.memory.layers()[1:]:
             self._waits(layer)
@@ -157,7 +157,7 @@ class AnyWorker(Worker):
 
 
 class AnyConnector(Connector):
-    """The scheduler and worker roles of the connector. `Contract` checks the answers and reports of both roles."""
+    """The scheduler and worker roles of the connector. `Contract` checks what both roles return and report."""
 
     workers: Sequence[AnyWorker]
 
@@ -172,12 +172,12 @@ class AnyConnector(Connector):
         self.reader = AnyReader(self.in_scheduler)
         self.workers = [self._make_worker(rank, slots, config) for rank, slots in enumerate(memories)]
         self.output: Any = None
-        #: loads: loads in flight. sending: ended requests whose blocks the connector keeps.
+        #: loads: {request: its load in flight}. sending: ended requests whose blocks the connector still holds.
         self.loads: dict[str, Load] = {}
         self.sending: set[str] = set()
         self._to_lose = False
         self._wrong: list[tuple[str, str]] = []
-        #: Number of steps in a row that computed nothing.
+        #: Number of consecutive steps that computed nothing.
         self._idle = 0
         self._contract = Contract(self)
         if options.beside:
@@ -197,12 +197,12 @@ class AnyConnector(Connector):
         return worker
 
     def lose_stored(self) -> None:
-        """A step: the connector loses the stored tokens of the next load, before it loads them."""
+        """Make the connector lose the stored tokens of the next load before it loads the tokens."""
         self.events.may_fail.add("")
         self._to_lose = True
 
     def handed_out(self) -> None:
-        """Drop the stored tokens after `lose_stored`. The lab calls this before a worker gets the metadata."""
+        """Drop the stored tokens if `lose_stored` was called. The lab calls this before a worker gets the metadata."""
         if self._to_lose and self.reader.granted:
             self._to_lose = False
             module, _, name = self._options.lose.rpartition(":")
@@ -211,14 +211,14 @@ class AnyConnector(Connector):
                 lose(worker.called)
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step of the fuzzer without effect: the lab cannot intercept lookups of this connector."""
+        """Do nothing. The fuzzer calls this method, but the lab cannot intercept this connector's lookups."""
 
     def tick(self) -> None:
         if self._idle and self._in_flight():
             time.sleep(0.001)  # transfers take real time
 
     def granted(self, name: str, load: Load) -> None:
-        """Fill the blocks of the load with garbage in all layers, so that only the connector can bring the right KV."""
+        """Fill the load's blocks with garbage in all layers, so that only the connector's load makes the KV right."""
         if self.other is None or name not in self.other.has:
             self.loads[name] = load
         self.reader.granted.append((name, load.start, load.end))
@@ -229,7 +229,7 @@ class AnyConnector(Connector):
                     worker.memory.poison(block)
 
     def reads_wrong(self, name: str, message: str) -> None:
-        """Keep the message until the end of the step: wrong KV is no violation if the load is reported as failed."""
+        """Keep the message until the end of the step. Wrong KV is no violation if its load is reported as failed."""
         self._wrong.append((name, message))
 
     def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
@@ -257,7 +257,7 @@ class AnyConnector(Connector):
         self.sending -= report.finished_sending or set()
 
     def _loaded(self, name: str, failed: set[int], wholly: bool = False) -> None:
-        """Record the end of the load, which has brought the tokens before the first failed block."""
+        """Record that a load has ended. It has loaded the tokens before the first failed block, or none if `wholly`."""
         load = self.loads.pop(name)
         size = self.groups[0].kv_cache_spec.block_size
         blocks = self.events.model.blocks(name)[load.start // size : -(-load.end // size)]

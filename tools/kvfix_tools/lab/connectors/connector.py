@@ -1,4 +1,4 @@
-"""The base class of the lab's connectors, which have the scheduler role and the worker roles in one process."""
+"""The base class of the lab's connectors. The scheduler role and the worker roles are in one process."""
 
 import copy
 import threading
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.engine.workers import Worker
 
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
-#: LMCache opens sockets for lookups in these modules: the first up to 0.3, the second from 0.4 on, the third with
-#: asynchronous loading.
+#: The modules in which LMCache opens lookup sockets. LMCache up to 0.3 uses the first module, and LMCache from 0.4 on
+#: uses the second. Asynchronous loading uses the third.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-#: Plugin launchers up to 0.3, and in later releases. The clean-up that a launcher registers with atexit keeps it alive.
+#: The modules of the plugin launcher: up to LMCache 0.3, and since 0.4. The launcher's atexit handler keeps it alive.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 
 class Connector:
-    """A connector in the scheduler's role (`in_scheduler`) and the worker's (`workers`). It records `events`."""
+    """A connector in the scheduler role (`in_scheduler`) and the worker role (`workers`). Both record `events`."""
 
     scheduler: "Scheduler"
     in_scheduler: Any
     #: The worker of each rank. With a MultiConnector, the lab plays only one rank.
     workers: "Sequence[Worker]"
-    #: For the scheduler role: the object (from kvfix.connector_events.readers) that reads the connector's own state.
+    #: Reads the connector's own state in the scheduler role (kvfix.connector_events.readers).
     reader: Any
     events: "RequestEvents"
     #: The other connectors of a MultiConnector.
@@ -49,7 +49,7 @@ class Connector:
             self.offloading.events = events
 
     def _of_lmcache(self, options: Options, connector: Any) -> Any:
-        """Return LMCache's connector, which may be a child of the MultiConnector that vLLM has made."""
+        """Return LMCache's connector: `connector` itself, or its child if `connector` is a MultiConnector."""
         self._place = options.asked_before
         children = getattr(connector, "_connectors", None)
         return connector if children is None else children[self._place]
@@ -113,12 +113,12 @@ class Connector:
         return cache.evict(chunks, forced)
 
     def never_given_back(self) -> None:
-        """At the end of a run: report blocks of ended requests that the connector still keeps."""
+        """Report blocks that the connector still holds for ended requests. Called at the end of a run."""
         if self.offloading is not None:
             self.offloading.never_given_back()
 
     def fail_store(self, name: str, rank: int = 0) -> None:
-        """Step of a schedule: let the next store of this request to CPU memory fail in this rank."""
+        """Let the next store of this request to CPU memory fail in this rank."""
         self.offloading.ranks[rank].failing_stores.add(name)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Connector:
             self.offloading.tick()
 
     def exchange(self) -> None:
-        """Deliver the messages of this step: lookups to the workers, answers to the scheduler."""
+        """Deliver this step's lookups to the workers, and the workers' answers to the scheduler."""
 
     def busy(self) -> bool:
         """Return True if a transfer or a lookup is in flight."""
@@ -152,7 +152,7 @@ class Connector:
         return request in self.looking()
 
     def in_flight(self, request: str) -> set[str]:
-        """Return what is in flight for this request between steps: "looking", "loading", "storing"."""
+        """Return the operations in flight for this request between steps: some of "looking", "loading", "storing"."""
         doing = {"loading": request in self.loading(), "storing": request in self.storing()}
         doing["looking"] = self.is_looking(request)
         return {name for name, yes in doing.items() if yes}
@@ -163,14 +163,14 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """A connector that a MultiConnector asks first. The lab's schedule says which requests this connector has KV for,
-    and the lab's engine performs its loads."""
+    """A connector that a MultiConnector asks first. Steps of the lab choose the requests that this connector has KV
+    for. The lab's engine performs the loads of this connector."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        #: Requests whose KV this connector has: the KV of all full blocks before the last token.
+        #: Requests with KV in this connector. It has the KV of all full blocks before a request's last token.
         self.has: set[str] = set()
-        #: {request: (first token, end)} of loads with allocated blocks that have not ended
+        #: {request: (first token, end)} of the loads that have allocated blocks and have not ended
         self.loads: dict[str, tuple[int, int]] = {}
         self._computed: dict[str, int] = {}
 
@@ -193,7 +193,7 @@ class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class Nothing:
-    """A socket, a context or a thread without any effect."""
+    """Replaces a socket, a context or a thread, and does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -203,7 +203,7 @@ class Nothing:
 
 @contextmanager
 def no_sockets() -> Iterator[None]:
-    """In this context a connector opens no socket, starts no lookup thread, and registers no clean-up."""
+    """In this context a connector opens no socket, starts no lookup thread, and registers no atexit handler."""
     with ExitStack() as patches:
         for name in (*_OPENERS, *_LAUNCHERS):
             try:

@@ -1,4 +1,4 @@
-"""Check a connector that the lab does not know: its hook calls, and the requests whose ids it keeps."""
+"""Check a connector that the lab does not know. The checks cover its hook calls and the request ids that it keeps."""
 
 import pickle
 from collections import deque
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.connectors.any_connector import AnyConnector
 
 _MANY = (dict, set, frozenset, list, tuple, deque)
-#: Attributes with objects of vLLM, in which `kept_requests` does not search.
+#: `kept_requests` does not search in these attributes, because they hold objects of vLLM.
 _NOT_ITS_OWN = {"_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager", "_connector_metadata"}
 
 
 class Load(NamedTuple):
-    """Tokens that vLLM takes from the hit and that are not loaded yet. asynchronous: the load runs between steps."""
+    """The tokens of a hit that vLLM accepted and that are not loaded yet. asynchronous: the load runs between steps."""
 
     start: int
     end: int
@@ -30,7 +30,7 @@ class Contract:
 
     def __init__(self, owner: "AnyConnector") -> None:
         self._owner = owner
-        #: {request: (computed tokens, True if its load runs between steps)} of its last lookup with a hit
+        #: {request: (computed tokens, True if its load runs between steps)} from the request's last lookup
         self._promised: dict[str, tuple[int, bool]] = {}
         connector = owner.in_scheduler
         self._ask, self._grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
@@ -46,7 +46,7 @@ class Contract:
         self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Ask twice: vLLM may call this hook several times for a request, so it must have no side effects (:15)."""
+        """Call the hook twice. It must have no side effects, because vLLM may call it several times (base.py:15)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)
@@ -98,7 +98,7 @@ class Contract:
         return request_finished
 
     def reported(self, report: Any) -> None:
-        """Check that reported transfers were in flight (:395-398). Otherwise vLLM asserts, or frees blocks in use."""
+        """Check that reported transfers were in flight (base.py:395-398). If not, vLLM raises or frees used blocks."""
         owner = self._owner
         sent, received = (report.finished_sending, owner.sending), (report.finished_recving, owner.loading())
         for kind, (names, known) in {"sent": sent, "received": received}.items():
@@ -110,7 +110,7 @@ class Contract:
 
 
 def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
-    """Return {attribute: ids found in it}. Search the connector and the objects of its package that it refers to."""
+    """Return {attribute: ids found in it}. Search the connector, and all objects from its package that it refers to."""
     found: dict[str, set[str]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(type(connector).__name__, connector, 0)]
@@ -144,7 +144,7 @@ def _attributes(each: Any) -> list[tuple[str, Any]]:
 def _is_its_own(value: Any, packages: set[str]) -> bool:
     module = type(value).__module__
     if isinstance(value, KVConnectorBase_V1):
-        return not isinstance(value, OtherConnector)  # OtherConnector is the lab's own
+        return not isinstance(value, OtherConnector)  # OtherConnector belongs to the lab
     return hasattr(value, "__dict__") and any(module == each or module.startswith(f"{each}.") for each in packages)
 
 

@@ -1,4 +1,4 @@
-"""One engine with vLLM's MooncakeConnector, in the scheduler and worker roles (pair.py makes two engines).
+"""vLLM's MooncakeConnector of one engine, in the scheduler and worker roles. pair.py makes two engines.
 
 Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer
 engine, the sockets, HTTP and threads (mooncake_network.py), the attention backend, and the clock.
@@ -49,7 +49,7 @@ class MooncakeWorker(PairWorker):
         called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
 
     def get_finished(self, ended: set[str]) -> Any:
-        # Sent requests leave the dictionary before this call. A request that leaves it during the call has expired.
+        # A request leaves `reqs_need_send` before this call if it was sent, and during this call if it has expired.
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         sent, received = super().get_finished(ended)
         for name in sorted(sent):  # the order of a set differs between runs
@@ -76,17 +76,17 @@ class MooncakeSide(PairSide):
         self._host = mooncake_network.Host(self.network, self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose blocks were kept for the peer. A peer that asks after the lease waits until its own timeout.
+        #: Requests whose blocks were held for the peer. If the peer asks after the lease, it waits for its own timeout.
         self._were_kept: set[str] = set()
-        #: Transfers that the peer waits for.
+        #: {transfer that the peer waits for: its entry in `reqs_need_send`}
         self._awaited: dict[str, Any] = {}
-        #: {transfer: number of steps in which the peer waited, although no request of this engine will send its KV}
+        #: {transfer: consecutive steps in which the peer waited although no request of this engine will send the KV}
         self._vain: dict[str, int] = {}
-        #: {transfer: time when its request was first seen to have ended}
+        #: {transfer: time when the lab first saw that its request had ended}
         self._ended: dict[str, float] = {}
 
     def raised(self, error: BaseException) -> None:
-        """Report an exception that has ended a coroutine, because no code waits for the coroutine."""
+        """Report an exception that has ended a coroutine. No other code sees the exception or awaits the coroutine."""
         where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")
         self.events.violated(rules.COROUTINE_RAISED, "", where)
 
@@ -95,7 +95,7 @@ class MooncakeSide(PairSide):
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self._transfer(name)}
 
     def for_decode(self, name: str, answer: Params | None) -> Params:
-        """Return the parameters for decode. Prefill returns no parameters, so the router makes them itself."""
+        """Return the parameters for decode. The router makes the parameters itself, because prefill returns none."""
         return {
             "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
             "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_network.PORT}",
@@ -126,7 +126,7 @@ class MooncakeSide(PairSide):
         for request in self.events.model.requests.values():
             if request.is_finished():
                 self._ended.setdefault(_transfer_of(request), clock.now())
-        # The worker does not know all requests yet. With a short timeout, it may drop a request before decode asks.
+        # Skip the check while the worker lacks requests. With a short timeout, it may drop requests before decode asks.
         unknown = self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send
         if unknown or self.network.timeout < _LONG:
             return

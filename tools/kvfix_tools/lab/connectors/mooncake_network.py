@@ -1,4 +1,4 @@
-"""The network between two engines with MooncakeConnector. vLLM's own coroutines run in the lab's steps and time."""
+"""The network between two engines with MooncakeConnector. The lab's steps and clock drive vLLM's own coroutines."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connec
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop with the lab's time. It runs the callbacks that are due, and never waits."""
+    """An event loop with the lab's clock. It runs the callbacks that are due, and never waits."""
 
     host: "Host"
 
@@ -38,7 +38,7 @@ class Loop(asyncio.SelectorEventLoop):
         return clock.now()
 
     def _check_closed(self) -> None:
-        """Allow calls to a closed loop: a coroutine that ends with its engine may still call the loop."""
+        """Allow calls to a closed loop, because a coroutine that ends with its engine may still call the loop."""
 
     def go_on(self) -> None:
         for _ in range(10_000):  # more rounds than a step needs
@@ -49,7 +49,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Host:
-    """The host of one engine, from the engine's start to its end. session: address of the engine's transfer engine."""
+    """The host of one engine. A restarted engine gets a new host. session: address of Mooncake's transfer engine."""
 
     def __init__(self, network: "Network", name: str) -> None:
         self.network = network
@@ -75,7 +75,7 @@ class Host:
         del self.network.hosts[self.session]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Replace `asyncio.run_coroutine_threadsafe`: begin at once, because no other thread runs the loop."""
+        """Replaces `asyncio.run_coroutine_threadsafe`. Begins at once, because no other thread runs the loop."""
         done = asyncio.run_coroutine_threadsafe(work, self.loop)
         done.add_done_callback(self._ended)
         self.loop.go_on()
@@ -88,7 +88,7 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write in flight. requests: (producer's request, consumer's request) of each load. ended: gets the answer."""
+    """A write in flight. requests: (producer's request, consumer's request) of each load. ended: gets the result."""
 
     of: Host
     to: str
@@ -105,10 +105,10 @@ class Network(PairNetwork):
         self.timeout = timeout
         #: {address of a transfer engine: its host}
         self.hosts: dict[str, Host] = {}
-        #: {tcp://host:port: the bound socket; http://host:port: the bootstrap server}
+        #: bound: {tcp://host:port: bound socket}. bootstrap: {http://host:port: bootstrap server}.
         self.bound: dict[str, Router] = {}
         self.bootstrap: dict[str, Any] = {}
-        #: {request: how often the router has sent it}. The number is part of the transfer's id.
+        #: {request: how often the router has sent the request}. The transfer id contains this number.
         self.transfers: dict[str, int] = {}
         #: The requests of the next write (`Write.requests`).
         self.requests: list[tuple[str, str]] = []
@@ -151,7 +151,7 @@ class Network(PairNetwork):
         self._messages.append((self.now + self.handshake_steps, host, deliver))
 
     def write(self, of: Host, send: Any, to: str, *pieces: list[int]) -> Future[int]:
-        """Begin a write of pieces (sources, targets, sizes). At its end call `send`. Return a future of the answer."""
+        """Begin a write. pieces: sources, targets, sizes. At its end, the returned future gets the result of `send`."""
         done: Future[int] = Future()
 
         def ended(answer: int) -> None:
@@ -178,7 +178,7 @@ def asyncio_module(host: Host) -> Any:
     """Return a copy of the module asyncio whose loops run in the lab's steps."""
 
     async def wait(tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        """Return lists of tasks in their given order. The order of asyncio's sets differs between runs."""
+        """Return lists of tasks in the order of `tasks`. asyncio returns sets, whose order differs between runs."""
         done, pending = await asyncio.wait(tasks, **options)
         return [each for each in tasks if each in done], [each for each in tasks if each in pending]
 
@@ -188,7 +188,7 @@ def asyncio_module(host: Host) -> Any:
 
 
 class Router:
-    """The socket of the producer."""
+    """Replaces the producer's ROUTER socket."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -215,7 +215,7 @@ class Router:
 
 
 class Dealer:
-    """The socket of the consumer."""
+    """Replaces the consumer's DEALER socket."""
 
     def __init__(self, host: Host, address: str) -> None:
         self.host, self._address = host, address
@@ -230,7 +230,7 @@ class Dealer:
         self._came.put_nowait(message)
 
     async def send(self, message: bytes) -> None:
-        """Send a message. It is lost if no socket is bound to the address."""
+        """Send a message. The message is lost if no socket is bound to the address."""
         bound = self.host.network.bound.get(self._address)
         if bound is not None:
             self.host.network.send(bound.host, lambda: bound.take(self, message))
@@ -243,7 +243,7 @@ class Dealer:
 
 
 def transport(network: Network) -> httpx.MockTransport:
-    """Return a transport in which vLLM's own bootstrap servers answer without a socket."""
+    """Return an HTTP transport through which vLLM's own bootstrap servers answer without a socket."""
 
     async def answer(request: httpx.Request) -> httpx.Response:
         server, asks = network.bootstrap.get(f"http://{request.url.netloc.decode()}"), request.url.path == "/query"
@@ -259,7 +259,7 @@ def transport(network: Network) -> httpx.MockTransport:
 
 
 def replace(host: Host) -> None:
-    """Replace modules in Mooncake's connector, for the next engine, which runs on this host."""
+    """Replace what the module of MooncakeConnector imports. The next engine then runs on this host."""
     module: Any = import_module(_MODULE)
     network = host.network
     module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())

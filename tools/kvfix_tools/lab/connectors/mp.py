@@ -25,14 +25,14 @@ ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 @functools.cache
 def released() -> Any:
-    """Return LMCache's own objects that the lab replaces in the adapters."""
+    """Return the original LMCache objects that the lab replaces in the adapter's module."""
     adapter = import_module(ADAPTER)
     names = "RequestClientFactory", "HeartbeatThread", "create_transfer_context"
     return SimpleNamespace(**{name: getattr(adapter, name, None) for name in names})
 
 
 class MessageQueue:
-    """The message queue of releases before 0.5.6, in front of the lab's server. Before 0.4.6 it also has transfers."""
+    """The message queue of LMCache before 0.5.6, which calls the lab's server. Before 0.4.6 it also has transfers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -60,11 +60,11 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True: report failed loads by request, as vLLM needs with several KV groups. Some releases lack these reports.
+        #: True if failed loads are reported by request, as vLLM needs with several KV groups. Some releases cannot.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
-        """Register the worker without KV memory: the lab's server has the memory already."""
+        """Register the worker without KV memory, because the lab's server already has the memory."""
         self.adapter.register_kv_caches({})
         if hasattr(self.adapter, "_block_ids_per_group"):
             several = options.several_groups
@@ -95,7 +95,7 @@ class MPWorker(Worker):
         return finished
 
     def _unanswered_loads(self) -> set[str]:
-        """Return requests whose load has no answer and is not reported."""
+        """Return the requests whose load the server has not answered and the worker has not reported as failed."""
         if not self._server.down:
             return set()
         loads = {name for name, (future, _) in self.adapter.retrieve_futures.items() if not future.query()}
@@ -113,7 +113,7 @@ class MP(Connector):
         released()
         self._replace(adapter)
         adapter.vllm_layout_hints = dict  # the real function needs the model
-        # vLLM's copy of the connector uses CUDA events. In the lab no copy outlives its call: events do nothing.
+        # vLLM's version of the connector uses CUDA events. They do nothing here: the lab copies KV within each call.
         if not torch.cuda.is_available():
             event = SimpleNamespace(record=nothing, ipc_handle=lambda: b"")
             fakes = {"Event": lambda **_: event, "current_stream": nothing, "stream": lambda *_: nullcontext()}
@@ -143,7 +143,7 @@ class MP(Connector):
         self.server.events = events
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
-        """A step: another instance has stored the whole chunks of this prompt."""
+        """Store the whole chunks of this prompt, as if another instance had stored them."""
         self.server.chunks.put(prompt)
 
     def not_stored(self, request: Any) -> list[int]:
@@ -153,26 +153,26 @@ class MP(Connector):
         return [number * chunks.size for number, key in enumerate(keys) if key not in chunks.cache]
 
     def lookup_times_out(self) -> None:
-        """A step: the scheduler's adapter treats the server as dead, as after a lookup that has timed out."""
+        """Make the scheduler's adapter treat the server as dead, as after a lookup that has timed out."""
         adapter = self.scheduler_adapter
         for event in getattr(adapter, "_health_events", {"": getattr(adapter, "_health_event", None)}).values():
             event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: the next `how_many` lookups time out. The connector then reports no hit."""
+        """Let the next `how_many` lookups time out. The connector then reports no hit."""
         self.server.unanswered = how_many
 
     def server_stops(self) -> None:
-        """A step: the server does nothing until `server_goes_on`. It answers no heartbeat, and requests wait."""
+        """Stop the server until `server_goes_on`. Meanwhile it answers no heartbeat, and requests wait."""
         self.server.events.counts["server_stops"] += not self.server.down
         self.server.down = True
 
     def server_goes_on(self) -> None:
-        """A step: the server continues with the requests that have waited."""
+        """Let the server continue with the requests that have waited."""
         self.server.down = False
 
     def hour_of_silence(self) -> None:
-        """A step: an hour without requests passes. Servers of some releases forget a worker that sent no ping."""
+        """Let an hour without requests pass. Servers of some releases forget a worker that has sent no ping."""
         pinged = any(heartbeat.is_of_worker for heartbeat in self.server.heartbeats)
         self.server.registered = pinged or bool(releases.missing(releases.FORGETS))
 
@@ -195,7 +195,7 @@ class MP(Connector):
         return self.server.is_looking(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """Return kept state, also unanswered lookups, which the connector of a real engine may keep for a while."""
+        """Return the kept state, with unanswered lookups. In an engine, a connector may keep such lookups a while."""
         lookups = {
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")
@@ -212,7 +212,7 @@ class MP(Connector):
         }
 
     def expect_forgotten(self, name: str) -> None:
-        """A step, long after the end of this request: expect that neither role nor the server has any state of it."""
+        """Check, long after this request has ended, that neither role nor the server has state of the request."""
         returned = set().union(*(worker.adapter._returned_finished for worker in self.workers))
         for where, names in {**self.kept(), "worker_adapter._returned_finished": returned}.items():
             if name in names:

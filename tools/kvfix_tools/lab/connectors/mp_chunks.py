@@ -1,4 +1,4 @@
-"""The chunks of the lab's multi-process server: their objects and keys in the cache, and the locks of requests."""
+"""The chunks of the lab's multi-process server: how the cache stores the chunks, and which requests lock them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -11,26 +11,26 @@ from kvfix_tools.lab.options import Options
 
 
 class Chunks:
-    """The objects in `cache`. In all methods, `groups` are the lists of blocks of a transfer, one for each KV group."""
+    """The chunks in `cache`. In all methods, `groups` has one list of a transfer's blocks for each KV group."""
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         self.cache = cache
         self.size = options.chunk_size
         self._options = options
-        #: The memory of each rank with the block size of each KV group.
+        #: For each rank, one view of its memory for each KV group, with the block size of this group.
         self._slots = [
             [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])] for slots in memories
         ]
         self.keep()
 
     def keep(self, windows: Sequence[int] = ()) -> None:
-        """Set how many tokens of each window the server stores. A worker registers these numbers."""
+        """Set the sizes in tokens of sliding windows, as a worker registers them. They determine what is stored."""
         self.objects = stored_objects(self._options, windows)
-        #: Function of (groups, number of chunks). It tells for each object and chunk if the server leaves it out.
+        #: Function of (groups, number of chunks). Returns for each object and chunk if the server does not store it.
         self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
-        """Return the keys of the whole chunks up to `end`, and right contents. A key depends on all earlier tokens."""
+        """Return the keys of whole chunks before `end`, and the tokens' right contents. A key covers earlier tokens."""
         contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
         ends = range(self.size, end + 1, self.size)
         return [(salt, contents[last - 1]) for last in ends], contents
@@ -59,7 +59,7 @@ class Chunks:
                 self.cache[key] = self.right(stored, contents, number, rank)
 
     def lock(self, keys: list[Any], request_id: str) -> int:
-        """Return the length of the hit: how many of the first chunks are cached. Lock the objects that a hit needs."""
+        """Return how many chunks, from the first one on, are a hit. Lock the objects that the hit needs."""
         found = most = self.cache.pinned_prefix(keys, request_id)
         while found and any(key not in self.cache for key in self._needed(keys, found)):
             found -= 1
@@ -129,7 +129,7 @@ class Chunks:
 
 
 def _all_null(options: Options, objects: list[StoredObject]) -> Callable[[list[list[int]], int], list[list[bool]]]:
-    """Return the server's rule for objects that it does not store: since 0.5.4, objects with only null blocks."""
+    """Return the rule for objects that are not stored. Since LMCache 0.5.4 these are objects with only null blocks."""
     try:
         module: Any = import_module("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
         masks = module.all_null_chunk_masks

@@ -1,8 +1,8 @@
 """LMCache's multi-process connector with a real `lmcache server`, over its sockets. The server copies real memory.
 
-The slots are in shared memory, eight bytes each, which the server maps like GPU memory. The adapter makes lookups,
-loads and stores. The lab sends them some steps later and waits for each answer, so that a schedule always plays the
-same way. Only evictions by the server itself depend on real time.
+The slots have eight bytes each. They are in shared memory, which the server maps like GPU memory. The lab delays each
+lookup, load and store of the adapter by some steps, and then waits for the server's answer. So a schedule always plays
+the same way, except for the server's own evictions, which depend on real time.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from kvfix_tools.lab.engine.byte_memory import SharedBlock
 from kvfix_tools.lab.engine.memory import Cache, Slots
 from kvfix_tools.lab.options import Options
 
-#: Numbers for model names: each engine has its own name, so that no engine finds chunks of another engine.
+#: Numbers for model names. Each engine has its own model name, so that no engine finds chunks of another engine.
 _ENGINES = itertools.count()
 
 
 class Client:
-    """LMCache's client. The lab waits for each answer. If the adapter waits for a future, time passes in the lab."""
+    """Wraps LMCache's client and waits for each answer. If the adapter waits for a future, time passes in the lab."""
 
     def __init__(self, server: "RealServer", client: Any) -> None:
         self._server = server
@@ -41,7 +41,7 @@ class Client:
         return functools.partial(self.send, operation)
 
     def send(self, operation: str, *arguments: Any, **more: Any) -> Any:
-        """Return a future with the answer, unless the server is stopped."""
+        """Return a future. Wait for its answer, unless the server is stopped."""
         future = getattr(self._client, operation)(*map(self._server.named, arguments), **more)
         if not (self._server.down or future.wait(server_process.PATIENCE)):
             raise RuntimeError(f"the server does not answer {operation}: ... {self._server.process.log[-1500:]}")
@@ -60,7 +60,7 @@ class Client:
         return self.send("end_session", self._server.unique(request_id))
 
     def clear(self, force: bool = False) -> Any:
-        """Clear the server's L1, and its disk, which the server does not clear (KVF121)."""
+        """Clear the server's L1 and its disk. The server itself does not clear the disk (KVF121)."""
         self._server.empty_disk()
         return self.send("clear", force)
 
@@ -69,7 +69,7 @@ class Client:
         return self.send("free_lookup_locks", key, tp_size)
 
     def store(self, key: Any, worker: int, blocks: list[list[int]], event: bytes) -> Any:
-        blocks = [list(group) for group in blocks]  # a copy: the list may change before the transfer ends
+        blocks = [list(group) for group in blocks]  # a copy, because the list may change before the transfer ends
         return self._server.store(key, blocks, lambda: self.send("store", key, worker, blocks, event).result())
 
     def retrieve(self, key: Any, worker: int, blocks: list[list[int]], event: bytes, skip: int) -> Any:
@@ -81,7 +81,7 @@ class Client:
 
 
 class RealServer(Server):
-    """The process of the server, with the interface of the lab's server. model_name: the model of the engine."""
+    """A real server process with the interface of `Server`. model_name: the name of the engine's model."""
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         super().__init__(memories, cache, options)
@@ -98,7 +98,7 @@ class RealServer(Server):
         #: _looking: requests whose hit was not read yet. _locked: {request whose hit was read: chunks still locked}.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
-        #: unanswered_lookups: requests without an answer. _leases: requests whose lookup the adapter may drop.
+        #: unanswered_lookups: requests whose lookup gets no answer. _leases: requests whose lookup may be dropped.
         self.unanswered_lookups: set[str] = set()
         self._leases: set[str] = set()
         #: {the lab's key of a chunk: the server's key}
@@ -107,11 +107,11 @@ class RealServer(Server):
         self._on_disk: set[Any] = set()
 
     def unique(self, request_id: str) -> str:
-        """Return a request id that is unique on the server: each engine of the lab has requests r1 and r2."""
+        """Make this request id unique on the server, because all engines of the lab use the same ids (r1, r2)."""
         return f"{self.model_name}-{request_id}"
 
     def named(self, argument: Any) -> Any:
-        """Return the argument. If it is a key of a request, make its request id unique."""
+        """Return the argument. If the argument is LMCache's key of a request, make the key's request id unique."""
         if hasattr(argument, "request_id"):
             return dataclasses.replace(argument, request_id=self.unique(argument.request_id))
         return argument
@@ -131,7 +131,7 @@ class RealServer(Server):
         return self._future()
 
     def started_again(self) -> None:
-        """Reset the state after a restart: the new server has no locks, no lookups and no registered worker."""
+        """Reset the lab's state, because a restarted server has no locks, no lookups and no registered worker."""
         self._before = self.process.locks()
         self._looking.clear()
         self._locked.clear()
@@ -139,7 +139,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Record lookups that the adapter may drop, as if the server were dead: `_end_leases` unlocks them."""
+        """Record that the adapter may drop all lookups, as for a dead server. `_end_leases` releases their locks."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:
@@ -185,7 +185,7 @@ class RealServer(Server):
         def load() -> Any:
             fails_after = self.failing[0].pop(key.request_id, None)
             if fails_after is not None:
-                self.events.may_fail.add("")  # loads of other requests need the deleted chunks too
+                self.events.may_fail.add("")  # loads of other requests may need the deleted chunks
                 self._delete(self._keys_from_start(key)[fails_after:], "all", force=True)
             answer = send()
             self.process.transfers_end()
@@ -204,7 +204,7 @@ class RealServer(Server):
         client.send("ping", None)
 
     def evict(self, chunks: int, forced: bool) -> int:
-        """Evict the oldest chunks from L1. forced: also locked chunks, and from the disk."""
+        """Evict the oldest chunks from L1. forced: include locked chunks, and delete the chunks from the disk too."""
         return self._delete(list(self.chunks.cache)[:chunks], "all" if forced else "l1", forced)
 
     def _delete(self, chunks: list[Any], tier: str, force: bool) -> int:
@@ -215,11 +215,11 @@ class RealServer(Server):
         return self.process.delete(keys, tier, force) if keys else 0
 
     def kept(self) -> dict[str, set[str]]:
-        """Return requests with locks or unread lookups. The server only counts them; the lab knows their requests."""
+        """Return requests with locks or unread lookups. The server only counts both; the lab knows the requests."""
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # if a lookup is dropped and repeated, neither scheduler nor worker knows of the locks of the first lookup
+        # if a lookup is dropped and repeated, neither scheduler nor worker knows the locks of the dropped lookup
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}
@@ -265,7 +265,7 @@ class RealMP(MP):
 
             def beat(self) -> None:
                 if server.down or server.was_disconnected or not self._health_event.is_set():
-                    self._interval = 0.05 if server.down else server_process.PATIENCE  # seconds for an answer
+                    self._interval = 0.05 if server.down else server_process.PATIENCE  # timeout in seconds
                     self._execute()
 
         def client(url: str, context: Any = None) -> Client:
@@ -295,12 +295,12 @@ class RealMP(MP):
         super().server_goes_on()
 
     def server_dies(self) -> None:
-        """A step: kill the process of the server."""
+        """Kill the server process."""
         super().server_stops()
         self.server.process.kill()
 
     def server_comes_back(self) -> None:
-        """A step: start the server again, with the files on its disk."""
+        """Start the server again. The files on its disk are still there."""
         self.server.process.start()
         self.server.started_again()
         super().server_goes_on()

@@ -1,4 +1,4 @@
-"""Replaces `lmcache server`, its client and the transfer context. An action ends after `delay` steps; 0: at once."""
+"""Replaces `lmcache server`, its client and the transfer context. An action ends `delay` steps later."""
 
 import bisect
 from collections import Counter, deque
@@ -15,7 +15,7 @@ from kvfix_tools.lab.options import Options
 
 
 class Heartbeat:
-    """Replaces LMCache's HeartbeatThread: one heartbeat in each step."""
+    """Replaces LMCache's HeartbeatThread. The lab sends one heartbeat in each step."""
 
     stop_requested = False
 
@@ -40,7 +40,7 @@ class Heartbeat:
 
 
 def _client_without_socket() -> Any:
-    """Return LMCache's client of 0.5.6 and later, without a socket. Its code handles lost and new connections."""
+    """Return LMCache's own client (0.5.6 and later) without a socket. Its code handles lost and new connections."""
     try:
         from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
     except ImportError:
@@ -52,7 +52,7 @@ def _client_without_socket() -> Any:
 
 
 class Due(NamedTuple):
-    """An action due in a step. load: (rank, request) of a load. late: what to do if the worker has dropped the load."""
+    """An action that is due in `step`. load: (rank, request) of a load. late: action to run if the load is dropped."""
 
     step: int
     action: Callable[[], Any]
@@ -61,9 +61,9 @@ class Due(NamedTuple):
 
 
 class Server:
-    """Has the functions that LMCache's adapters call, with the names that LMCache's client and transfer context use.
+    """Replaces LMCache's client and transfer context. Has all methods of both that LMCache's adapters call.
 
-    One server serves all ranks. The `worker_id` in LMCache's key is the rank of a transfer, and None in a lookup.
+    One server serves all ranks. In LMCache's key, `worker_id` is the rank for a transfer, and None for a lookup.
     The server records loads and stores in `events`.
     """
 
@@ -75,7 +75,7 @@ class Server:
         server = self
 
         class Future(MessagingFuture):  # type: ignore[misc]
-            """A future whose `wait` lets time pass: `wait` runs the actions in flight, in their order."""
+            """A future whose `wait` lets time pass, that is, `wait` runs the actions in flight in their order."""
 
             def wait(self, timeout: float | None = None) -> bool:
                 while not self.query() and server._later and not server.down:
@@ -83,34 +83,34 @@ class Server:
                 return bool(super().wait(0))
 
             def to_cuda_future(self, device: Any = None) -> Any:
-                """Return the future itself: a transfer of the lab ends with its future."""
+                """Return the future itself, because a transfer in the lab has ended when its future is done."""
                 return self
 
         self._future = Future
         self._delay = options.delay
         self._rank_delay = options.rank_delay
         self._now = 0
-        #: Sorted by the step in which an action is due.
+        #: The actions in flight, sorted by the step in which they are due.
         self._later: deque[Due] = deque()
         self._message_queue_client = _client_without_socket()
-        #: True: the server does nothing, and answers no heartbeat.
+        #: True while the server does nothing and answers no heartbeat.
         self.down = False
         self.heartbeats: list[Heartbeat] = []
         #: True if a client has lost its connection since the last step.
         self.was_disconnected = False
         self.chunks = Chunks(memories, cache, options)
         self.chunk_size = options.chunk_size
-        #: Number of next lookups without an answer.
+        #: How many of the next lookups get no answer.
         self.unanswered = 0
         #: True if the server knows the worker's KV memory.
         self.registered = True
-        #: By rank: {request whose next load fails: chunks before the failure}
+        #: For each rank: {request whose next load fails: number of chunks before the failure}
         self.failing: list[dict[str, int]] = [{} for _ in memories]
         #: {request: number of its loads in flight, in all ranks together}
         self.loading: Counter[str] = Counter()
         #: {request: number of its stores in flight, in all ranks together}
         self.storing: Counter[str] = Counter()
-        #: {request: chunks found}, until the client reads the answer. None: the prefetch is in flight.
+        #: {request: number of chunks found, or None while the prefetch is in flight}, until the client reads the answer
         self._hits: dict[str, int | None] = {}
 
     def tick(self) -> None:
@@ -131,7 +131,7 @@ class Server:
         return future
 
     def _answer_later(self, action: Callable[[], Any], rank: int = 0, **of_load: Any) -> Any:
-        """Return a future of `action`, which runs when it is due. of_load: `load` and `late` of `Due`."""
+        """Return a future of `action`, which runs when it is due. of_load: the fields `load` and `late` of `Due`."""
         delay = self._delay + rank * self._rank_delay
         if not (delay or self.down):
             return self._answer(action())
@@ -155,7 +155,7 @@ class Server:
         client._message_queue_client.process_inbound()
 
     def _keys_from_start(self, key: Any) -> list[Any]:
-        """Return the keys of the chunks in LMCache's key of a transfer."""
+        """Return the keys of the chunks from token `key.start` to `key.end`. key: LMCache's key of a transfer."""
         return self.chunks.keys(key.token_ids, key.end, key.cache_salt)[0][key.start // self.chunk_size :]
 
     def is_looking(self, request_id: str) -> bool:
@@ -195,13 +195,13 @@ class Server:
         return self._answer([])
 
     def end_session(self, *args: Any) -> Any:
-        """Do not cancel a prefetch: it continues and locks its chunks (modules/lookup.py 0.5.6:462)."""
+        """Do nothing. A prefetch in flight continues and locks its chunks (modules/lookup.py 0.5.6:462)."""
         return self._answer(None)
 
     report_block_allocation = end_session
 
     def close(self) -> None:
-        """Do nothing: the lab's server ends with its engine."""
+        """Do nothing, because the lab's server ends with its engine."""
 
     def clear(self, force: bool = False) -> Any:
         """Remove all chunks without a read lock (v1/distributed/storage_manager.py 0.5.6:1244)."""
@@ -230,7 +230,7 @@ class Server:
         return self._answer_later(due, rank)
 
     def _store(self, key: Any, groups: list[list[int]]) -> bool:
-        """Store these blocks, and check their contents. groups: blocks in each KV group, for all tokens of the key."""
+        """Store blocks, and check their contents. groups: for each KV group, the blocks of all tokens of the key."""
         request_id, rank, counts = key.request_id, key.worker_id or 0, self.events.counts
         chunks, right = self._keys_from_start(key), self.events.model.right(request_id)
         if not self.chunks.covered(groups, len(chunks)):
@@ -266,7 +266,7 @@ class Server:
     def _answer_load_later(
         self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool], several_groups: bool = False
     ) -> Any:
-        """Return a future of `load`. brought: tells from the answer of `load` if the load has brought all tokens."""
+        """Return a future of `load`. brought: function of the result of `load`; True if all tokens were loaded."""
         request_id, rank = key.request_id, key.worker_id or 0
         self.loading[request_id] += 1
 
@@ -281,14 +281,14 @@ class Server:
         return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """If this release waits for stores on CUDA (FLUSHES), do all actions in flight, also of a stopped server."""
+        """If this release waits for stores on CUDA (FLUSHES), run all actions in flight, even if the server is down."""
         if not releases.missing(releases.FLUSHES):
             self.down = False
             while self._later:
                 self._later.popleft().action()
 
     def give_up(self, rank: int, requests: set[str]) -> None:
-        """Record that the worker reports these loads as failed. The server still makes the loads when they are due."""
+        """Record that the worker reports these loads as failed. The server still runs the loads when they are due."""
         for place, due in enumerate(self._later):
             if due.load is not None and due.load[0] == rank and due.load[1] in requests:
                 self._later[place] = Due(due.step, due.late or due.action)
@@ -298,7 +298,7 @@ class Server:
             self.events.loaded(name, 0, 0, rank)
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """Drop this rank's loads, and do all other actions at once. unreported: ended loads that were not reported."""
+        """Drop this rank's loads. Run stores and lookups now. unreported: requests whose ended load is not reported."""
         in_flight, self._later = self._later, deque()
         lost = set(unreported)
         for due in in_flight:

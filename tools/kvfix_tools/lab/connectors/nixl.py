@@ -1,7 +1,7 @@
-"""One engine with vLLM's NixlConnector in pull or push mode, in the scheduler and worker roles.
+"""vLLM's NixlConnector of one engine, in pull or push mode, in the scheduler and worker roles.
 
 pair.py makes two engines. The lab replaces the agent (nixl_network.py or nixl_real.py), the sockets and threads of the
-handshake, the attention backend, and the clock of the leases. The lab's KV cache is in memory of the agent.
+handshake, the attention backend, and the clock of the leases. The agent registers the memory of the lab's KV cache.
 """
 
 import threading
@@ -35,7 +35,7 @@ PORT = 5600
 
 
 class AnyBlockSize(CPUAttentionBackend):  # type: ignore[misc]
-    """Accepts smaller blocks than the CPU's kernels do. No kernel runs in the lab."""
+    """Accepts smaller blocks than the CPU's kernels do, because no kernel runs in the lab."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
@@ -98,7 +98,7 @@ class NixlWorker(PairWorker):
 
     def _note_expired(self, sent: set[str]) -> None:
         before = set(sent)
-        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # a fix may have wrapped the class's method
+        type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # a fix may wrap the class's method
         self._expired = sent - before
 
     def get_finished(self, ended: set[str]) -> Any:
@@ -119,7 +119,7 @@ class NixlWorker(PairWorker):
         return sent, received
 
     def has_loaded(self, name: str, of: str) -> None:
-        """Record that request `name` of decode has loaded the blocks that prefill keeps for its request `of`."""
+        """Record that decode's request `name` has loaded the blocks that prefill holds for prefill's request `of`."""
         self.side.network.add(LeaseRead(of, name))
 
 
@@ -224,7 +224,7 @@ class PushWorker(NixlWorker):
 
 
 class PushSide(NixlSide):
-    """A side in push mode. Decode sends its block ids to prefill in a notice (a registration)."""
+    """NixlSide for push mode. Decode sends its block ids to prefill in a notice, which vLLM calls a registration."""
 
     worker_class = PushWorker
 

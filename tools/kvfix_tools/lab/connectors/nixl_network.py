@@ -1,4 +1,4 @@
-"""Replaces agents, handshake sockets and threads of two engines with NixlConnector by objects that run in lab steps."""
+"""Replaces NIXL's agents, and NixlConnector's handshake sockets and threads, by objects that the lab's steps run."""
 
 import itertools
 import threading
@@ -43,7 +43,7 @@ class Transfer:
 
 
 class Agent:
-    """A model of NIXL's agent (1.5) with the calls that vLLM makes. fuzz.py compares this model with NIXL."""
+    """A model of NIXL's agent (1.5) with the methods that vLLM calls. fuzz.py compares this model with real NIXL."""
 
     def __init__(self, network: "Network", name: str) -> None:
         self._network = network
@@ -51,9 +51,9 @@ class Agent:
         self.closed = False
         #: Number of additional steps that transfers from and to this agent take.
         self.late = 0
-        #: Notices that have arrived and that vLLM has not read: (sender, notice)
+        #: (sender, notice) of each notice that has arrived and that vLLM has not read
         self.notices: list[tuple[str, bytes]] = []
-        #: Prepared lists of descriptors: (owner of the memory, [(address, bytes, device)]).
+        #: {handle: (agent that owns the memory, rows of (address, bytes, device))} of prepared descriptor lists
         self._lists: dict[int, tuple[str, Any]] = {}
         self._transfers: dict[int, Transfer] = {}
         self._peers: set[str] = set()
@@ -75,7 +75,7 @@ class Agent:
         return numpy.asarray(places)
 
     def prep_xfer_dlist(self, agent: str, places: Any, mem_type: str = "") -> int:
-        """Return the handle of a list. places: (address, bytes, device); since vLLM 0.33 also a stride and a number."""
+        """Return a list's handle. A row of `places` has address, bytes, device; since vLLM 0.33 also stride, count."""
         name = self.name if agent == "NIXL_INIT_AGENT" else agent
         if name != self.name and name not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
@@ -120,7 +120,7 @@ class Agent:
         return handle
 
     def prepare(self, handle: int, reads: bool, local: int, here: Any, remote: int, there: Any, notice: bytes) -> None:
-        """Prepare a transfer. Raises AgentError if a descriptor is unknown, or if lists differ in number or bytes."""
+        """Prepare a transfer. Raises AgentError if a descriptor is unknown or the lists differ in length or bytes."""
         mine, theirs = self._lists[local][1], self._lists[remote][1]
         if len(here) == len(there) > 0:
             pairs = zip(here, there, strict=True)
@@ -140,7 +140,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Begin a transfer. Raises AgentError if the peer has ended. Even then, parts may have arrived (nixl 1.5.1)."""
+        """Begin a transfer. Raises AgentError if the peer has ended. Even then a read may change bytes (nixl 1.5.1)."""
         if not self._reaches(transfer.peer):
             spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)
@@ -167,7 +167,7 @@ class Agent:
                 self.finish(handle, transfer)
 
     def finish(self, handle: int, transfer: Transfer) -> None:
-        """Move the bytes and deliver the notice. If the peer has ended, move a part of the bytes."""
+        """Move the bytes and deliver the notice. If the peer has ended, fail, and write garbage to a read's target."""
         if not self._reaches(transfer.peer):
             transfer.state = GONE
             spoil(transfer.pairs if transfer.reads else ())
@@ -202,7 +202,7 @@ class Agent:
 
 
 class Network(PairNetwork):
-    """The agents by name, the listeners for handshakes, and the messages and transfers in flight."""
+    """Holds the agents by name, the handshake listeners, and the messages and transfers in flight."""
 
     agent_class: type[Agent] = Agent
 
@@ -219,7 +219,7 @@ class Network(PairNetwork):
         self._names = itertools.count(1)
 
     def agent(self, _: str, config: Any = None) -> Agent:
-        """Replaces `nixl_agent`, with a fixed name instead of vLLM's random one."""
+        """Replaces `nixl_agent`. Names the agents in order, where vLLM chooses random names."""
         name = f"agent-{next(self._names)}"
         self.agents[name] = made = self.agent_class(self, name)
         return made
@@ -267,7 +267,7 @@ class Network(PairNetwork):
 
     @contextmanager
     def socket(self, kind: Any, path: str) -> Iterator[Any]:
-        """Replaces `zmq_ctx`: the socket of the worker that begins a handshake, or of the thread that answers one."""
+        """Replaces `zmq_ctx`. Yields the socket of a worker that begins a handshake, or of the answering thread."""
         messages = [self._asked] if kind == zmq.ROUTER else []
 
         def receive() -> Any:
@@ -282,7 +282,7 @@ class Network(PairNetwork):
         yield made
 
     def listen(self, **thread: Any) -> Any:
-        """Replaces the thread that answers handshakes. Its stop event is set, so each call answers one message."""
+        """Replaces the thread that answers handshakes. The stop event is set, so the thread's loop runs only once."""
         *arguments, ready, _, host, port = thread["args"]
         stopped = SimpleNamespace(is_set=lambda: True)
         listener = partial(thread["target"], *arguments, ready, stopped, host, port)
@@ -290,7 +290,7 @@ class Network(PairNetwork):
         return SimpleNamespace(start=ready.set, join=nothing)
 
     def ask(self, address: str, message: bytes) -> list[bytes]:
-        """Return the answer of the listener at this address. An exception ends the listener's thread for ever."""
+        """Return the answer of the listener at this address. A listener that raises never answers again."""
         if address not in self.listeners or self.fails("handshake"):
             raise zmq.Again
         self._asked, self._said = message, []
@@ -316,14 +316,14 @@ class _Waits(Exception):
 
 
 class Signal(threading.Event):
-    """Replaces the events of the writer thread."""
+    """Replaces `threading.Event` in the writer thread. `wait` ends the current round of the thread's loop."""
 
     def wait(self, timeout: float | None = None) -> bool:
         raise _Waits
 
 
 class _Writer:
-    """Replaces the writer thread of push mode. Its loop runs once in a step after a wake-up, or if blocks wait."""
+    """Replaces push mode's writer thread. A step runs the loop once if the thread was woken or finished blocks wait."""
 
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network

@@ -1,8 +1,8 @@
-"""Real NIXL over UCX instead of its model (nixl_network.py): NIXL's agents move the bytes and deliver the notices.
+"""Use real NIXL over UCX instead of the model in nixl_network.py. NIXL's agents move the bytes and deliver notices.
 
-The lab decides when a transfer ends, so a schedule always plays in the same way, with NIXL and with the model. The
-lab starts a transfer in the step in which the model ends it, and waits for NIXL. This is the worst case: in an
-engine, NIXL may read the source earlier. NIXL decides which calls it refuses, and what happens if a peer has ended.
+The lab decides when a transfer ends, so a schedule plays in the same way with NIXL and with the model. In the step in
+which the model would end a transfer, the lab starts it and waits for NIXL. A late start is the worst case, because in
+an engine NIXL may read the source earlier. NIXL decides which calls it refuses, and what happens if a peer has ended.
 """
 
 import os
@@ -15,9 +15,9 @@ import numpy
 
 from kvfix_tools.lab.connectors.nixl_network import GONE, Agent, AgentError, Network, Transfer
 
-# Otherwise NIXL logs each refused call and also raises. NIXL reads this variable when vLLM loads NIXL.
+# Do not log each refused call, because NIXL also raises for it. NIXL reads this variable when vLLM loads NIXL.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-#: Seconds that the lab waits for a transfer or a notice, which take milliseconds.
+#: Maximum seconds that the lab waits for a transfer or a notice. Both usually take milliseconds.
 _PATIENCE = 20.0
 
 
@@ -29,11 +29,11 @@ class RealAgent(Agent):
     def __init__(self, network: "RealNetwork", name: str) -> None:
         super().__init__(network, name)
         api = import_module("nixl._api")
-        # NIXL has no polling thread here: the lab polls in `progress`.
+        # NIXL's own polling thread is off, because the lab polls in `progress`.
         self._real: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._real_lists: dict[int, Any] = {}
         self._real_transfers: dict[int, Any] = {}
-        #: Notices that NIXL has delivered and the lab does not show yet: (sender, notice).
+        #: (sender, notice) of each notice that NIXL has delivered and that the lab does not show to vLLM yet
         self._brought: list[tuple[str, bytes]] = []
 
     def close(self) -> None:
@@ -97,13 +97,13 @@ class RealAgent(Agent):
             self._has_to_be_there(transfer.peer)
 
     def _has_to_be_there(self, peer: str) -> None:
-        """Raises AgentError if the peer has ended. NIXL may not know that yet."""
+        """Raise AgentError if the peer has ended. NIXL may not have noticed yet that the peer has ended."""
         if not self._reaches(peer):
             self._network.counts["nixl_unaware"] += 1
             raise AgentError(GONE)
 
     def check_xfer_state(self, handle: int) -> str:
-        """Return the lab's state of the transfer until NIXL gets the transfer. After that, return NIXL's state."""
+        """Until the lab starts the transfer in NIXL, return the lab's state. After that, return NIXL's state."""
         if self._transfers[handle].state in ("", "PROC", "ERR", GONE):
             return super().check_xfer_state(handle)
         return str(self._real.check_xfer_state(self._real_transfers[handle]))
@@ -149,7 +149,7 @@ class RealNetwork(Network):
     agent_class = RealAgent
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
-        """Let all agents work until the condition holds. Raises AgentError after a timeout."""
+        """Poll all agents until `is_so` returns True. Raises AgentError after a timeout."""
         until = time.monotonic() + _PATIENCE
         while not is_so():
             if time.monotonic() > until:

@@ -1,7 +1,7 @@
-"""Replace the GPU driver's copies between GPU and CPU memory, its streams and events, and the connectors' threads.
+"""Replacements for the GPU driver's copies, streams and events, and for the threads of offloading connectors.
 
 A seed must always play the same way, so threads must not change the order of events. A copy (byte_memory.py) ends some
-steps after it was submitted, or when vLLM waits for its event.
+steps after vLLM submits it, or when vLLM waits for the GPU event of the copy.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ class Copies:
 
     def __init__(self, rank: int, slots: Slots, options: Options) -> None:
         self.rank = rank
-        #: failing: its keys are requests whose next load fails. failing_stores: requests whose next store fails.
+        #: failing: the keys are the requests whose next load fails. failing_stores: requests whose next store fails.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
         self._delay = 2 * options.delay + (options.rank_delay if rank else 0)
@@ -51,7 +51,7 @@ class Copies:
 
     @contextmanager
     def of_job(self, fails: bool = False, done: Callable[[], None] = nothing) -> Iterator[None]:
-        """In this context all copies belong to one job. fails: copy nothing. done: called at the end of the copies."""
+        """In this context all copies belong to one job. fails: copy nothing. done: called when they have ended."""
         self._fails, self._done = fails, done
         self.last = None
         yield
@@ -62,7 +62,7 @@ class Copies:
         self._submit([] if self._fails else zip(source.tolist(), to.tolist(), sizes.tolist(), strict=True))
 
     def batch(self, to: int, source: int, sizes: int, count: int, *_: Any) -> int:
-        """Replaces the driver's cuMemcpyBatchAsync, with arrays of addresses and sizes. Returns 0, or an error."""
+        """Replaces the driver's cuMemcpyBatchAsync, which gets addresses of arrays. Returns 0, or 1 for an error."""
         if self._fails:
             return 1
         arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (source, to, sizes)]
@@ -82,7 +82,7 @@ class Copies:
 
 
 class Event:
-    """Replaces a GPU event, done when the last copy before `record` is done. `stream.copies`: `Copies` of the rank."""
+    """Replaces a GPU event. It is done when the last copy before `record` is. stream.copies: `Copies` of the rank."""
 
     _copy: byte_memory.Copy | None = None
 
@@ -105,9 +105,9 @@ class Event:
 
 
 class AtOnce:
-    """Replaces the queue to a thread. `put` runs the thread's loop for the item."""
+    """Replaces the queue of a thread. `put` runs the thread's loop for the item."""
 
-    #: The loop of the thread. It gets an item, and then None, which ends the thread.
+    #: The loop of the thread. From `get`, the loop gets one item, and then None, which ends the loop.
     run: Any
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class AtOnce:
 
 
 class CopyQueue(AtOnce):
-    """Replaces the queue to SimpleCPUOffloadConnector's copy thread. After an exception the queue runs nothing more."""
+    """Replaces the queue to SimpleCPUOffloadConnector's copy thread. After an exception, `put` does nothing."""
 
     copies: Copies
     died = False
@@ -162,17 +162,17 @@ def stand_in() -> None:
 
 
 class Tiers:
-    """The secondary tiers of OffloadingConnector: at most one. A tier reports each result `delay` steps late.
+    """The secondary tier of OffloadingConnector, if there is one. The tier reports each result `delay` steps late.
 
-    `submit_*` waits for the tier's threads. Otherwise it depends on timing whether a lookup in this step finds a file.
+    `submit_*` waits for the tier's threads. Otherwise timing decides whether a lookup in the same step finds a file.
     """
 
     def __init__(self, manager: Any, delay: int) -> None:
         self._manager, self._delay, self._now = manager, delay, 0
         tiers = list(getattr(manager, "secondary_tiers", ()))
-        #: The function of each tier that returns its finished jobs.
+        #: The original `get_finished_jobs` of each tier.
         self._finished: list[Callable[[], Iterable[Any]]] = []
-        #: (step, result) of the jobs that are not reported.
+        #: (step in which to report the result, result) of each finished job
         self._held: list[tuple[int, Any]] = []
         for tier in tiers:
             self._finished.append(tier.get_finished_jobs)
@@ -181,7 +181,7 @@ class Tiers:
             tier.get_finished_jobs, tier.drain_jobs = self._due, self._report_all
         self._lookups = [tier._lookup_manager for tier in tiers if hasattr(tier, "_lookup_manager")]
         for lookups in self._lookups:
-            lookups._lookup_queue.put(None)  # ends its thread
+            lookups._lookup_queue.put(None)  # ends the lookup thread
             lookups._thread.join()
             lookups._lookup_queue = AtOnce()
             lookups._lookup_queue.run = lookups._worker
@@ -210,7 +210,7 @@ class Tiers:
         return any(lookups._lookup_batch for lookups in self._lookups)
 
     def delete_files(self, how_many: int) -> int:
-        """Delete the oldest files, as other processes can do."""
+        """Delete the first files in the order of their paths, as other processes may do."""
         files = sorted(path for folder in self._files for path in folder.parent.rglob("*.bin"))[:how_many]
         for path in files:
             path.unlink()

@@ -1,7 +1,7 @@
-"""vLLM's OffloadingConnector in the lab, alone or with LMCache's connector in a MultiConnector.
+"""vLLM's OffloadingConnector in the lab, alone or in a MultiConnector.
 
-simple_offload.py has SimpleCPUOffloadConnector, with the same base classes. The lab only replaces the driver's batched
-copy and its streams (offload_copies.py).
+The lab replaces only the driver's batched copies and streams (offload_copies.py). SimpleCPUOffloadConnector is in
+simple_offload.py, and has the same base classes.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
-#: The request id of another client, whose chunks replace the oldest chunks.
+#: The request id of another client. `evict` stores chunks of this client, which replace the oldest chunks.
 _OTHERS = "others"
 
 
@@ -32,9 +32,9 @@ class BothRoles:
     """An offloading connector in the scheduler and worker roles, with the lab's memory."""
 
     events: RequestEvents
-    #: True if this is the only connector: only then does the lab record its loads and stores as events.
+    #: True if this is the only connector. If False, the lab does not record its loads and stores as events.
     alone = False
-    #: The reader of kvfix.connector_events.readers for the scheduler role.
+    #: Reads the connector's own state in the scheduler role (kvfix.connector_events.readers).
     reader: Any
 
     def __init__(self, options: Options, ranks: Sequence[Any]) -> None:
@@ -56,10 +56,10 @@ class BothRoles:
             rank.tick()
 
     def take_due(self, metadata: Any) -> None:
-        """Read the loads from the metadata of a step. Called only if this is the only connector."""
+        """Read the loads from the metadata of a step. Not called in a MultiConnector."""
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Give GPU blocks to other requests. The connector must first end its copies of these blocks, or keep them."""
+        """Give GPU blocks to other requests. A connector with copies of these blocks in flight must end them first."""
 
     def never_given_back(self) -> None: ...
 
@@ -70,7 +70,7 @@ class Rank(Copies):
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         self.connector = in_worker.connector_worker
-        offload("cpu")  # replaces the CUDA streams of vLLM's worker: its copies run on the CPU
+        offload("cpu")  # replaces the CUDA streams of vLLM's worker, because its copies run on the CPU
         self._failed: set[int] = set()
         spec = self.connector.spec
         spec.get_worker = spec.create_worker  # get_worker needs a GPU
@@ -98,7 +98,7 @@ class Rank(Copies):
             fails = name in self.failing_stores
             self.failing_stores.discard(name)
             self._failed.update([job] if fails else [])
-            self.chunks[to.block_ids.tolist()] = NOTHING  # if only a part of the chunk is copied, the rest stays empty
+            self.chunks[to.block_ids.tolist()] = NOTHING  # a copy may fill only a part of the chunk
             with self.of_job(fails):
                 return submit_store(job, source, to)
 
@@ -121,7 +121,7 @@ class Offloading(BothRoles):
         self.manager = self.scheduler.manager
         self.tiers = Tiers(self.manager, options.delay)
         self._per_chunk = self.scheduler.config.blocks_per_chunk
-        #: The manager of the CPU memory.
+        #: The CPU memory's manager, with or without a secondary tier.
         self.memory = getattr(self.manager, "primary_tier", self.manager)
         self._watch(self.manager)
         #: Blocks that `others_take` has given to other requests since the last step.
@@ -129,7 +129,7 @@ class Offloading(BothRoles):
         build = self.scheduler.build_connector_meta
 
         def build_connector_meta(output: Any) -> Any:
-            """Add these blocks to the step. In a real engine, the scheduler output has the blocks of other requests."""
+            """Add the taken blocks to the step. In an engine, the scheduler output has the blocks of other requests."""
             self.scheduler._current_batch_allocated_block_ids |= self._taken
             self._taken.clear()
             return build(output)
@@ -137,7 +137,7 @@ class Offloading(BothRoles):
         self.scheduler.build_connector_meta = build_connector_meta
 
     def loaded(self, rank: int, name: str, to: Any, fails: bool) -> None:
-        """Record the end of a load. to: the targets of its copies."""
+        """Record the end of a load. to: the GPU blocks that the load writes."""
         span = readers.span(to, [group.block_size for group in self._groups])
         self.has_loaded(rank, name, span, sum(map(bool, to.group_sizes)) > 1, fails)
 
@@ -211,7 +211,7 @@ class Offloading(BothRoles):
 
 
 def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) -> None:
-    """Record the stored chunks of a request. Adjacent chunks are one store. ends: sorted ends of the chunks."""
+    """Record the stored chunks of a request. Adjacent chunks are one store. ends: sorted ends, in tokens."""
     tokens = events.model.requests[name].all_token_ids
     for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
         run = [end for _, end in numbered]

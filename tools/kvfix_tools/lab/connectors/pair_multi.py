@@ -1,4 +1,4 @@
-"""A MultiConnector: one child connects two engines. The other child is LMCache's "v1" or vLLM's OffloadingConnector.
+"""A MultiConnector. One child joins two engines. The other child is LMCache's "v1" or vLLM's OffloadingConnector.
 
 vLLM loads with the first child that promises tokens. All children store. Each engine has its own cache or CPU memory.
 """
@@ -24,7 +24,7 @@ from kvfix_tools.lab.pair.pair_engine import PairSide
 
 
 class Counted:
-    """Counts loads of the connector between the engines, and reports failed loads. These are no events of LMCache."""
+    """Counts loads of the connector that joins the engines, and reports failed loads. Records no LMCache events."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events, self.model = events, events.model
@@ -58,7 +58,7 @@ class InMulti(Worker):
     """The MultiConnector in the worker role."""
 
     clears = by_request = True
-    #: child: the connector between the engines. place: its index among the children of the MultiConnector.
+    #: child: the connector that joins the engines. place: the index of `child` in the MultiConnector.
     child: Any
     place: int
 
@@ -75,7 +75,7 @@ class MultiSide(V1, PairSide):
     """The scheduler and worker roles of one engine. An engine that is not in `Options.multi` has no LMCache."""
 
     worker = MultiWorker
-    #: The side of an engine without LMCache.
+    #: The class for an engine without LMCache.
     alone: type[Any]
 
     def __new__(cls, options: Options, memories: Sequence[Slots], network: Any, name: str, engine_id: str) -> Any:

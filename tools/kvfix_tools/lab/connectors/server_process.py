@@ -28,9 +28,9 @@ PAGE = 4096
 PATIENCE = 30.0
 #: A lock counts as leaked if the server still has it after this number of idle seconds.
 LINGERING = 5.0
-#: The thread of the server that completes transfers after their answer.
+#: HTTP path for the server's thread that completes a transfer after the server has answered.
 _ENDS_TRANSFERS = "/periodic-threads/DeviceHostFuncDispatcher"
-#: Counts of objects that the server moves between L1 and L2.
+#: Fields of the server's status that count the moves in flight between L1 and L2.
 _MOVES = {
     "store_controller": ("pending_keys_count", "in_flight_task_count"),
     "prefetch_controller": ("submission_queue_size", "pending_queue_size", "in_flight_request_count"),
@@ -39,7 +39,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class ServerProcess:
-    """The server. url: its address. Raises OSError if it does not start."""
+    """A running `lmcache server`. url: its address. Raises OSError if the server does not start."""
 
     def __init__(self, transfer_mode: str = "lmcache_driven") -> None:
         program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -90,7 +90,7 @@ class ServerProcess:
             self._process = None
 
     def stop(self) -> None:
-        """Stop the server until `go_on`. Until then, requests wait."""
+        """Suspend the server process until `go_on`. Meanwhile, requests wait."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -137,7 +137,7 @@ class ServerProcess:
         busy_at = time.monotonic()
 
         def done() -> bool:
-            """Return True if the server is idle without locks, or idle for LINGERING s. L2 stores are counted late."""
+            """Return True if the server is idle without locks, or idle for LINGERING s (it counts L2 stores late)."""
             nonlocal busy_at
             state.update(self.request("GET", "/status"))
             storage = state["storage_manager"]
@@ -167,7 +167,7 @@ class ServerProcess:
         self.request("POST", "/cache/clear", {"tier": "l1", "force": True})
 
     def delete(self, keys: list[dict[str, Any]], tier: str, force: bool) -> int:
-        """Remove objects from a tier (l1, l2 or all) and return their number. force: also locked objects of L1."""
+        """Remove objects from a tier (l1, l2 or all) and return their number. force: remove locked L1 objects too."""
         return int(self.request("DELETE", "/cache/objects", {"keys": keys, "tier": tier, "force": force})["deleted"])
 
 
@@ -175,5 +175,5 @@ _of_process = functools.cache(lambda pid: ServerProcess())
 
 
 def of_this_process() -> ServerProcess:
-    """Return the only server of this process. A forked process gets its own."""
+    """Return the server of this process. A forked process gets its own server."""
     return _of_process(os.getpid())

@@ -77,7 +77,7 @@ class Offloading(BothRoles):
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
     def store_begins(self, rank: int, event: int, source: list[int]) -> None:
-        """Record a store at its beginning, as the hooks do. At the end, the request may have lost its blocks."""
+        """Record a store when it begins, as kvfix's hooks do. When it ends, the request may have lost its blocks."""
         blocks, size = set(source), self._groups[0].block_size
         for name in self.requests_of(event, True) if self.alone and not rank else ():
             of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
@@ -115,7 +115,7 @@ class Offloading(BothRoles):
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
 
     def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yield (request, end) for each request with a block under this key. `names` has no ended requests."""
+        """Yield (request, end of its block) for each request that has this key. `names` has no ended requests."""
         requests = self.events.model.requests
         for name in chain(names, reversed(requests)):
             keys = resolve_block_hashes(requests[name].block_hashes, self._hash_tokens, group.block_size)
@@ -124,7 +124,7 @@ class Offloading(BothRoles):
                 yield name, (place + 1) * group.block_size
 
     def evict(self, chunks: int, forced: bool = False) -> int:
-        """Store `chunks` blocks of another client, which evict older blocks, and drop the new blocks."""
+        """Allocate `chunks` blocks as for another client, to evict older blocks. Then free the new blocks."""
         pool = self._manager.cpu_block_pool
         before = len(pool.cached_block_hash_to_block)
         taken = pool.get_new_blocks(min(chunks, pool.get_num_free_blocks()))
@@ -135,7 +135,7 @@ class Offloading(BothRoles):
 
     @property
     def busy(self) -> bool:
-        """Return True if a copy is in flight or not reported. Without fixes, a failed copy is never reported."""
+        """Return True if a copy is in flight or is not reported. Without fixes, a failed copy is never reported."""
         under_way = any(rank.pending for rank in self.ranks)
         return under_way or (self._manager.has_pending_stores() and not any(rank.thread.died for rank in self.ranks))
 
@@ -149,7 +149,7 @@ class Offloading(BothRoles):
         return {f"SimpleCPUOffloadConnector.{where}": set(names) for where, names in kept}
 
     def never_given_back(self) -> None:
-        """At the end of a run, after all copies: report blocks that are still held."""
+        """Report blocks that are still held at the end of a run, after all copies."""
         if self.busy:
             self.events.violated(rules.NEVER_RESTS, "", "all requests ended many steps ago, and it still copies")
             return

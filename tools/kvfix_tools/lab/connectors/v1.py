@@ -26,17 +26,17 @@ _SHARED = ["kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_
 
 
 class LookupSocket:
-    """Replaces the socket between lookup client and worker: the worker answers at once.
+    """Replaces the socket between the lookup client and a worker. The worker answers at once.
 
-    fails: how many of the next lookups time out. Up to LMCache 0.3.15 the lookup client uses the socket. Since 0.4.1 a
-    transport object uses the socket.
+    fails: how many of the next lookups time out. Up to LMCache 0.3.15, the lookup client itself has the sockets. Since
+    0.4.1, the client's transport object has the sockets.
     """
 
     events: RequestEvents
 
     def __init__(self, lookup: Callable[[list[Any], list[int], str, str], int], packed: bool) -> None:
         self._lookup = lookup
-        #: True if every part of a lookup is packed, False if only hashes and offsets are.
+        #: True if msgpack encodes all parts of a lookup message, False if it encodes only hashes and offsets.
         self._packed = packed
         self._question: list[Any] = []
         self.fails = 0
@@ -58,7 +58,7 @@ class LookupSocket:
 
 
 class CacheEngine:
-    """Replaces `LMCacheEngine` of one rank: the functions that the adapter calls, with the lab's memory."""
+    """Replaces `LMCacheEngine` of one rank. Has the methods that the adapter calls, and uses the lab's memory."""
 
     storage_manager = None
     gpu_connector = None
@@ -71,7 +71,7 @@ class CacheEngine:
         self.tokens = tokens
         self.lookup_pins: dict[str, Any] = cache.pins
         self.metadata: Any = None
-        #: {request: chunks after which its load fails}
+        #: {request: number of chunks after which its next load fails}
         self.failing: dict[str, int] = {}
         #: Requests whose store in this step was identified by its slots.
         self._named: set[str] = set()
@@ -80,7 +80,7 @@ class CacheEngine:
         return True
 
     def post_init(self, **more: Any) -> None:
-        """Do nothing: the real engine reads the KV tensors here."""
+        """Do nothing. LMCache's engine reads the KV tensors in this method."""
 
     def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str, configs: str = "") -> int:
         """Pin the cached chunks and return the number of their tokens (LMCacheEngine.lookup with pin=True)."""
@@ -94,7 +94,7 @@ class CacheEngine:
             self.cache.unpin(lookup_id)
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
-        """Copy chunks into slots, up to the first missing one. Return a mask of the copied tokens."""
+        """Copy chunks into slots, up to the first missing chunk. Return a mask of the copied tokens."""
         slot_mapping, name = more["slot_mapping"].tolist(), str(more["req_id"])
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_to_load = self.failing.pop(name, sys.maxsize)
@@ -132,13 +132,13 @@ class CacheEngine:
         self._named.clear()
 
     def _keys(self, tokens: Any, mask: Any, call: dict[str, Any]) -> Iterator[tuple[int, int, object]]:
-        """Yield (first token, end, key) of each chunk, with LMCache's own hash and the tags of its keys."""
+        """Yield (first token, end, key) of each chunk. The key has LMCache's own hash and the request's tags."""
         tags = tags_of(call.get("request_configs"))
         for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
             yield start, end, (key, *tags)
 
     def _name(self, call: dict[str, Any]) -> str:
-        """Return the request of a store. Old versions of LMCache do not pass its id: find it by its slots."""
+        """Return the request id of a store. If an old LMCache does not pass the id, find the request by its slots."""
         if call.get("req_id"):
             return str(call["req_id"])
         slots = call["slot_mapping"]
@@ -151,7 +151,7 @@ class CacheEngine:
 
 
 def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """Return the parts of a request's configuration that belong to its keys (CacheEngineKey, lmcache/utils.py)."""
+    """Return the parts of a request's configuration that its cache keys contain (CacheEngineKey, lmcache/utils.py)."""
     return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
 
 
@@ -169,7 +169,7 @@ class V1Worker(Worker):
 
 
 def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), **shared: Any) -> Any:
-    """Return a worker's adapter without calling `__init__`, which needs a GPU. layers: names. shared: attributes."""
+    """Make a worker's adapter without `__init__`, which needs a GPU. layers: layer names. shared: more attributes."""
     module = sys.modules[kind.__module__]
     if not torch.cuda.is_available():  # LMCache 0.3.9 moves slot mappings to the GPU without a check
         torch.Tensor.cuda = lambda tensor, *_, **__: tensor
@@ -237,14 +237,14 @@ class V1(Connector):
             socket.events = events
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
-        """A step of a schedule: another instance has stored all complete chunks of this prompt."""
+        """Store the whole chunks of this prompt, as if another instance had stored them."""
         contents, size = Prefix().of(prompt), self.scheduler_adapter._lmcache_chunk_size
         for start, end, key in self.cache_engines[0].tokens.process_tokens(prompt, make_key=False):
             for each in self.cache_engines if end - start == size else ():
                 each.cache[(key,)] = of_rank(each.rank, contents[start:end])
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step of a schedule: in the last rank, the next `how_many` lookups time out by the lab's clock."""
+        """Let the next `how_many` lookups in the last rank time out, by the lab's clock."""
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:

@@ -1,6 +1,6 @@
-"""LMCache's asynchronous loading in the lab: the real lookup client and server, with queues instead of sockets.
+"""LMCache's asynchronous loading in the lab, with LMCache's own lookup client and server, and queues for sockets.
 
-With `enable_async_loading` the worker answers a lookup after it has fetched the chunks. Until then the connector
+With `enable_async_loading`, a worker fetches the chunks and then answers the lookup. Until the answer, the connector
 returns "not known yet". Client and server run only when the lab calls them, so a schedule always plays the same way.
 """
 
@@ -16,7 +16,7 @@ from kvfix_tools.lab.connectors.v1 import V1, CacheEngine, tags_of
 
 
 class MessageQueue:
-    """The queue of one direction between client and server. The loop of `reader` ends when it has read all messages."""
+    """A queue for one direction between client and server. The reader's loop ends when the queue is empty."""
 
     def __init__(self, reader: Any) -> None:
         self.waiting: deque[bytes] = deque()
@@ -41,23 +41,23 @@ class MessageQueue:
 
 
 class PrefetchingEngine(CacheEngine):
-    """A worker's cache with asynchronous loading: a lookup with a hit fetches its chunks for one load.
+    """A worker's cache with asynchronous loading. A lookup with a hit fetches the chunks of the hit for one load.
 
-    An eviction does not change fetched chunks: LMCache has references to them. delay: steps from lookup to answer.
-    fetched: {lookup: chunks}. LMCache keeps these chunks in events of type LOADING that have ended.
+    An eviction does not change fetched chunks, because LMCache has references to them. delay: steps from lookup to
+    answer. fetched: {lookup: chunks}. LMCache keeps fetched chunks in finished events of type LOADING.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.delay = 0
-        #: Number of next lookups that are never answered.
+        #: How many of the next lookups are never answered.
         self.lost = 0
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
         self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")
-        #: Up to 0.3.15 a load removes the event. Since 0.4.1 the event stays until the unpin (LMCache PR 2559).
+        #: True up to LMCache 0.3.15: a load removes the event. Since 0.4.1 it stays until the unpin (LMCache PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
         # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads `_consumed_prefetches`.
         self.lookup_pins = {}
@@ -93,7 +93,7 @@ class PrefetchingEngine(CacheEngine):
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
         name = str(more["req_id"])
         if name not in self.fetched:
-            # EventManager.get_event_future / pop_event (0.5.6 event_manager.py:142, :61)
+            # as EventManager.get_event_future and pop_event raise (0.5.6 event_manager.py:142, :61)
             raise AssertionError(f"Event {name} of type EventType.LOADING is not done or not found.")
         moved = super().retrieve(tokens, mask, **more)
         if self._load_takes:
@@ -110,12 +110,12 @@ class PrefetchingEngine(CacheEngine):
             real.lookup_unpin(self, name)
 
     def cleanup_memory_objs(self, lookup_id: str) -> None:
-        """Release the chunks of an aborted lookup, at a clean-up message of the client."""
+        """Release the chunks of an aborted lookup. The client's clean-up message leads to this call."""
         self.fetched.pop(lookup_id, None)
 
 
 class AsyncV1(V1):
-    """V1 with `enable_async_loading`: a client, and a server for each rank. now: their clock, in seconds."""
+    """V1 with `enable_async_loading`. It has one client, and one server for each rank. now: their time in seconds."""
 
     engine = PrefetchingEngine
     cache_engines: list[PrefetchingEngine]  # type: ignore[assignment]
@@ -136,7 +136,7 @@ class AsyncV1(V1):
         module.time = SimpleNamespace(time=lambda: self.now, sleep=self.wait)
 
     def wait(self, seconds: float) -> None:
-        """A step: let `seconds` seconds pass for lookups, which time out after `lookup_timeout_ms`."""
+        """Let `seconds` seconds pass. Lookups time out after `lookup_timeout_ms`."""
         self.now += seconds
 
     def tick(self) -> None:
@@ -144,26 +144,26 @@ class AsyncV1(V1):
         self.wait(0.1)
 
     def exchange(self) -> None:
-        """Deliver messages to the workers, their answers, and messages to the scheduler."""
+        """Deliver messages to the workers, let the workers answer, and deliver the answers to the scheduler."""
         for queue, engine in zip(self.to_workers, self.cache_engines, strict=True):
             queue.deliver(queue.reader.process_requests_from_scheduler)
             engine.answer()
         self.to_scheduler.deliver(self.client.process_responses_from_workers)
 
     def slow_lookups(self, steps: int) -> None:
-        """A step: delay the answers to later lookups by `steps` steps. With several ranks, rank 0 answers at once."""
+        """Delay the answers to later lookups by `steps` steps. If there are several ranks, rank 0 answers at once."""
         for engine in self.cache_engines[1:] or self.cache_engines:
             engine.delay = steps
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: the last rank never answers the next `how_many` lookups."""
+        """Let the last rank never answer the next `how_many` lookups."""
         self.cache_engines[-1].lost = how_many
 
     def looking(self) -> set[str]:
         return set().union(*(each.unanswered for each in self.cache_engines))
 
     def kept(self) -> dict[str, set[str]]:
-        """Leave out aborted lookups, answered or not, because LMCache removes their state at the next lookup."""
+        """Return the kept state, without aborted lookups: LMCache removes their state at the next lookup."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered

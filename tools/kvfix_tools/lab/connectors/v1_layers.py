@@ -1,6 +1,6 @@
 """LMCache's layerwise loads and stores in the lab (`use_layerwise`), with the real `retrieve_layer` and `store_layer`.
 
-The lab replaces the engine's storage and the GPU connector. It stores a chunk when the chunk's last layer is saved. A
+The lab replaces LMCache's storage and GPU connector. A chunk is stored when the chunk's last layer is saved. A
 slot that lacks a layer holds garbage. A step of the lab loads all layers, computes, and saves all layers. A real engine
 loads, computes and saves layer by layer.
 """
@@ -24,7 +24,7 @@ _MODULE = "lmcache.v1.cache_engine"
 
 
 class _Chunk:
-    """Replaces a memory object of LMCache: the contents of a chunk in one layer. v1.py has the pins."""
+    """Replaces LMCache's memory object for one layer of a chunk. v1.py manages the pins."""
 
     is_pinned = False
 
@@ -91,7 +91,7 @@ class _GPUConnector(NamedTuple):
 
 
 def _key(key: Any) -> object:
-    """Return the lab's key of a chunk for LMCache's key of one layer."""
+    """Return the lab's key of a chunk. key: LMCache's key of the chunk in one layer."""
     return (key.chunk_hash, *tags_of(key.request_configs))
 
 
@@ -121,7 +121,7 @@ class LayerwiseEngine(CacheEngine):
         )  # fmt: skip
 
     def retrieve_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
-        """Load by layers. The first value is the number of loaded tokens, or None."""
+        """Load layer by layer. The first value that this generator yields is the number of loaded tokens, or None."""
         # the adapter does not pass the request id, but loads the requests of a step in order
         name = str(self._to_load.pop(0).req_id)
         real = self._as_real(_Storage(self.cache, self.failing.pop(name, sys.maxsize)))

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine with a router and a network, or two engines with one cache. Idle engines do nothing."""
+"""Two lab engines: prefill and decode with a router and a network, or two engines that share LMCache's cache."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ _ROLES = {"prefill": "producer", "decode": "consumer"}
 
 
 class _Asked(NamedTuple):
-    """A client's request. at_once: the router sends it to both engines at once."""
+    """A client's request. at_once: the router sends the request to both engines at the same time."""
 
     prompt: list[int]
     max_tokens: int
@@ -33,10 +33,10 @@ class _Asked(NamedTuple):
 
 
 class Pair(Engines):
-    """Two engines and their router, with the interface of one LabEngine for `fuzz.play` and scenarios.
+    """A prefill and a decode engine with a router. Has the interface of LabEngine, for `fuzz.play` and scenarios.
 
-    The router works like vLLM's toy proxy. It lets prefill compute the prompt and one token, and sends the request with
-    prefill's `kv_transfer_params` to decode. In push mode it may send the request to both engines at once.
+    The router works like vLLM's toy proxy: prefill computes the prompt and one token, then decode gets the request with
+    the `kv_transfer_params` that prefill returned. In push mode, both engines may get the request at the same time.
     """
 
     def __init__(self, options: Options) -> None:
@@ -45,16 +45,16 @@ class Pair(Engines):
         self.network.add = self.add
         self.ask_at_once = partial(self.ask, at_once=True)
         self.asked: dict[str, _Asked] = {}
-        #: _takes: steps from prefill's answer to the message for decode. _to_send: (due step, request, parameters).
+        #: _takes: steps between prefill's output and the message to decode. _to_send: (due step, request, parameters).
         self._takes = 0
         self._to_send: list[tuple[int, str, Params | None]] = []
-        #: {request that the router can send to decode again: its last parameters}
+        #: {request: parameters of its last message to decode}. The router can send these requests to decode again.
         self.sent: dict[str, Params] = {}
-        #: The faults for the parameters of the next requests.
+        #: Faults for the parameters of the next requests to decode, one fault (a key of MALFORMED) for each request.
         self.malformed: list[str] = []
-        #: {request: token that ends its text}
+        #: {request: its stop token}
         self._stops: dict[str, int] = {}
-        #: {request: number of its ids}. vLLM adds a suffix to the router's id.
+        #: {request: how many request ids it has had}. Like vLLM, the lab adds a suffix to the router's id.
         self._ids: Counter[str] = Counter()
         self.seconds = 0.0
         self._counts: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class Pair(Engines):
         self._findings: list[Finding] = []
         self._ledger = Ledger()
         self._log: list[tuple[int, Event]] = []
-        #: True if a load may bring fewer tokens than promised.
+        #: True if loads may bring fewer tokens than the connector promised.
         self._faults = False
         self.prefill = self._start("prefill", options.num_blocks)
         self.decode = self._start("decode", options.decode_blocks or options.num_blocks)
@@ -102,7 +102,7 @@ class Pair(Engines):
         getattr(self, step)(*arguments, **keywords)
 
     def abort(self, name: str) -> None:
-        """The client of this request disconnects, and the router aborts the request in both engines."""
+        """Abort this request in both engines, as the router does if the client disconnects."""
         self._to_send = [each for each in self._to_send if each[1] != name]
         for engine in self.engines:
             for request in [each for each in engine.requests if each.rpartition("-")[0] == name]:
@@ -110,12 +110,12 @@ class Pair(Engines):
                     engine.do("abort", request)
 
     def add(self, event: Event) -> None:
-        """Add an event of a lease. If the event violates a rule, add a finding."""
+        """Record a lease event. If the event violates a rule, add a finding."""
         self._log.append((self.network.now, event))
         self._findings += [found for found in self._ledger.feed(event) if found.verdict == "violated"]
 
     def step(self, times: int = 1, name: str = "") -> None:
-        """Make `times` steps of both engines, or only of the engine `name`."""
+        """Make `times` steps of both engines, or only of the engine `name`. An engine without requests does nothing."""
         for _ in range(times):
             self.tick()
             for engine in self.engines:
@@ -123,7 +123,7 @@ class Pair(Engines):
                     engine.iterate()
 
     def step_alone(self, name: str, times: int = 1) -> None:
-        """Make `times` steps of one engine while the other engine hangs. A lease may end."""
+        """Make `times` steps of one engine while the other engine hangs. Leases may expire."""
         self.may_fail()
         self.step(times, name)
 
@@ -138,7 +138,7 @@ class Pair(Engines):
         self._send_due()
 
     def may_fail(self) -> None:
-        """From now on a load may bring fewer tokens than promised."""
+        """From now on, allow loads to bring fewer tokens than the connector promised."""
         self._faults = True
         self.decode.request_events.may_fail.add("")
         self.prefill.request_events.may_fail.add("")
@@ -151,12 +151,12 @@ class Pair(Engines):
         self._counts["pauses"] += 1
 
     def fail(self, what: str, how_many: int = 1) -> None:
-        """Let the next `how_many` operations of this kind fail (a key of `PairNetwork.failing`)."""
+        """Let the next `how_many` operations of kind `what` fail. The kinds are the keys of `PairNetwork.failing`."""
         self.may_fail()
         self.network.failing[what] += how_many
 
     def faults_end(self) -> None:
-        """End all faults: from now on a failed load is a violation."""
+        """End all faults. After this call, a failed load is a violation."""
         self._faults = False
         self.network.failing.update(dict.fromkeys(self.network.failing, 0))
         self.malformed.clear()
@@ -167,7 +167,7 @@ class Pair(Engines):
         self.network.handshake_steps = steps
 
     def writers_take(self, steps: int) -> None:
-        """Set how many steps pass after a writer thread is woken, before it works."""
+        """Set how many steps pass between the wake-up of a writer thread and its work."""
         self.network.writers_take = steps
 
     def restart(self, name: str, blocks: int) -> None:
@@ -179,10 +179,10 @@ class Pair(Engines):
         self.may_fail()
         setattr(self, name, self._start(name, blocks))
         if name == "decode":
-            self.sent.clear()  # a second decode engine of a request would read freed blocks: KVF340
+            self.sent.clear()  # if sent again, these requests would read blocks that prefill has freed (KVF340)
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
-        """Make a step of one engine."""
+        """Play `step`, the name of a method of LabEngine or its connector, on one engine."""
         self.engine(name).do(step, *arguments)
 
     def free_blocks(self) -> None:
@@ -194,13 +194,13 @@ class Pair(Engines):
             engine.budget(tokens)
 
     def run(self, steps: int = 1000) -> None:
-        """Make at most `steps` steps. Stop if no work is left, or nothing changes in the longest lease or timeout."""
+        """Make at most `steps` steps. Stop if no work is left, or if nothing changes during the longest timeout."""
         idle, waited = 0, None
         for _ in range(steps):
             if not self._busy():
                 return
             before = self._state()
-            if idle > 64:  # steps without an event
+            if idle > 64:  # steps without a change
                 if before == waited:
                     return
                 idle, waited = 0, before
@@ -209,7 +209,7 @@ class Pair(Engines):
             idle = 0 if self.network.busy or self._state() != before or self._leases_end_soon() else idle + 1
 
     def _leases_end_soon(self) -> bool:
-        """Return True if a lease keeps blocks and is short enough that the run waits step by step until it ends."""
+        """Return True if a lease holds blocks and lasts at most 30 s. Then `run` makes steps until the lease ends."""
         seconds = self.options.extra.get("kv_lease_duration", getattr(self.network, "timeout", 30))
         return seconds <= 30 and any(each.connector.leases for each in self.engines)
 
@@ -219,24 +219,24 @@ class Pair(Engines):
         return work or bool(self.waiting or self.network.busy)
 
     def longest(self) -> float:
-        """Return the seconds of the longest lease or timeout."""
+        """Return the duration of the longest lease or timeout, in seconds."""
         extra = self.options.extra
         longest = max(extra.get("kv_lease_duration", 30), extra.get("decoder_kv_blocks_ttl", 480))
         return float(max(longest, getattr(self.network, "longest", 0)))
 
     def _state(self) -> list[Any]:
         counts = [each.counts[name] for each in self.engines for name in ("finished", "loaded_tokens")]
-        # a request that is preempted again and again computes tokens, but does not progress
+        # count generated tokens, because a request that is preempted again and again computes tokens without progress
         generated = [sum(r.num_output_tokens for r in each.requests.values()) for each in self.engines]
         return [*counts, *generated, *(len(each.scheduler.requests) for each in self.engines)]
 
     def expect_all_ended(self) -> bool:
-        """After many steps with free blocks: expect that all requests have ended. No state may outlive the leases."""
+        """Check, after many steps with free blocks, that all requests have ended and no state outlives the leases."""
         for engine in self.engines:
             if engine.scheduler.has_unfinished_requests():
                 engine.request_events.never_end()
                 return False
-        for _ in range(2):  # twice, because messages that arrive late are also kept until a timeout
+        for _ in range(2):  # twice, because a message that arrives late is kept until a timeout of its own
             self.time_passes(self.longest() + 1.0)
             slowest = self.network.delay + self.options.rank_delay
             for _ in range(4 + 4 * slowest + self.network.writers_take):
@@ -258,13 +258,13 @@ class Pair(Engines):
 
     @property
     def waiting(self) -> set[str]:
-        """Requests that prefill has answered and that decode does not have yet."""
+        """The requests that the router has not sent to decode yet, although they are ready to be sent."""
         return {each[1] for each in self._to_send}
 
     def ask(
         self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1, at_once: bool = False
     ) -> None:
-        """Send a new request. prefill_tokens: tokens that prefill generates. at_once: send it to both engines."""
+        """Send a new request. prefill_tokens: tokens that prefill generates. at_once: do not wait for prefill."""
         self.asked[name] = _Asked(prompt, max_tokens, at_once)
         self._admit(self.prefill, self._id(name), prompt, prefill_tokens, self.prefill.connector.for_prefill(name))
         if at_once:
@@ -283,7 +283,7 @@ class Pair(Engines):
         self.ask(name, asked.prompt, asked.max_tokens, at_once=asked.at_once)
 
     def send_again(self, name: str) -> None:
-        """Send a request to decode again, as a router does that gets no answer."""
+        """Send a request to decode again, as a router does if it gets no answer."""
         params = self.sent.get(name)
         if params is not None:
             self._counts["sent_again"] += 1
@@ -291,15 +291,15 @@ class Pair(Engines):
             self._admit(self.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
 
     def ends_at_once(self, name: str, prompt: list[int]) -> None:
-        """Before this request arrives: make the first token that it will generate a token that ends its text."""
+        """Make the first generated token of this request its stop token. Call this before the request arrives."""
         self._stops[name] = continued(prompt, 1)[-1]
 
     def router_takes(self, steps: int) -> None:
-        """From now on the router waits this number of steps between prefill's answer and its message to decode."""
+        """Set how many steps the router waits between prefill's output and the message to decode."""
         self._takes = steps
 
     def malform(self, what: str) -> None:
-        """Put this fault into the parameters of the next request for decode (MALFORMED)."""
+        """Put this fault (a key of MALFORMED) into the parameters of the next request to decode."""
         self.malformed.append(what)
 
     def answered(self, engine: PairEngine, output: Any) -> None:
@@ -341,7 +341,7 @@ class Pair(Engines):
             of_client = name.rpartition("-")[0]
             if of_client in self._stops:
                 sampling["stop_token_ids"] = [self._stops[of_client]]
-            # each engine gets a copy: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
+            # each engine gets its own copy, because vLLM shortens prefill's prompt (`_truncate_request_for_prefill`)
             engine.do("admit", name, list(prompt), most, sampling=sampling)
 
 
@@ -355,7 +355,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In this context this engine runs: the clock and LMCache's new clients are those of this engine."""
+        """While this context is active, the clock and new clients of LMCache's server are those of this engine."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
@@ -364,7 +364,7 @@ class Neighbour(LabEngine):
 
 
 class Neighbours(Engines):
-    """Two engines with these options: each loads chunks that the other one has stored."""
+    """Two engines with the same options. Each engine loads chunks that the other engine has stored."""
 
     engines: tuple[Neighbour, Neighbour]
 
@@ -373,7 +373,7 @@ class Neighbours(Engines):
         self.engines = first, Neighbour(options, "second", first.caches)
 
     def of(self, number: int, step: tuple[Any, ...]) -> tuple[Neighbour, ...]:
-        """Return the engines that make this step. The number of a request selects its engine."""
+        """Return the engines that make this step. The request's number, or else `number`, selects one (modulo 2)."""
         kind = step[0]
         if kind in ("step", "new_weights"):
             return self.engines if kind == "step" else ()  # new weights must reach both engines at the same time

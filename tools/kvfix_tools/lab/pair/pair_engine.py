@@ -1,4 +1,4 @@
-"""One of two engines, and the base classes of both engines, of their connector and of the network between them."""
+"""The engine class of a pair of engines, and base classes for the pair, its connector and its network."""
 
 import functools
 from abc import abstractmethod
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """The results of two engines, with the interface of one LabEngine. gone: engines that were restarted."""
+    """Combines the results of two engines, with the interface of LabEngine. gone: engines that a restart replaced."""
 
     engines: Sequence[LabEngine]
     gone: Sequence[LabEngine] = ()
@@ -55,9 +55,9 @@ class Engines:
 
 
 class PairNetwork:
-    """The messages and transfers in flight between two engines. delay: steps of a transfer."""
+    """The messages and transfers in flight between two engines. delay: how many steps a transfer takes."""
 
-    #: `Pair.add`, which adds an event of a lease to the common ledger of both engines.
+    #: This is `Pair.add`. It records a lease event in the ledger that both engines share.
     add: Callable[[Event], None]
 
     def __init__(self, delay: int) -> None:
@@ -66,11 +66,11 @@ class PairNetwork:
         self.counts: Counter[str] = Counter()
         #: Addresses whose listener thread has died.
         self.dead_listeners: list[str] = []
-        #: {kind of operation: how many of the next operations fail}. setup: the setup of a transfer.
+        #: {kind of operation: how many of the next operations of this kind fail}. setup: preparing a transfer.
         self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
-        #: Steps of a handshake or a message.
+        #: How many steps a handshake or a message takes.
         self.handshake_steps = 1
-        #: Number of steps after which a woken writer thread works.
+        #: How many steps pass between the wake-up of a writer thread and its work.
         self.writers_take = 0
 
     def fails(self, what: str) -> bool:
@@ -83,7 +83,7 @@ class PairSide(Connector):
     """The scheduler and worker roles of one engine's connector. name: host name. engine_id: new at each start."""
 
     worker_class: Any
-    #: The scheduler's part of the connector between the engines.
+    #: The scheduler part (`connector_scheduler`) of the connector that joins the two engines.
     scheduler_side: Any
 
     def __init__(self, options: Options, memories: Sequence[Slots], network: Any, name: str, engine_id: str) -> None:
@@ -93,7 +93,7 @@ class PairSide(Connector):
 
     @abstractmethod
     def join(self) -> None:
-        """Replace the connector's real communication by `network`, before the lab makes the engine."""
+        """Replace the connector's real communication by `network`. Called before the lab makes the engine."""
 
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         config = self.configured(options)
@@ -109,11 +109,11 @@ class PairSide(Connector):
         return self.worker_class(self, slots, vllm_objects.worker(options, config), options)
 
     def introduce(self, in_scheduler: Any) -> None:
-        """Make the workers known to this connector in the scheduler role."""
+        """Give the workers' handshake data to `in_scheduler`. Does nothing for connectors without such data."""
 
     @property
     def between(self) -> Sequence[Any]:
-        """The workers of the connector between the engines, by rank."""
+        """The workers of the connector that joins the two engines, in the order of their ranks."""
         return self.workers
 
     def listen(self, events: RequestEvents) -> None:
@@ -132,28 +132,28 @@ class PairSide(Connector):
         """Return the kv_transfer_params that the router sends to prefill."""
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
-        """Return the parameters for decode. answer: parameters in prefill's answer; None: the router does not wait."""
+        """Return the parameters for decode. answer: parameters from prefill, or None if the router does not wait."""
         return answer
 
     @property
     @abstractmethod
     def leases(self) -> set[str]:
-        """Requests whose blocks are kept for the peer."""
+        """The requests whose blocks this engine holds for the peer."""
 
     def storing(self) -> set[str]:
         return super().storing() | self.leases
 
     def kept_of_peer(self) -> set[str]:
-        """Return requests of the peer whose state this engine keeps."""
+        """Return the peer's requests for which this engine keeps state."""
         return set()
 
     @abstractmethod
     def keeps(self, request: str) -> bool:
-        """Return True if the blocks of this ended request will be kept for the peer."""
+        """Return True if this engine holds the blocks of this ended request for the peer."""
 
 
 class PairWorker(Worker):
-    """A connector between two engines in the worker role. side: the PairSide of the same engine."""
+    """The worker role of a connector that joins two engines. side: the PairSide of this worker's engine."""
 
     events: RequestEvents
     clears = by_request = True
@@ -162,7 +162,7 @@ class PairWorker(Worker):
         super().__init__(rank, slots, called, called, adapter, {})
         self.side = side
         self._reader = readers.reader(called)
-        #: {request: (first token, end)} of loads that are not reported
+        #: {request: (first token, end)} of the loads that the worker has not reported as finished
         self.due: dict[str, tuple[int, int]] = {}
 
     def start_step(self, metadata: Any, forward: bool) -> None:
@@ -171,14 +171,14 @@ class PairWorker(Worker):
         self.begun()
 
     def begun(self) -> None:
-        """Do nothing. A worker overrides this for work after all connectors have begun a step."""
+        """Do nothing. The lab calls this when all connectors have begun a step, and subclasses may override it."""
 
     def take_due(self, metadata: Any) -> None:
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
 
 
 class PairEngine(LabEngine):
-    """One of two engines. name: the name of its host."""
+    """One of two engines. name: prefill or decode, which is also the name of the engine's host."""
 
     connector: PairSide
 
@@ -203,7 +203,7 @@ class PairEngine(LabEngine):
             super().do(step, *arguments, **keywords)
 
     def iterate(self) -> None:
-        """Make one iteration. If the scheduler waits for a lookup, this time passes for both engines."""
+        """Make one iteration. If the scheduler waits for a lookup, the waiting time passes in both engines."""
         events, pair = self.request_events, self._pair
         events.seconds = pair.seconds - STEP
         clock.now = lambda: events.seconds
@@ -214,8 +214,8 @@ class PairEngine(LabEngine):
             pair.time_passes(waited)
 
 
-#: Both engines share the classes, and so the wrappers of kvfix. A wrapper checks which engine runs, even in callbacks.
-#: _RUNNING: name of the running engine. _FIXED: name of the engine with fixes. "": none. asyncio copies both to tasks.
+#: Both engines share vLLM's classes and therefore kvfix's wrappers, so each wrapper checks which engine is running.
+#: _RUNNING: name of the running engine. _FIXED: name of the engine with fixes. "": none. asyncio tasks inherit both.
 _RUNNING = ContextVar("_RUNNING", default="")
 _FIXED = ContextVar("_FIXED", default="")
 
@@ -229,7 +229,7 @@ def _set(variable: ContextVar[str], name: str) -> Iterator[None]:
         variable.reset(before)
 
 
-#: Return a context in which the engine of this name runs.
+#: running(name) returns a context that marks the engine of this name as the running engine.
 running = functools.partial(_set, _RUNNING)
 
 
