@@ -50,7 +50,7 @@ def newest(dist: str) -> str:
 
 
 def effect(rule: str, unknown: int) -> int:
-    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: for a rule not in EFFECTS."""
+    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: result for another rule."""
     return next((at for at, rules in enumerate(EFFECTS) if rule in rules), unknown)
 
 
@@ -163,7 +163,7 @@ def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bo
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     lines = text.splitlines(keepends=True)
     code = textwrap.indent(ast.unparse(node), " " * node.col_offset) + "\n"
-    path.unlink()  # a hard link: writing to it would change the file of the release
+    path.unlink()  # the path is a hard link, so writing to it would change the file of the release
     path.write_text("".join(lines[: first - 1]) + code + "".join(lines[node.end_lineno :]))
     return True
 

@@ -36,7 +36,7 @@ class Row:
     """The findings of one rule that have the same fixes. seed, message: from the first seed that shows the fixes."""
 
     rule: str
-    fixes: list[str]  # the findings appear without any of them. Empty if each of several fixes prevents the findings
+    fixes: list[str]  # the findings appear if one of them is missing. Empty if several fixes each prevent the findings
     findings: int
     seed: int
     message: str

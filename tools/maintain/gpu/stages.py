@@ -70,7 +70,7 @@ def device(arguments: list[str]) -> tuple[str, str]:
 
 
 def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
-    """Run a stage and return its result. After `slower` times its limit, kill it and set `exit` to TIMED_OUT."""
+    """Run a stage and return its result. If it takes `slower` times its limit, kill it: `exit` is TIMED_OUT."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -81,7 +81,7 @@ def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
             code = process.wait(timeout=stage.limit * slower)
         except subprocess.TimeoutExpired:
             code = TIMED_OUT
-        finally:  # this also ends the stage's engines and servers, which are in its process group
+        finally:  # end the stage's engines and servers too, which are in the stage's process group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

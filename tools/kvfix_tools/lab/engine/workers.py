@@ -25,14 +25,14 @@ _TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_n
 
 @dataclass(eq=False)
 class Worker:
-    """One rank. in_worker: LMCache's connector. adapter: the object to which the connector delegates."""
+    """One rank. in_worker: the tested connector. adapter: the object to which this connector delegates."""
 
     rank: int
     slots: Slots
     called: Any  # the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child
     in_worker: Any
     adapter: Any
-    failing: dict[str, int]  # {request: chunks after which its next load fails}
+    failing: dict[str, int]  # {request: number of chunks after which its next load fails}
     unanswered = False  # True: the server does not answer the multi-process connector in this step
     _failed_requests = set[str]()  # requests whose load the last step has reported as failed
     offloads = False  # True if the MultiConnector has an OffloadingConnector
