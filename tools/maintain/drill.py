@@ -85,8 +85,8 @@ def scenarios(connector: str) -> dict[str, Any]:
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
     """Play seeds without and with the fixes. Return the seeds that are worse with the fixes.
 
-    A run ends at its first violation, so a run with the fixes is longer. A violated rule counts if no run without fixes
-    violates the rule. A rule about wrong output also counts if the same seed has no violation without fixes.
+    A run ends when the engine dies, so a run with the fixes can be longer. A violated rule counts if no run without
+    fixes violates the rule. A rule about wrong output also counts if the same seed has no violation without fixes.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 

@@ -30,7 +30,7 @@ EXCEPTIONS = KEPT / "exceptions.json"
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
 #: {dist: {file of tests that kvfix does not run: reason}}
 LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
-EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import it, so it selects no tests
+EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import this module, so it selects no tests
 #: {model that the tests name: its configuration}. The tests read only the configuration of a model.
 MODELS: dict[str, dict[str, Any]] = json.loads((KEPT / "models.json").read_text())
 

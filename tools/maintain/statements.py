@@ -1,4 +1,4 @@
-"""`make statements`: read the texts that releases log or raise from their source, and write them for kvfix-diagnose.
+"""`make statements`: collect from the releases' source the texts that they log or raise, for kvfix-diagnose.
 
 `kvfix_tools/diagnose/statements.json` has logging statements and assertion texts that the grammar reads. `checks.json`
 has exceptions, assertions and logged errors. The program keeps entries of other releases.

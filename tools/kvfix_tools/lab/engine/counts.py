@@ -1,4 +1,4 @@
-"""The counters of a run. A feature has counters of loads and stores. If they are 0, the run has not tested it."""
+"""The counters of a run. Each feature has counters of loads and stores. Counters of 0 show an untested feature."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -37,7 +37,7 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 #: The counters. Some need an explanation:
 #: - full_steps: steps without a free block. busy_steps: steps with a transfer or a lookup in flight
 #: - ranks_apart: transfers that not all ranks have reported. ranks_differ: lookups that differ between the ranks
-#: - steps_ahead, steps_in_flight: steps scheduled before the output of one, or at least two, earlier steps is known
+#: - steps_ahead, steps_in_flight: steps scheduled while at least one, or at least two, earlier steps have no output
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
 #: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block because it uses EAGLE
 #: - not_to_store: requests that must not be stored

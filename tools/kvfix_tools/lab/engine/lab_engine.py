@@ -210,7 +210,7 @@ class LabEngine:
             self.request_events.aborted(name, doing)
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """Call the method of this name, of this class or else of the connector, for a step of the schedule."""
+        """Make a step of the schedule: call the method of this name, of the engine or else of the connector."""
         getattr(self if hasattr(self, step) else self.connector, step)(*arguments, **keywords)
 
     # ------------------------------------------------------------------ requests
@@ -308,7 +308,7 @@ class LabEngine:
             self.model.change_weights()
 
     def _reset(self, *running_and_connector: bool) -> bool:
-        """Return vLLM's answer; False if vLLM raises, as a waiting request has blocks (scheduler.py 0.32.0:2870)."""
+        """Return vLLM's answer, or False if vLLM raises: a waiting request has blocks (scheduler.py 0.32.0:2870)."""
         done = False
         with suppress(RuntimeError):
             done = self.scheduler.reset_prefix_cache(*running_and_connector)

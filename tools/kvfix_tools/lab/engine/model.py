@@ -19,7 +19,7 @@ class Group:
 
     vLLM's model runner keeps a block list for each request, and appends to it (v1/worker/gpu_model_runner.py
     0.32.0:1284 for a new request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). With one
-    worker, the connector and the runner share these list objects. With several workers, each of them has copies.
+    worker, the connector and the runner share these list objects. With several workers, each has its own copies.
 
     A request in the batch also has a row in the block table, to which each step appends (:1450). When a request joins
     the batch, its row is filled from its block list (gpu_input_batch.py 0.32.0:393).
@@ -305,7 +305,7 @@ class Model:
         return found
 
     def _first_wrong(self, name: str, done: int, right: list[int]) -> tuple[int | None, str]:
-        """Return the first wrong token that the step reads, or None, and a text with its rank and KV group."""
+        """Return (first wrong token that the step reads or None, text that names the KV group and the rank)."""
         for rank, _ in enumerate(self.memories):
             for group in self.groups:
                 wrong = group.first_wrong(name, done, right, rank)

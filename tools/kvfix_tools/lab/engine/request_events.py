@@ -281,7 +281,7 @@ class RequestEvents:
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
         """Check a store. Record a store of the first rank. Tokens of a hit count as cached, even if their load failed.
 
-        If stores skip cached chunks, do not record stores of an ended request. No event has its last step's tokens.
+        If stores skip cached chunks, record no store of an ended request, as no event has the tokens of its last step.
         """
         request = self.model.requests[name]
         if not rank:

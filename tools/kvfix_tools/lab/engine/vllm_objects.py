@@ -176,7 +176,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     # vLLM's CPU platform turns asynchronous scheduling off, and refuses the hybrid KV cache manager
     config.scheduler_config.async_scheduling = options.async_scheduling
     config.scheduler_config.disable_hybrid_kv_cache_manager = not options.several_groups
-    if options.states:  # vLLM sets these for models that it knows (model_executor/models/config.py)
+    if options.states:  # vLLM sets these options for models that it knows (model_executor/models/config.py)
         config.cache_config.mamba_cache_mode = "align"
         config.cache_config.mamba_block_size = options.block_size
     config.speculative_config = _speculative(options, model)  # vLLM refuses some drafters on a CPU

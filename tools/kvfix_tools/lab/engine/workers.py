@@ -1,7 +1,7 @@
 """The ranks of an engine. Each rank has a connector in the worker role, its own memory and its own part of the cache.
 
-A single worker shares the objects of the scheduler. Several workers get copies, as if they were in other processes, and
-vLLM's own aggregator joins their reports.
+A single worker shares the objects of the scheduler. Several workers get copies, as if the workers were in other
+processes, and vLLM's own aggregator joins the reports of the workers.
 """
 
 import copy
@@ -84,7 +84,7 @@ class Worker:
 
 
 class Executor:
-    """The executor between the scheduler and its workers (v1/executor/multiproc_executor.py 0.32.0:385)."""
+    """Stands for vLLM's executor, between scheduler and workers (v1/executor/multiproc_executor.py 0.32.0:385)."""
 
     def __init__(self, connector: Any, ranks: int, counts: Counter[str]) -> None:
         self._ranks = ranks

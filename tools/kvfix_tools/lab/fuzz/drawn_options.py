@@ -60,7 +60,7 @@ def drawn_sizes(rng: Random, block: int, room: int) -> dict[str, Any]:
 
 
 def draw(rng: Random, dice: Dice, connector: str, plain: bool, real_server: bool) -> tuple[Options, set[str], int]:
-    """Return the options, the drawn FEATURES, and the maximum tokens of a request. Arguments: see `schedule.draw`."""
+    """Return the options, the drawn FEATURES, and the maximum length of a request. Arguments: see `schedule.draw`."""
     lacks = {*dice.lacks, *(_FAULTS if plain else ()), *(_NOT_WITH_SERVER if real_server else ())}
     lacks |= {"roles", "stops"} if connector in OF_VLLM else {"stops"} if connector == "v1" else set()
     dice = Dice(dice.seed, lacks)
@@ -184,7 +184,7 @@ def _windows(options: Options, dice: Dice) -> dict[str, Any]:
         return {}
     window_blocks = rng.choice((1, 1, 2)) if chunk > options.block_size else 1
     block = options.block_size * window_blocks
-    # LMCache accepts a window shorter than a chunk only if it has whole blocks (v1/kv_layer_groups.py 0.5.6:727)
+    # LMCache accepts a window shorter than a chunk only if it is whole blocks long (v1/kv_layer_groups.py 0.5.6:727)
     windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
     # vLLM does not start with fewer blocks than the longest request needs (kv_cache_interface.py 0.32.0:859). For
     # drafts, vLLM keeps and allocates more blocks

@@ -89,7 +89,8 @@ class Run(msgspec.Struct, frozen=True):
     mode: str = "fix"  # argument of `kvfix.apply`
     real_server: bool = False  # see Options
     real_transfers: bool = False
-    #: "both" engines have fixes, or only one has the default fixes: "prefill", "decode", "one" of two with one cache.
+    #: The engines with fixes. "both": both engines. "prefill", "decode", or "one" of two engines that share a cache:
+    #: only this engine has fixes, and only the default fixes.
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -111,7 +112,7 @@ class Run(msgspec.Struct, frozen=True):
             yield
 
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
-        """Return the violations. If one engine has fixes, return none if the schedule has violations without fixes too.
+        """Return `violations`, but none if only one engine has fixes and the schedule has violations without fixes too.
 
         With a fix, requests end at other times, so a bug of the release may hit other requests. So also leave out each
         violation that appears without fixes if any one step of the schedule is removed.
@@ -207,7 +208,7 @@ def fuzz(
 
 
 def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
-    """Yield tallies of the seeds in order. The first batch that runs out of time is the last one."""
+    """Yield tallies of the seeds in order. Stop after the first batch that runs out of time."""
     batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
     here = (run.play(batch, until) for batch in batches)
     for done in here if jobs == 1 else _in_processes(run, batches, until, jobs):

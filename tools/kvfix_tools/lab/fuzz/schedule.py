@@ -1,4 +1,4 @@
-"""A schedule has the options and the steps of a lab engine. It is drawn from a seed, and saved as JSON:
+"""A schedule has the options and the steps of a lab engine. A seed determines a schedule. A saved schedule is JSON:
 
 {"kvfix-schedule": 1, "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"}, "options": {...},
  "steps": [["admit", "r0", 3, 120, 8], ["step"], ...]}

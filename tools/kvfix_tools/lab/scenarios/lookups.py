@@ -7,7 +7,7 @@ from kvfix_tools.lab.scenario import LARGE, WORKER, Options, large_chunks, scena
 from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
-#: A lookup times out after 3,000 ms. match(n): get_num_new_matched_tokens with n computed tokens.
+#: A lookup times out after 3,000 ms. In this file, match(n) is get_num_new_matched_tokens with n computed tokens.
 TIMED_OUT = do.step(), do.wait(4), do.step()
 FETCH = {"enable_async_loading": True}
 OPTIONS = Options(lmcache=FETCH, max_num_batched_tokens=512)

@@ -314,7 +314,7 @@ SCENARIOS: dict[str, Any] = {
 }
 SCENARIOS["mp-silent-server-given-up"] = replace(
     SCENARIOS["mp-load-after-given-up"],
-    doc="",  # shows the title of KVF904
+    doc="",  # the lab shows the title of KVF904 instead
     wrong={"vllm": ">=0.22.0", "lmcache": ">=0.4.5,<0.5"},
     needs={"lmcache": "<0.5"},
 )
