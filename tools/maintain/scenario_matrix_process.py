@@ -2,8 +2,8 @@
 
     python -m maintain.scenario_matrix_process LIMIT FOLDER...
 
-Each folder has an LMCache release. The process imports vLLM once, and plays each release in a fork of this process. It
-prints a line of JSON for each release. LIMIT: seconds for the import of vLLM, and for each release.
+Each folder has an LMCache release, and each release gets a line of JSON. vLLM is imported once. Each release is played
+in a fork of this process. LIMIT: seconds for the import of vLLM, and for each release.
 """
 
 import json
@@ -20,7 +20,7 @@ from kvfix_tools.lab.scenario import Scenario, scenarios
 
 
 def play(scenario: Scenario) -> dict[str, Any]:
-    """Return the outcomes without and with the fixes. `as_expected` is True if both outcomes are as expected."""
+    """Return the outcomes as released and with the fixes, and True if both are as expected."""
     expected = runner.expected(scenario)
     row: dict[str, Any] = {"scenario": scenario.slug, "expected": expected}
     try:
@@ -31,7 +31,7 @@ def play(scenario: Scenario) -> dict[str, Any]:
     row |= {"released": released.outcome, "fixed": fixed.outcome}
     if released.outcome == "not-applicable":
         row["why"] = released.message
-    # If the bug has no fix, both outcomes are equal, unless another bug that has a fix ends the first schedule early.
+    # Without a fix, both outcomes are equal, unless another bug, which has a fix, ended the released schedule first.
     good = ("clean", "not-applicable") if scenario.fixes else (expected,)
     as_expected = released.outcome == expected and (fixed.outcome in good or bool(not scenario.fixes and released.also))
     return row | {"as_expected": as_expected}
