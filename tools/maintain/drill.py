@@ -50,7 +50,7 @@ def newest(dist: str) -> str:
 
 
 def effect(rule: str, unknown: int) -> int:
-    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: for a rule not in EFFECTS."""
+    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: result for another rule."""
     return next((at for at, rules in enumerate(EFFECTS) if rule in rules), unknown)
 
 
@@ -85,8 +85,8 @@ def scenarios(connector: str) -> dict[str, Any]:
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
     """Play seeds without and with the fixes. Return the seeds that are worse with the fixes.
 
-    A run ends at its first violation, so a run with the fixes is longer. A violated rule counts if no run without fixes
-    violates the rule. A rule about wrong output also counts if the same seed has no violation without fixes.
+    A run ends when the engine dies, so a run with the fixes can be longer. A violated rule counts if no run without
+    fixes violates the rule. A rule about wrong output also counts if the same seed has no violation without fixes.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 
@@ -163,7 +163,7 @@ def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bo
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     lines = text.splitlines(keepends=True)
     code = textwrap.indent(ast.unparse(node), " " * node.col_offset) + "\n"
-    path.unlink()  # a hard link: writing to it would change the file of the release
+    path.unlink()  # the path is a hard link, so writing to it would change the file of the release
     path.write_text("".join(lines[: first - 1]) + code + "".join(lines[node.end_lineno :]))
     return True
 

@@ -2,7 +2,7 @@
 
     python -m maintain fingerprints lmcache .cache/lmcache/*
 
-Each folder has one release. It is a `site-packages`, or made by `pip install --no-deps --target FOLDER`. The program
+Each folder has one release: a `site-packages`, or the result of `pip install --no-deps --target FOLDER`. The program
 keeps entries of other releases in the file.
 """
 

@@ -14,7 +14,7 @@ from kvfix_tools.diagnose.grammar import FILE
 from kvfix_tools.diagnose.problems import Problem
 
 FOLDER = FILE.with_suffix("")
-#: Files that have no records of problems, but retired codes, messages of the grammar, and other tables.
+#: Files without records of problems. In this order: retired codes, messages of the grammar, other tables.
 RETIRED, MESSAGES, TABLES = "retired.toml", "messages.toml", ("connectors.toml", "words.toml")
 
 

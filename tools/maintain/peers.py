@@ -30,8 +30,8 @@ EXCEPTIONS = KEPT / "exceptions.json"
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
 #: {dist: {file of tests that kvfix does not run: reason}}
 LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
-EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import these modules, so they select no tests
-#: {model that the tests name: its configuration}. The tests read nothing else of a model.
+EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import this module, so it selects no tests
+#: {model that the tests name: its configuration}. The tests read only the configuration of a model.
 MODELS: dict[str, dict[str, Any]] = json.loads((KEPT / "models.json").read_text())
 
 
@@ -93,7 +93,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) -> dict[str, str]:
-    """Run tests (default: all). Return {test: passed, skipped or failed}. mode: of kvfix, or "" without kvfix."""
+    """Run tests (default: all). Return {test: passed, skipped or failed}. mode: mode of kvfix; "": no kvfix."""
     with tempfile.TemporaryDirectory(prefix="kvfix-peers-") as place:
         outcomes = Path(place, "outcomes")
         env = {
@@ -140,7 +140,7 @@ def baseline(suite: Suite) -> dict[str, Any]:
 
 
 def compare(suite: Suite, mode: str) -> dict[str, Any]:
-    """Run the suite in this mode of kvfix. Return the tests that fail only with kvfix, and other numbers for `show`."""
+    """Run the suite in this mode of kvfix. Return the tests that fail only with kvfix, and data for `show`."""
     begun, kept = time.monotonic(), baseline(suite)
     found = run(suite, mode)
     red = [name for name, outcome in found.items() if outcome == "failed" and name not in kept["not passed"]]

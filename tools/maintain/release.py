@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 ROOT = Path(__file__).parents[2]
-#: The log of an engine that died of the bug of KVF001.
+#: The log of an engine that died of the bug that KVF001 fixes.
 LOG = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
 
 

@@ -33,10 +33,10 @@ CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 @dataclass(frozen=True)
 class Row:
-    """The findings of one rule that have the same fixes. seed, message: from the first seed that shows the fixes."""
+    """The findings of one rule that have equal fixes. seed: first seed that shows the fixes. message: its finding."""
 
     rule: str
-    fixes: list[str]  # the findings appear without any of them. Empty if each of several fixes prevents the findings
+    fixes: list[str]  # the findings appear if one of them is missing. Empty if several fixes each prevent the findings
     findings: int
     seed: int
     message: str

@@ -27,7 +27,7 @@ from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
-#: Files that list releases of vLLM with an environment: releases built for the CPU, and releases as Python files only.
+#: Files that list the vLLM releases with an environment. First: built for the CPU. Second: only Python files.
 VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-python-only.txt")
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: The script that plays the pairs of one vLLM release, in this release's environment.
@@ -55,7 +55,7 @@ def load(text: str) -> Pairs:
 
 
 def dump(pairs: Pairs) -> str:
-    """Return the text of docs/matrix.json. A line has all LMCache releases with the same values."""
+    """Return the text of docs/matrix.json. A line lists all LMCache releases that have the values of the line."""
     runs, outcomes = dict[str, list[str]](), dict[str, list[str]]()
     for (vllm, lmcache), pair in sorted(pairs.items(), key=lambda each: (Version(each[0][0]), Version(each[0][1]))):
         run = {name: value for name, value in pair.items() if name != "outcomes"}
@@ -85,7 +85,7 @@ def deviations(pairs: Pairs) -> list[str]:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Return environment variables for a process with another vLLM, without fixes. first: begins PYTHONPATH."""
+    """Return environment variables for a process with another vLLM, without fixes. first: start of PYTHONPATH."""
     packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
     others = {name: value for name, value in os.environ.items() if name != "KVFIX"}
     return {**others, "PYTHONPATH": os.pathsep.join([*map(str, first), *packages])}

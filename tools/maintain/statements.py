@@ -1,4 +1,4 @@
-"""`make statements`: read from the releases' source which texts they log or raise, and write these for kvfix-diagnose.
+"""`make statements`: collect from the releases' source the texts that they log or raise, for kvfix-diagnose.
 
 `kvfix_tools/diagnose/statements.json` has logging statements and assertion texts that the grammar reads. `checks.json`
 has exceptions, assertions and logged errors. The program keeps entries of other releases.
@@ -56,7 +56,7 @@ def said(node: ast.AST) -> tuple[str, ast.expr | None]:
 
 
 def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
-    """Return (message of the grammar, template, level, line) of each statement whose text the message matches."""
+    """Return (name of a grammar's message, template, level, line) of each statement that this message matches."""
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES):
         return []
     found = []
@@ -71,7 +71,7 @@ def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
 
 
 def take_statements(table: Table, release: str, root: Path) -> None:
-    """Replace the statements of this release in the table by the statements of the package in this folder."""
+    """Replace the statements of this release in the table. Read the new statements from the package's folder."""
     for lines in table.values():
         lines.pop(release, None)
     for file in sorted(root.rglob("*.py")):
@@ -124,7 +124,7 @@ def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
 
 
 def take_checks(table: statements.Table, release: str, package: Path) -> None:
-    """Replace the checks of this release in the table by the checks of the package in this folder."""
+    """Replace the checks of this release in the table. Read the new checks from the package's folder."""
     for found in table.values():
         found.discard(release)
     for file in sorted(package.rglob("*.py")):

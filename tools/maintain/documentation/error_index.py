@@ -14,13 +14,13 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Problem
 from maintain.documentation.markdown import code, filtered, link, links
 
-#: Kinds of lines that every log has. The index leaves them out: not the text, but the numbers show a problem.
+#: Kinds of lines that every log has. The index omits these lines, because only their numbers show a problem.
 _ORDINARY = {"asked", "retrieved", "stats"}
 #: Names of the grammar's messages that are texts of exceptions.
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 #: Markdown for code: a text between backticks, or between double backticks if the text has a backtick.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
-#: A span with one of these beginnings is the end of a message, a command or an option, but not a message.
+#: A span that begins with one of these texts is no message: it is the end of a message, a command or an option.
 _NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST ")
 
 
@@ -71,7 +71,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def _quoted(fix: Fix) -> list[str]:
-    """Return the messages that the symptom quotes: spans of code with several words."""
+    """Return the messages that the symptom quotes, which are the code spans with several words."""
     spans = (" ".join(found[2].split()) for found in _SPAN.finditer(fix.section("Symptom")))
     return [span for span in spans if " " in span and not span.startswith(_NO_MESSAGES)]
 

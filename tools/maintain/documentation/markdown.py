@@ -9,7 +9,7 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 
 def link(code: str, up: str = "../") -> str:
-    """Return a link to the page of a fix, finding or rule. up: path from the page with the link to the top."""
+    """Return a link to the page of a fix, finding or rule. up: path to docs/ from the page that has the link."""
     return f"[{code}]({up}{FOLDERS[code[:3]]}/{code.lower()}.md)"
 
 
@@ -28,7 +28,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def filtered(head: Sequence[str], rows: Iterable[Sequence[str]], up: str = "") -> str:
-    """Return a table with input fields that filter the rows (theme/filter.js). up: path from the page to the top."""
+    """Return a table with input fields that filter the rows (theme/filter.js). up: path from the page to docs/."""
     return f'{table(head, rows)}\n<script src="{up}filter.js"></script>\n'
 
 

@@ -57,7 +57,7 @@ MARKS: dict[str, Callable[[], str]] = {
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [file for file in files if _UNUSED.search(file.src_uri)]:
         files.remove(file)
-    made = {}  # {path below docs/: markdown}, in the order in which a section lists them
+    made = {}  # {path below docs/: markdown}, in the order in which a section lists the pages
     for name, page in TOP.items():
         text = Path(config.config_file_path).with_name(name).read_text().replace("](docs/", "](")
         made[page] = re.sub(r"\]\((\w+\.md)", lambda found: f"]({TOP.get(found[1], found[1])}", text)
@@ -67,7 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Replace the marks in a page by generated text. Give wide tables the room of the table of contents."""
+    """Replace the marks in a page by generated text. To make room for wide tables, hide the table of contents."""
     if page.file.src_uri in _LISTS:
         page.meta.update(search={"exclude": True}, hide=["toc"])
     for mark, made in MARKS.items():

@@ -19,8 +19,8 @@ from maintain.documentation.markdown import span, table
 from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
-#: Letters for the cells in the data of the page. The second line is for cells that are NOT_PLAYED: the code has the
-#: bug, the code does not have the bug, or no release of the pair has the function.
+#: Letters for the cells in the data of the page. The second line is for cells that are NOT_PLAYED. C: the code has the
+#: bug. r: the code does not have the bug. -: no release of the pair has the function.
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
@@ -71,7 +71,7 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
 
 
 def of_fix(pairs: Pairs, code: str) -> str:
-    """Return the outcomes of a fix: a row for each vLLM, a column for LMCache releases with equal outcomes."""
+    """Return a table of a fix, with a row for each vLLM, and a column for LMCache releases with equal outcomes."""
     slugs = _scenarios(code)
     if not slugs:
         return "The lab does not play this bug. Tests with the released code show it instead.\n"

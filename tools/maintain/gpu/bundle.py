@@ -39,7 +39,7 @@ LEFT_OUT = {
 #: {files to move into a separate wheel, because vLLM's wheel exceeds the limit of a folder: name of the new wheel}
 APART = {
     "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and operations that every model runs
-    # On CUDA vLLM imports FlashAttention 2 or 3 whatever attention backend it uses (0.26.0
+    # On CUDA vLLM imports FlashAttention 2 or 3, also if it uses another attention backend (0.26.0
     # v1/attention/backends/fa_utils.py:23).
     "vllm/vllm_flash_attn/_vllm_fa3_C.*": "vllm_flash_attention",
 }

@@ -1,6 +1,6 @@
 """The stages that run `kvfix roundtrip`. All runs of a stage are in one process, which imports torch only once.
 
-After a cell that makes the GPU fail, the process cannot go on. So LMCache as released has stages of its own.
+If a run makes the GPU fail, the process cannot go on. So separate stages run LMCache as released (without fixes).
 """
 
 import os
@@ -14,7 +14,7 @@ from kvfix_tools.roundtrip.run_report import RunReport, check_per_copy, counted,
 from maintain.gpu import stages
 
 KEPT = 10  # maximum number of failed cells to keep in full
-#: Minimum speed relative to a plain copy of pinned memory. Maximum time of the whole check relative to the copies.
+#: OF_PLAIN: minimum speed relative to a plain copy of pinned memory. OF_COPIES: maximum of check_per_copy.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
 
 

@@ -1,6 +1,6 @@
 """Run the stages on this host, the most important stage first. Write the result of a stage as soon as the stage ends.
 
-A stage is a process with a time limit, which prints a line of JSON for each of its steps (class Steps). After a failed
+A stage is a process that has a time limit, and prints a line of JSON for each step (class Steps). After a failed
 stage, the next stage still runs. OUT/results.json has all results, and OUT/table.md has the rows for docs/gpu.md.
 """
 
@@ -70,7 +70,7 @@ def device(arguments: list[str]) -> tuple[str, str]:
 
 
 def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
-    """Run a stage and return its result. After `slower` times its limit, kill it and set `exit` to TIMED_OUT."""
+    """Run a stage and return its result. Kill a stage that takes `slower` times its limit; `exit` is then TIMED_OUT."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -81,7 +81,7 @@ def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
             code = process.wait(timeout=stage.limit * slower)
         except subprocess.TimeoutExpired:
             code = TIMED_OUT
-        finally:  # this also ends the stage's engines and servers, which are in its process group
+        finally:  # end the stage's engines and servers too, which are in the stage's process group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

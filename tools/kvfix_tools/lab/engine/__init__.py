@@ -1,1 +1,1 @@
-"""The lab's engine: vLLM's real scheduler, a model and memory whose contents can be checked."""
+"""The lab's engine: vLLM's real scheduler, a stand-in for the model, and memory with checkable contents."""

@@ -1,7 +1,7 @@
 """The memory of a rank as bytes, and copies in flight, for connectors that copy between addresses.
 
-A copy takes some steps of the lab. If a part of the source changes before the copy ends, the target gets garbage there.
-So vLLM must not let other requests write to the source until the copy has ended.
+A copy takes some steps of the engine. If a part of the source changes before the copy ends, the same part of the
+target gets garbage. So vLLM must not let other requests write to the source until the copy has ended.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ import torch
 from kvfix_tools.lab.engine.memory import GARBAGE, Block, Slots
 from kvfix_tools.lab.options import Options
 
-#: Floats in the slot of one head: 32 for K and 32 for V (kv_layout.kv_cache). Two floats hold the content (memory.py).
+#: Floats in the slot of one head: 32 for K, 32 for V (kv_layout.kv_cache). The first two hold the content (memory.py).
 FLOATS = 64
-#: SLOT: bytes in the slot of one head. WORD: bytes of its content.
+#: SLOT: bytes in the slot of one head. WORD: bytes of the content of a slot.
 SLOT, WORD = 4 * FLOATS, 8
 Pieces = Iterable[tuple[int, int, int]]  # (source address, target address, bytes) of each piece of a copy
 
@@ -40,7 +40,7 @@ class SharedBlock(Block):
 class HeadsBlock(SharedBlock):
     """A block with several KV heads, or with one head that is not the first head of the model.
 
-    Each slot has its content once for each head, combined with the head's number. A slot whose heads have different
+    Each slot has its content once for each head, XORed with the head's number << 32. A slot whose heads have different
     contents reads as garbage.
 
     slots: array [heads, slots]. heads: the numbers of these heads in the model.
@@ -65,7 +65,7 @@ class HeadsBlock(SharedBlock):
 
 
 def tensor(slots: Slots, options: Options, rank: int = 0) -> torch.Tensor:
-    """Return the memory of these slots, which all connectors of a rank share: [blocks, heads, slots, FLOATS]."""
+    """Return the memory of these slots as the tensor [blocks, heads, slots, FLOATS] of all connectors of a rank."""
     if slots.tensor is None:
         slots.tensor = torch.zeros((len(slots), options.heads_of_rank, slots.room, FLOATS), dtype=torch.float32)
         first = rank * options.kv_heads // options.ranks
@@ -77,7 +77,7 @@ def tensor(slots: Slots, options: Options, rank: int = 0) -> torch.Tensor:
 
 
 def contents_of(row: Any, size: int) -> list[int]:
-    """Return the contents of the first `size` slots of a copied block. row: its bytes as an array."""
+    """Return the contents of the first `size` slots of a copied block. row: the bytes of the block as an array."""
     contents: list[int] = row[: size * SLOT].view("q")[:: SLOT // WORD].tolist()
     return contents
 
@@ -87,7 +87,7 @@ def _garbage(size: int) -> bytes:
 
 
 class Copy:
-    """A copy in flight. due: last step. done: called at its end."""
+    """A copy in flight. due: the step in which the copy ends. done: the function to call at the end."""
 
     def __init__(self, pieces: Pieces, due: int, done: Callable[[], None] = lambda: None) -> None:
         self.due, self._done = due, done
@@ -101,6 +101,6 @@ class Copy:
 
 
 def spoil(pieces: Pieces) -> None:
-    """Write garbage to the targets: any part of a failed copy may have arrived."""
+    """Write garbage to the targets, because any part of a failed copy may have arrived."""
     for _, target, size in pieces:
         ctypes.memmove(target, _garbage(size), size)

@@ -1,4 +1,4 @@
-"""The counters of a run, with counters of transfers for each feature. A count of 0 shows an untested feature."""
+"""The counters of a run. Each feature has counters of loads and stores. Counters of 0 show an untested feature."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 from kvfix_tools.lab.options import Options
 
-#: {feature that changes how KV is counted or moved: function that tells if the options have it}
+#: {feature that changes how KV is counted or moved: function that tells if the options have the feature}
 FEATURES: dict[str, Callable[[Options], Any]] = {
     "drafts": lambda options: options.drafter,
     "drafts_of_ngram": lambda options: options.drafter == "ngram",
@@ -35,13 +35,13 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
     "context": lambda options: options.context,
 }
 #: The counters. Some need an explanation:
-#: - full_steps, busy_steps: steps without a free block, and steps with a transfer or a lookup in flight
-#: - ranks_apart, ranks_differ: transfers that only one rank has reported, and lookups that differ between the ranks
-#: - steps_ahead, steps_in_flight: steps scheduled while one earlier step has no answer yet, and while several have none
+#: - full_steps: steps without a free block. busy_steps: steps with a transfer or a lookup in flight
+#: - ranks_apart: transfers that not all ranks have reported. ranks_differ: lookups that differ between the ranks
+#: - steps_ahead, steps_in_flight: steps scheduled while at least one, or at least two, earlier steps have no output
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
-#: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block, for EAGLE
+#: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block because it uses EAGLE
 #: - not_to_store: requests that must not be stored
-#: - passed_over: hits of LMCache in a MultiConnector that chose another connector
+#: - passed_over: hits of LMCache that a MultiConnector does not use, because it chose another connector
 #: - came_first_by_priority: requests admitted before a request that arrived earlier
 #: - aborted_storing: always 0 with the in-process connector, whose stores end within their step
 COUNTED = (

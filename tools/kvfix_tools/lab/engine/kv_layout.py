@@ -1,4 +1,4 @@
-"""Describe KV groups (own block lists, one shared pool), the stored objects of a chunk, and the memory of layers."""
+"""Describe KV groups, the objects that LMCache's server stores for a chunk, and the memory of layers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ class KVGroup(NamedTuple):
     """A KV group.
 
     - window: number of tokens that a token attends to, including itself; 0: all tokens
-    - state: a block has one state instead of KV. It is the state after the last token of the block or, in the last
-      block of a request, after the last computed token.
+    - state: True if a block holds one Mamba state instead of KV. A block holds the state after its last token, and the
+      last block of a request holds the state after the last computed token.
     """
 
     number: int
@@ -50,15 +50,15 @@ class StoredObject(NamedTuple):
     """The part of a chunk that the server stores under one key."""
 
     number: int
-    #: (KV group, how many last tokens of the chunk the object has). No step reads the earlier tokens of this group.
+    #: (KV group, number of the chunk's last tokens that the object holds). No step reads earlier tokens of the group.
     parts: tuple[tuple[KVGroup, int], ...]
-    chunks: int = 0  # number of last chunks of a hit that must have the object; 0: all chunks
+    chunks: int = 0  # how many chunks at the end of a hit must have the object; 0: all chunks
 
     def key(self, chunk: tuple[object, ...]) -> tuple[object, ...]:
         return (*chunk, self.number) if self.number else chunk
 
     def needed(self, hit: int) -> range:
-        """Return the chunks that must have this object, so that `hit` chunks are a hit."""
+        """Return the chunks that must have this object for a hit of `hit` chunks."""
         return range(max(0, hit - self.chunks) if self.chunks else 0, hit)
 
 
@@ -89,7 +89,7 @@ def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[Stored
 
 
 def page_bytes(options: Options) -> int:
-    """Return the bytes that the largest block of any KV group has in a layer."""
+    """Return the size, in bytes of one layer, of the largest block of any KV group."""
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 
@@ -99,7 +99,7 @@ def kv_cache(options: Options, config: VllmConfig) -> specs.KVCacheConfig:
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
     extra = accepted(specs.SlidingWindowSpec, extra_retained_tokens=retained)
-    if options.connector in OF_VLLM:  # blocks of all KV groups have one size, as in a hybrid model
+    if options.connector in OF_VLLM:  # all blocks have the same number of bytes, as in a hybrid model
         shape["page_size_padded"] = page_bytes(options)
     lab_groups = kv_groups(options)
     groups = [
@@ -114,7 +114,7 @@ def kv_cache(options: Options, config: VllmConfig) -> specs.KVCacheConfig:
         page = groups[0].kv_cache_spec.page_size_bytes
         of_layer = page * options.num_blocks
         sizes = {"size": of_layer * options.layers, "layer_stride": of_layer, "block_stride": page}
-        # all KV groups share the bytes: a block belongs to one of them at a time
+        # all KV groups share the bytes, because a block belongs to only one KV group at a time
         tensors = [specs.KVCacheTensor(layers=group.layer_names, **sizes) for group in groups]
     return specs.KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 

@@ -1,7 +1,7 @@
-"""The lab's engine: the real scheduler and connector, and memory for which the right content of each slot is known.
+"""The lab's engine has vLLM's real scheduler, a real connector, and memory whose right contents the lab knows.
 
-The lab plays a schedule, which is a list of steps. A step calls a method of this class: an action of a client or of
-another engine, a fault, or an expectation.
+The lab plays a schedule, which is a list of calls of LabEngine's methods. A call is an action of a client or of another
+engine, a fault, or an expectation. In the docstrings of LabEngine, a step is one iteration of the engine.
 """
 
 import sys
@@ -28,11 +28,11 @@ from kvfix_tools.lab.engine.request_events import Liveness, RequestEvents
 from kvfix_tools.lab.engine.workers import Executor
 from kvfix_tools.lab.options import KNOWN, OF_VLLM, Options
 
-#: `run` ends after this number of steps without work or transfers. A lookup or load of the lab takes fewer steps.
+#: `run` ends after this many idle steps in a row. Each lookup or load of the lab ends within fewer steps.
 IDLE = 64
-#: Seconds of the lab's time that a step takes.
+#: Duration of a step, in seconds of the lab's own clock.
 STEP = 0.1
-#: {status of a request at its abort: suffix of the counter's name, after "aborted_"}
+#: {status of a request when it is aborted: SUFFIX of the counter aborted_SUFFIX that counts the abort}
 _STATE = {
     RequestStatus.WAITING: "waiting",
     RequestStatus.RUNNING: "running",
@@ -42,7 +42,7 @@ _STATE = {
 
 
 class EngineDied(Exception):
-    """An exception has left the scheduler: EngineCore would be dead."""
+    """The scheduler or a worker has raised an exception that would end EngineCore."""
 
 
 def side_class(options: Options) -> Any:
@@ -58,21 +58,21 @@ def side_class(options: Options) -> Any:
 
 
 class LabEngine:
-    """An engine. It ends if the scheduler raises. log: its events. requests: all that came. counts: see counts.py."""
+    """An engine, which ends at its first exception. log: all events. requests: {id: request}. counts: see counts.py."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
-        """caches: the caches of another engine, by rank, to share; None: make new caches."""
+        """Make an engine. caches: the caches of another engine's ranks, to share them. Default: new caches."""
         self.options = options
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
         kind = partial(SlotsOfShard, options.ranks) if options.context else Slots
         room = options.num_blocks, options.block_size, self.groups[-1].block_size
         memories = [kind(*room, rank) for rank in range(options.ranks)]
-        #: The cache of each rank. The server of a multi-process connector uses only the first one, for all ranks.
+        #: The cache of each rank. The server of a multi-process connector uses only the first cache, for all ranks.
         self.caches = caches or [Cache() for _ in memories]
         self.slots, self.cache = memories[0], self.caches[0]
         for name in ("lmcache.integration.vllm.utils", ADAPTER):
-            if hasattr(sys.modules.get(name), "_config_instance"):  # LMCache's configuration, one per process
+            if hasattr(sys.modules.get(name), "_config_instance"):  # drop LMCache's configuration of this process
                 vars(sys.modules[name])["_config_instance"] = None
         self.connector: Any = self._connected(options, memories)
         self.workers = self.connector.workers
@@ -85,10 +85,10 @@ class LabEngine:
         events.wrap_hooks(self.connector.in_scheduler)
         self.requests, self.log, self.counts = self.model.requests, events.log, events.counts
         clock.now = lambda: events.seconds  # the clock of the fixes
-        #: Steps in a row in which nothing was scheduled and no transfer was in flight.
+        #: Number of idle steps in a row. An idle step schedules nothing, and no transfer is in flight.
         self.idle = 0
-        #: _answers: steps whose outputs the scheduler does not have yet. _failed: for each of these steps, the blocks
-        #: whose load failed in it.
+        #: _answers: the steps whose outputs the scheduler does not have yet. _failed: for each step in _answers, the
+        #: blocks whose load failed in this step.
         self._answers: deque[tuple[Any, Any]] = deque()
         self._failed: deque[set[int]] = deque()
         #: Blocks that `take_blocks` has taken.
@@ -98,7 +98,7 @@ class LabEngine:
         return side_class(options)(options, memories, self.caches)
 
     def answered(self, outputs: Any) -> None:
-        """Do nothing. `PairEngine` overrides this to get a step's outputs, which a real engine sends to its clients."""
+        """Do nothing. `PairEngine` overrides this method to get the outputs that a real engine sends to its clients."""
 
     @property
     def steps(self) -> int:
@@ -119,7 +119,7 @@ class LabEngine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def iterate(self) -> None:
-        """Make one iteration: schedule, load, compute, store, sample, update."""
+        """Make one iteration. In this order: schedule, load, compute, store, sample, and update the scheduler."""
         connector, events = self.connector, self.request_events
         events.steps += 1
         events.seconds += STEP
@@ -156,7 +156,7 @@ class LabEngine:
         self.counts["steps_in_flight"] += in_flight > 2
         goes_on = forward or (self.options.pipeline and self.scheduler.has_requests())
         if goes_on and in_flight < self.options.steps_in_flight:
-            return  # EngineCore schedules the next step before this answer (step_with_batch_queue, core.py 0.32.0:754)
+            return  # EngineCore first schedules the next step (step_with_batch_queue, core.py 0.32.0:754)
         self._take_answer()
         while self._answers and not self.scheduler.has_requests():
             self._take_answer()
@@ -174,8 +174,8 @@ class LabEngine:
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
-        """Report if no request can move (LAB009). Unanswered steps and blocks of `take_blocks` count as in flight."""
-        paused = bool(getattr(self.scheduler, "pause_state", 0))  # 0.15 has no pause
+        """Report if no request can move (LAB009). Steps without output and blocks of `take_blocks` are in flight."""
+        paused = bool(getattr(self.scheduler, "pause_state", 0))  # vLLM 0.15 cannot pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():
             self.request_events.stands_still(None)
@@ -187,14 +187,14 @@ class LabEngine:
         offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # a known bug, which KVF219 fixes for other connectors: end the session
+        if locking_out:  # a known bug, which KVF219 fixes only for other connectors. So end the session
             self.counts["locked_out_by_session"] += 1
             self.abort(locking_out)
         else:
             self.request_events.stands_still(answer)
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
-        """Call the function for this request. Raises EngineDied if it raises."""
+        """Call the function for this request. If the function raises, record the exception and raise EngineDied."""
         try:
             return function(*args)
         except Exception as error:
@@ -210,13 +210,13 @@ class LabEngine:
             self.request_events.aborted(name, doing)
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """Make the step of this name: a method of this class or of the connector."""
+        """Make a step of the schedule: call the method of this name, of the engine or else of the connector."""
         getattr(self if hasattr(self, step) else self.connector, step)(*arguments, **keywords)
 
     # ------------------------------------------------------------------ requests
 
     def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
-        """Admit a new request. more: arguments of vllm_objects.request."""
+        """Admit a new request. more: other arguments of vllm_objects.request."""
         request = vllm_objects.request(self.options, name, prompt, max_tokens, **more)
         self.counts["ids_used_again"] += name in self.requests
         self.model.admit(name, request)
@@ -248,7 +248,7 @@ class LabEngine:
             self.request_events.aborted(name, set())
 
     def pause(self, everything: bool = False) -> None:
-        """Schedule no new request, or no request at all, until `unpause` (`pause_scheduler` of EngineCore)."""
+        """Schedule no new requests until `unpause` (EngineCore.pause_scheduler). everything: schedule no requests."""
         self.counts["pauses"] += 1
         states = interface.PauseState
         self.scheduler.set_pause_state(states.PAUSED_ALL if everything else states.PAUSED_NEW)
@@ -257,7 +257,7 @@ class LabEngine:
         self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
-        """Return True if no request has this id, or if scheduler and worker know that the request has ended."""
+        """Return True if the id is unused, or if scheduler and worker know that the request with this id has ended."""
         known = self.requests.get(name)
         if known is None or any(name in output.num_scheduled_tokens for output, _ in self._answers):
             return known is None
@@ -278,8 +278,7 @@ class LabEngine:
         self.scheduler.max_num_scheduled_tokens = tokens
 
     def keep_blocks(self, how_many: int) -> None:
-        """Take free blocks until only `how_many` are free. vLLM's pool hands out the last blocks of a cached prefix
-        first."""
+        """Take blocks until `how_many` are free. The pool hands out the last blocks of a cached prefix first."""
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
@@ -303,13 +302,13 @@ class LabEngine:
         _ = self._reset(True) if running else self._reset()
 
     def new_weights(self) -> None:
-        """Change the weights and reset all KV, also the connector's. If the reset answers False, keep the weights."""
+        """Reset vLLM's and the connector's KV. Then change the weights, unless the reset returns False."""
         self.counts["connector_resets"] += 1
         if self._reset(True, True):
             self.model.change_weights()
 
     def _reset(self, *running_and_connector: bool) -> bool:
-        """Return the answer. If a waiting request has blocks, vLLM raises: return False (scheduler.py 0.32.0:2870)."""
+        """Return vLLM's answer, or False if vLLM raises: a waiting request has blocks (scheduler.py 0.32.0:2870)."""
         done = False
         with suppress(RuntimeError):
             done = self.scheduler.reset_prefix_cache(*running_and_connector)
@@ -321,7 +320,7 @@ class LabEngine:
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """Evict the oldest chunks of a rank (rank: v1 only). forced: also pinned chunks, as if their pins timed out."""
+        """Evict the oldest chunks. forced: evict pinned chunks too, as if their pins timed out. rank: only for v1."""
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:
@@ -330,12 +329,12 @@ class LabEngine:
     # ------------------------------------------------------------------ faults
 
     def fail_load(self, name: str, after_chunks: int = 0, rank: int = 0) -> None:
-        """Let the next load of this request bring only `after_chunks` chunks, in this rank."""
+        """Make the next load of this request in this rank fail after `after_chunks` chunks."""
         self.workers[rank].failing[name] = after_chunks
         self.request_events.may_fail.add(name)
 
     def lose_loads(self, *ranks: int) -> None:
-        """Make a step in which the server does not answer these workers: their loads fail. Default: all ranks."""
+        """Make a step in which the server does not answer these ranks, so that their loads fail. Default: all ranks."""
         self.request_events.may_fail.add("")
         for worker in self.workers:
             worker.unanswered = not ranks or worker.rank in ranks
@@ -349,7 +348,7 @@ class LabEngine:
             self.iterate()
 
     def run(self, steps: int = 1000) -> None:
-        """Make steps until the engine has no work, for at most `steps` steps, or until IDLE steps without an event."""
+        """Make steps until the engine has no work, or was idle for IDLE steps. Make at most `steps` steps."""
         self.idle = 0
         for _ in range(steps):
             if not self.scheduler.has_requests() or self.idle > IDLE:
@@ -364,7 +363,7 @@ class LabEngine:
     # ------------------------------------------------------------------ expectations
 
     def settle(self) -> None:
-        """After the end of all requests: make two steps, then expect that the connector has no state of a request."""
+        """Make steps until no transfer is in flight. Then expect that the connector has no state of ended requests."""
         self.step(2)
         for _ in range(IDLE):  # a transfer in flight holds its blocks
             if not self.scheduler.requests and not self.connector.busy():
@@ -374,8 +373,8 @@ class LabEngine:
         self.connector.never_given_back()
 
     def expect_all_ended(self) -> bool:
-        """After many steps with free blocks: expect that all requests have ended and the connector keeps no state."""
-        # a paused scheduler reports no unfinished requests
+        """After many steps with free blocks, expect that all requests have ended and the connector keeps no state."""
+        # ask the requests, because a paused scheduler reports no unfinished requests
         if not all(request.is_finished() for request in self.requests.values()):
             self.request_events.never_end()
             return False
@@ -394,7 +393,7 @@ class LabEngine:
             self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
 
     def expect_unharmed(self, name: str) -> None:
-        """Only loads of other requests have failed, so expect that this request did not end with an error."""
+        """Expect that this request did not end with an error, because only loads of other requests have failed."""
         status = self.requests[name].status
         if status == RequestStatus.FINISHED_ERROR:
             self.request_events.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")

@@ -1,15 +1,15 @@
-"""Memory with checkable contents. The KV of a token depends on all tokens before it, so its slot holds their hash."""
+"""Memory with checkable contents. Instead of KV, the slot of a token holds a hash of the tokens up to this token."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-#: Contents of a slot. NOTHING: no step has written to it. GARBAGE: the step that wrote to it had read wrong KV.
+#: Contents of a slot. NOTHING: no step has written to the slot. GARBAGE: KV that is right for no token.
 NOTHING = 0
 GARBAGE = -1
 VOCABULARY = 512
-#: The contents of a rank are those of the first rank, XORed with the rank number shifted left by this many bits.
+#: The contents of a rank are the contents of the first rank XOR (rank << _MARK).
 _MARK = 32
 
 
@@ -32,7 +32,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the contents of these tokens, which begin with the known ones. Do not change the returned list."""
+        """Return the contents of these tokens, which begin with the tokens of earlier calls. Do not change the list."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])
@@ -53,14 +53,14 @@ class Prefix:
 
 
 class Slots:
-    """vLLM's paged KV memory: blocks of slots. room: slots of the largest block. rank: contents differ by rank."""
+    """vLLM's paged KV memory: blocks of slots. room: number of slots of the largest block of any KV group."""
 
     def __init__(self, num_blocks: int, block_size: int, room: int = 0, rank: int = 0) -> None:
         self.block_size = block_size
         self._rank = rank
         self.room = max(block_size, room)
         self._blocks = [[NOTHING] * self.room for _ in range(num_blocks)]
-        #: The memory as bytes, if a connector needs it (byte_memory.py).
+        #: The memory as bytes (byte_memory.py), if a connector needs bytes.
         self.tensor: Any = None
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Slots:
         self._blocks[block][:] = [GARBAGE] * len(self._blocks[block])
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Return the contents of tokens [start, end) of a request with these blocks; fewer if the blocks end before."""
+        """Return the contents of tokens [start, end) of a request with these blocks; fewer if it has too few blocks."""
         size = self.block_size
         first = start // size
         held = [content for block in blocks[first : -(-end // size)] for content in self._blocks[block][:size]]
@@ -171,7 +171,7 @@ def of_rank(rank: int, contents: list[int]) -> list[int]:
 
 
 class Cache(dict[object, list[int]]):
-    """The external cache: chunks by LMCache's own keys, oldest first, with the pins of lookups."""
+    """The external cache {LMCache's key: contents of the chunk}, the oldest chunk first, with the pins of lookups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Cache(dict[object, list[int]]):
         self.pins: dict[str, list[Any]] = {}
 
     def pinned_prefix(self, keys: Sequence[object], lookup_id: str) -> int:
-        """Pin the longest prefix of these keys that the cache has, for this lookup. Return its length."""
+        """Pin for this lookup the longest prefix of these keys that is in the cache. Return its number of keys."""
         found = list(takewhile(self.__contains__, keys))
         if found:
             self.pins[lookup_id] = found
@@ -189,7 +189,7 @@ class Cache(dict[object, list[int]]):
         self.pins.pop(lookup_id, None)
 
     def evict(self, how_many: int, forced: bool = False) -> int:
-        """Evict the oldest chunks that are not pinned. forced: also pinned chunks, as when a pin times out."""
+        """Evict the oldest chunks that are not pinned. forced: evict pinned chunks too, as when a pin times out."""
         pinned = set() if forced else {key for keys in self.pins.values() for key in keys}
         evicted = [key for key in self if key not in pinned][:how_many]
         for key in evicted:

@@ -1,4 +1,4 @@
-"""The lab's model. Each step reads and writes the slots that vLLM's model runner would use, and compares contents."""
+"""The lab's model, which uses the slots that vLLM's model runner would use, and checks the contents that it reads."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from kvfix_tools.lab.options import Options
 
 
 class Group:
-    """A KV group of full attention or with a sliding window: its block table, and the reads and writes of a step.
+    """The block table of a KV group with full attention or a sliding window, and the reads and writes of a step.
 
     vLLM's model runner keeps a block list for each request, and appends to it (v1/worker/gpu_model_runner.py
     0.32.0:1284 for a new request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). With one
-    worker, the connector shares these list objects. With several workers, the connector has copies.
+    worker, the connector and the runner share these list objects. With several workers, each has its own copies.
 
-    A request in the batch also has a row in the block table, to which each step appends (1450). When a request joins
+    A request in the batch also has a row in the block table, to which each step appends (:1450). When a request joins
     the batch, its row is filled from its block list (gpu_input_batch.py 0.32.0:393).
     """
 
@@ -59,7 +59,7 @@ class Group:
         return list(blocks) if self._copies else blocks
 
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
-        """Return the first token that the step reads and whose slot has wrong content, or None."""
+        """Return the first token that the step reads from a slot with wrong content, or None."""
         slots, start, blocks = self._memories[rank], self.group.reads_from(done), self.rows[name]
         if not self.group.number:
             return slots.first_wrong(blocks, done, contents)
@@ -76,16 +76,16 @@ class Group:
 class StateGroup(Group):
     """A KV group of recurrent states (Mamba, in mode "align").
 
-    A step reads the state that the previous step has written. It writes the new state to the block of its last token
+    A step reads the state that the previous step has written, and writes the new state to the block of the last token
     (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts, this block has the state without drafts,
-    and each following block has the state after one more draft. The next step reads the block that fits the number of
-    accepted drafts. If a block ends within the accepted drafts, the runner copies to it the state after its last token
-    (`postprocess_mamba_fused_kernel`, :362).
+    and each following block has the state after one more draft. The next step reads the state after the last accepted
+    draft. If a block ends within the accepted drafts, the runner copies the state after the last token of this block
+    to this block (`postprocess_mamba_fused_kernel`, :362).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         super().__init__(group, memories)
-        #: {request: index of the block with its state, in its block list}
+        #: {request: position, in its block list, of the block with its state}
         self._last: dict[str, int] = {}
 
     def begin(self, output: Any) -> None:
@@ -114,7 +114,7 @@ class StateGroup(Group):
         self._last[name] = last + accepted
 
     def _leave(self, name: str, number: int, content: int) -> None:
-        """Write a state to block `number` of the block list. Null block 0 belongs to no request: it gets garbage."""
+        """Write a state to block `number` of the block list, but garbage if this is null block 0 (of no request)."""
         size, row = self.group.block_size, self.rows[name]
         is_null = number < len(row) and not row[number]
         right = [GARBAGE] * size if is_null else self.group.right([content] * size)
@@ -123,11 +123,11 @@ class StateGroup(Group):
 
 
 class Drafter:
-    """Speculative decoding as vLLM's model runner does it, without a draft model.
+    """Does speculative decoding as vLLM's model runner does, but without a draft model.
 
-    A step computes the last sampled token and the drafts after it. The step accepts drafts up to the first one that
-    differs from the token that the model samples, and samples one more token. The KV of rejected drafts stays in its
-    slots until a later step writes to these slots.
+    A step computes the last sampled token and the drafts after this token. The step accepts drafts up to the first one
+    that differs from the token that the model samples, and samples one more token. The KV of rejected drafts stays in
+    its slots until a later step writes to these slots.
 
     With asynchronous scheduling the scheduler assumes that all drafts of the last step were accepted. Only the runner
     knows the number of accepted drafts, and the tokens of all drafts (v1/spec_decode/utils.py 0.32.0:816).
@@ -159,7 +159,7 @@ class Drafter:
         """Return how many of the drafts after token `end` are accepted, and the contents that all drafts write.
 
         - scheduled: the drafts of the scheduler, with -1 for each unknown token
-        - right: the right contents, up to the last draft or further
+        - right: the right contents, at least up to the last draft
         - misled: the step has read wrong KV, so it accepts no draft
         """
         options = self._options
@@ -196,18 +196,18 @@ class Drafter:
 
 
 class Model:
-    """The right contents for each request, and the steps that read and write slots (LAB001, LAB008)."""
+    """Keeps the right contents of each request, and reads and writes slots in each step (LAB001, LAB008)."""
 
     def __init__(self, scheduler: Scheduler, memories: list[Slots], options: Options, groups: list[KVGroup]) -> None:
         self._scheduler = scheduler
-        #: The KV groups. The first KV group is that of full attention.
+        #: The KV groups. The first KV group has full attention.
         self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups]
         #: The memory of each rank. All ranks have the same block tables.
         self.memories = memories
         self.drafter = Drafter(options)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
-        #: _weights: number of weight changes. _given: {request: its tokens at its admission or the last change}.
+        #: _weights: number of weight changes. _given: {request: its number of tokens at admission or the last change}.
         self._weights = 0
         self._given: dict[str, int] = {}
         #: Number of prompt tokens of each session. vLLM adds each input of a session to the prompt.
@@ -220,7 +220,7 @@ class Model:
         self._ends: dict[str, tuple[int, int]] = {}
 
     def admit(self, name: str, request: Request) -> None:
-        """Begin the right contents of a request, which depend on its LoRA adapter, embeddings and cache_salt."""
+        """Add a request. Its right contents depend on its LoRA adapter, embeddings and cache_salt."""
         self.requests[name], self.prefixes[name] = request, Prefix(self._seed(request))
         self._given[name] = request.num_prompt_tokens
         self._sessions.pop(name, None)
@@ -242,7 +242,7 @@ class Model:
                 self._given[name] = request.num_tokens
 
     def take_input(self) -> None:
-        """Forget the last sampled token of each session with new input: vLLM drops this token."""
+        """Forget the last sampled token of each session with new input, because vLLM drops this token."""
         for name, tokens in self._sessions.items():
             request = self.requests[name]
             if request.num_prompt_tokens != tokens:
@@ -250,7 +250,7 @@ class Model:
                 self.prefixes[name].keep(request.all_token_ids)
 
     def right(self, name: str, end: int = 0) -> list[int]:
-        """Return the right contents of the request's tokens, at least up to `end`. vLLM may have fewer tokens."""
+        """Return the right contents of the request's tokens, at least up to `end`, even if vLLM has fewer tokens."""
         tokens, prefix = self.requests[name].all_token_ids, self.prefixes[name]
         if end > len(tokens):
             tokens = list(tokens)
@@ -305,7 +305,7 @@ class Model:
         return found
 
     def _first_wrong(self, name: str, done: int, right: list[int]) -> tuple[int | None, str]:
-        """Return the first wrong token that the step reads, or None, and a text with its rank and KV group."""
+        """Return (first wrong token that the step reads or None, text that names the KV group and the rank)."""
         for rank, _ in enumerate(self.memories):
             for group in self.groups:
                 wrong = group.first_wrong(name, done, right, rank)
@@ -315,7 +315,7 @@ class Model:
         return None, ""
 
     def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
-        """Sample a token for each request whose last token was computed."""
+        """Return the sampled tokens of each request whose last token was computed."""
         places, tokens = {name: place for place, name in enumerate(scheduled)}, list(map(self._sampled, scheduled))
         nothing: dict[str, Any] = {"logprobs": None, "prompt_logprobs_dict": {}, "pooler_output": None}
         return ModelRunnerOutput(list(places), places, sampled_token_ids=sampled(tokens), **nothing)

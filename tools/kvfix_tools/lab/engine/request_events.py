@@ -15,7 +15,7 @@ from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
 
-#: A request is stuck after this many steps of waiting for a load that is not in flight. Reports take fewer steps.
+#: A request is stuck if it waits this many steps for a load that is not in flight. A late report takes fewer steps.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
@@ -29,7 +29,7 @@ class Liveness:
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: (blocks that vLLM last counted as needed, True if for the whole request: kv_cache_manager.py 0.32.0:499, 540)
+        #: vLLM's last count: (needed blocks, True if for the whole request) (kv_cache_manager.py 0.32.0:499, 540).
         self._counted = (0, False)
         #: The request for which the scheduler found too few blocks, and how many blocks the request needs.
         self._refused: tuple[Any, int] = (None, 0)
@@ -55,7 +55,7 @@ class Liveness:
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
         """Return the state after a step that scheduled nothing. undecided: requests whose lookup has no answer yet.
 
-        in_flight: transfers, answers to steps, and blocks of `take_blocks`. lookups: lookups in flight.
+        in_flight: number of steps without an output and of blocks of `take_blocks`. lookups: how many are in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
@@ -86,14 +86,14 @@ class Liveness:
 
 
 class RequestEvents:
-    """log: (step, event). findings: violations of the rules of the ledger and of the lab."""
+    """Records a run. log: (step, event) of each event. findings: violations of rules of the ledger and of the lab."""
 
     def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self.model = model
         self._ranks = options.ranks
-        #: {request: {rank that has loaded: (end of the load, its tokens)}}
+        #: {request: {rank that has loaded: (end of the load, number of loaded tokens)}}
         self._arrived: dict[str, dict[int, tuple[int, int]]] = {}
         self._found: dict[str, int] = {}
         self.steps = 0
@@ -103,12 +103,12 @@ class RequestEvents:
         self.findings: list[Finding] = []
         self.counts = Counts(options)
         model.drafter.counts = self.counts
-        #: Tokens of the block that vLLM drops at the end of a hit for EAGLE; 0 without EAGLE.
+        #: Number of tokens of the block that vLLM drops at the end of a hit if it uses EAGLE; 0 without EAGLE.
         self._dropped = options.block_size if getattr(scheduler, "use_eagle_block_drop", False) else 0
         self._by_priority = options.policy == "priority"
-        #: {request: tokens that LMCache promised last}
+        #: {request: number of tokens that LMCache last promised}
         self._promised: dict[str, int] = {}
-        #: Requests that were open while the server was silent: they store nothing, and their read locks time out.
+        #: Requests that were open while the server did not answer. They store nothing, and their read locks time out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
@@ -116,13 +116,13 @@ class RequestEvents:
         self._open: dict[str, Any] = {}
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
-        #: The last verdict if no request can move, and how many steps in a row had the same verdict.
+        #: The last verdict if it was that no request can move, else None. How many steps in a row had this verdict.
         self._still: tuple[Answer | None, int] = (None, 0)
         #: Requests whose lookup has no answer yet.
         self.undecided: set[str] = set()
-        #: {request: tokens that its last lookup found}
+        #: {request: number of tokens that its last lookup found}
         self.hits: dict[str, int] = {}
-        #: Requests whose loads the schedule lets fail; "" for all requests.
+        #: Requests whose loads the schedule makes fail. "" stands for all requests.
         self.may_fail: set[str] = set()
 
     def add(self, event: ev.Event) -> None:
@@ -138,7 +138,7 @@ class RequestEvents:
         return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
-        """Wrap the hooks of this instance, to record their answers. A wrapper calls its hook with kvfix's fixes."""
+        """Wrap two hooks of this connector to record their calls. A wrapper calls the hook with the fixes of kvfix."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
@@ -161,7 +161,7 @@ class RequestEvents:
         connector.update_state_after_alloc = granted
 
     def _block_is_dropped(self, request: Any, computed: int) -> bool:
-        """Return True if vLLM has cached one more block of the request, but drops and recomputes it for EAGLE."""
+        """Return True if vLLM has one more cached block of the request, but drops and recomputes it for EAGLE."""
         if not self._dropped or computed + self._dropped >= request.num_tokens or computed % self._dropped:
             return False
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -204,7 +204,7 @@ class RequestEvents:
             self.add(ev.Finished(name, False))
 
     def check_text(self, name: str) -> None:
-        """Check the text of a request at its end, and of a session that waits for input."""
+        """Check the tokens of a request that has ended, or of a session that waits for input."""
         at = self.model.wrong_text(name)
         if at is not None:
             self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
@@ -219,7 +219,7 @@ class RequestEvents:
         self._end(name)
 
     def stuck(self) -> None:
-        """Report requests that wait too long for a load that is not in flight, unless the load was reported."""
+        """Report requests that wait too long for a load that is not in flight and whose end no worker has reported."""
         done = self._scheduler.finished_recving_kv_req_ids | self._scheduler.failed_recving_kv_req_ids
         for name, request in self._open.items():
             waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -229,10 +229,10 @@ class RequestEvents:
                 self.add(ev.Stuck(name, STUCK))
 
     def stands_still(self, answer: Answer | None) -> None:
-        """Report that no request can move. answer: the verdict after a step that scheduled nothing; else None.
+        """Report if three steps in a row have the verdict that no request can move. answer: a step's verdict, or None.
 
-        The verdict must hold in three steps in a row. It is wrong if a lookup is answered just after the scheduler has
-        asked. It is also wrong if LMCache drops the answer as the late answer of another lookup (KVF036).
+        A single verdict can be wrong, because a lookup can be answered just after the scheduler has asked. LMCache can
+        also drop the answer of a lookup as the late answer of another lookup (KVF036).
         """
         before, steps = self._still
         if answer is None or answer.verdict != "violated":
@@ -260,7 +260,7 @@ class RequestEvents:
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """Record that a rank has loaded `tokens` tokens up to `end`. After the last rank, record the whole load."""
+        """Record that a rank has loaded `tokens` tokens, up to token `end`. At the last rank, record the whole load."""
         arrived = self._arrived.setdefault(name, {})
         arrived[rank] = end, tokens
         if len(arrived) < self._ranks:
@@ -279,9 +279,9 @@ class RequestEvents:
             self.may_fail.discard(name)
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
-        """Record a store. All ranks must store the same tokens. Tokens of a hit count as cached, even if a load failed.
+        """Check a store. Record a store of the first rank. Tokens of a hit count as cached, even if their load failed.
 
-        If stores skip cached chunks, record no store of an ended request: no event has the tokens of its last step.
+        If stores skip cached chunks, record no store of an ended request, as no event has the tokens of its last step.
         """
         request = self.model.requests[name]
         if not rank:
@@ -300,6 +300,6 @@ class RequestEvents:
         self.violated(rules.WRONG_CONTENT, name, message)
 
     def lookup_timed_out(self, name: str) -> None:
-        """Record that the scheduler has waited for a lookup until the timeout of the lookup."""
+        """Record that the scheduler has waited for a lookup until the lookup timed out."""
         self.seconds += LOOKUP_TIMEOUT
         self.add(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))

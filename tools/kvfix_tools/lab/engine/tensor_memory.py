@@ -1,8 +1,8 @@
-"""KV cache tensors as vLLM allocates them, with checkable elements. The lab's slots are a view of them.
+"""KV cache tensors as vLLM allocates them, with checkable elements. The lab's slots are a view of these tensors.
 
-The content of a slot (memory.py) has eight bytes. Each element of the slot holds one of these bytes in turn, combined
-with a mark for the layer and the element. So the lab finds K in the place of V, KV of another layer, a partly copied
-slot, and a wrong offset. Each element is a whole number up to 255, which fits into any 16-bit float.
+The content of a slot (memory.py) has eight bytes. Element i of the slot holds byte i modulo 8, XORed with a mark
+for the layer and the element. So the lab finds K in the place of V, KV of another layer, a partly copied
+slot, and a wrong offset. Each element is a whole number up to 255, which any 16-bit float can hold.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class TensorMemory:
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
-        # KV groups share the bytes: layers at the same place in their groups are one array
+        # KV groups share the bytes, so layers with the same position in their KV groups are one array
         names = config.kv_cache_groups[0].layer_names
         self._arrays = [self.kv_caches[name].numpy() for name in names]
         elements = self._arrays[0].shape[-1]

@@ -1,6 +1,6 @@
 """Make the real vLLM scheduler with a real connector, without model, GPU or sockets.
 
-This module supports vLLM releases since 0.11.2. It inspects vLLM's objects to see how they differ, not vLLM's version.
+This module supports vLLM releases since 0.11.2. To see how they differ, it inspects vLLM's objects, not the version.
 Importing this module imports vLLM, which takes 15 seconds or more.
 """
 
@@ -49,7 +49,7 @@ def sampled(tokens: list[list[int]]) -> list[Any]:
 
 
 def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
-    """Call Scheduler._preempt_request. vLLM 0.11 lacks this method: do what its schedule() does."""
+    """Call Scheduler._preempt_request. In vLLM 0.11, which lacks this method, do what Scheduler.schedule does."""
     if hasattr(scheduler, "_preempt_request"):
         scheduler._preempt_request(request, timestamp)
         return
@@ -63,7 +63,7 @@ def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
 
 @functools.cache
 def _model(kv_heads: int) -> configs.ModelConfig:
-    """Return the configuration of a model without weights: the scheduler only needs its shape."""
+    """Return the configuration of a model. The scheduler needs only the shape of the model, and no weights."""
     with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
         heads = {"num_key_value_heads": kv_heads, "num_attention_heads": max(kv_heads, _MODEL["num_attention_heads"])}
         Path(folder, "config.json").write_text(json.dumps({**_MODEL, **heads}))
@@ -71,7 +71,7 @@ def _model(kv_heads: int) -> configs.ModelConfig:
 
 
 def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
-    """Return the configuration of speculative decoding. Make it for ngram, without a draft model, then change it."""
+    """Return a configuration of speculative decoding. Make it for ngram, which needs no draft model, then change it."""
     if not options.drafter:
         return None
     config = configs.SpeculativeConfig(
@@ -95,7 +95,7 @@ def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     """Return the settings of OffloadingConnector, with CPU memory for about as many blocks as the GPU has.
 
-    A chunk has one or two blocks, rounded up to whole memory pages. folder: the root directory of a tier with files.
+    By default a chunk has one or two blocks, rounded up to whole memory pages. folder: root directory of a file tier.
     """
     blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
     extra = {"blocks_per_chunk": blocks, **({} if options.connector in PAIRS else options.extra)}
@@ -152,7 +152,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if len(children) > 1:
         multi = _connector("MultiConnector", {"connectors": children})
         transfer = {**transfer, **multi, "kv_connector_module_path": None, "kv_role": transfer["kv_role"]}
-    # All engines share a model name: LMCache keeps the metrics of each name, and the objects in them, for ever.
+    # All engines share one model name, because LMCache never frees the metrics of a name or the objects in them.
     model = copy.copy(_model(options.kv_heads))
     model.max_model_len = options.max_model_len
     config = configs.VllmConfig(
@@ -176,7 +176,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     # vLLM's CPU platform turns asynchronous scheduling off, and refuses the hybrid KV cache manager
     config.scheduler_config.async_scheduling = options.async_scheduling
     config.scheduler_config.disable_hybrid_kv_cache_manager = not options.several_groups
-    if options.states:  # as vLLM sets it for a known model (model_executor/models/config.py)
+    if options.states:  # vLLM sets these options for models that it knows (model_executor/models/config.py)
         config.cache_config.mamba_cache_mode = "align"
         config.cache_config.mamba_block_size = options.block_size
     config.speculative_config = _speculative(options, model)  # vLLM refuses some drafters on a CPU
@@ -199,7 +199,7 @@ def worker(options: Options, config: configs.VllmConfig) -> Any:
 
 
 def scheduler(options: Options, config: configs.VllmConfig) -> Scheduler:
-    """Return the real scheduler. Its attribute `connector` has the scheduler role."""
+    """Return the real scheduler. Its attribute `connector` is the connector in the scheduler role."""
     kind = AsyncScheduler if options.async_scheduling else Scheduler
     with no_sockets():
         made = kind(
@@ -224,7 +224,7 @@ def request(
     embeddings: tuple[int, float] | None = None,
     **more: Any,
 ) -> Request:
-    """Return a request as EngineCore makes it. sampling: arguments of SamplingParams. more: those of Request.
+    """Return a request as EngineCore makes it. sampling: arguments of SamplingParams. more: arguments of Request.
 
     lora: name of the LoRA adapter. embeddings: (number of tokens, value of all elements), used instead of a prompt.
     """
@@ -242,6 +242,6 @@ def request(
         sampling_params=parameters,
         pooling_params=None,
         block_hasher=get_request_block_hasher(options.block_size, sha256),
-        **accepted(Request, eos_token_id=0),  # later releases have it only in the sampling parameters
+        **accepted(Request, eos_token_id=0),  # later releases have the token id only in the sampling parameters
         **more,
     )

@@ -1,7 +1,7 @@
 """The ranks of an engine. Each rank has a connector in the worker role, its own memory and its own part of the cache.
 
-A single worker shares the objects of the scheduler. Several workers get copies, as if they were in other processes, and
-vLLM's own aggregator joins their reports.
+A single worker shares the objects of the scheduler. Several workers get copies, as if the workers were in other
+processes, and vLLM's own aggregator joins the reports of the workers.
 """
 
 import copy
@@ -25,14 +25,14 @@ _TENSORS = {**copyreg.dispatch_table, torch.Tensor: lambda tensor: (torch.from_n
 
 @dataclass(eq=False)
 class Worker:
-    """One rank. in_worker: LMCache's connector. adapter: the object to which the connector delegates."""
+    """One rank. in_worker: the tested connector. adapter: the object to which this connector delegates."""
 
     rank: int
     slots: Slots
     called: Any  # the connector that vLLM calls, which can be a MultiConnector with `in_worker` as a child
     in_worker: Any
     adapter: Any
-    failing: dict[str, int]  # {request: chunks after which its next load fails}
+    failing: dict[str, int]  # {request: number of chunks after which its next load fails}
     unanswered = False  # True: the server does not answer the multi-process connector in this step
     _failed_requests = set[str]()  # requests whose load the last step has reported as failed
     offloads = False  # True if the MultiConnector has an OffloadingConnector
@@ -84,7 +84,7 @@ class Worker:
 
 
 class Executor:
-    """The executor between the scheduler and its workers (v1/executor/multiproc_executor.py 0.32.0:385)."""
+    """Stands for vLLM's executor, between scheduler and workers (v1/executor/multiproc_executor.py 0.32.0:385)."""
 
     def __init__(self, connector: Any, ranks: int, counts: Counter[str]) -> None:
         self._ranks = ranks

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvfix_tools.lab.options import OF_VLLM, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import FEATURES
 
-#: _NOT_WITH_SERVER: options that are not drawn with a real server. _FAULTS: not drawn in a plain schedule.
+#: Options that are not drawn with a real server (_NOT_WITH_SERVER), or in a plain schedule (_FAULTS).
 _NOT_WITH_SERVER = ("ranks", "windows", "states", "offloading", "roles", "stops")
 _FAULTS = (*_NOT_WITH_SERVER, "sessions", "policy", "use_layerwise")
 
@@ -26,13 +26,13 @@ class Dice(NamedTuple):
         return Random(f"{name} {self.seed}")
 
     def lucky(self, name: str, chance: float) -> Random | None:
-        """Return the generator of this option for a share `chance` of the seeds. None: the option is not drawn."""
+        """Return the option's generator with probability `chance`. None means that the option is not drawn."""
         rng = self.own(name)
         return rng if name not in self.lacks and rng.random() < chance else None
 
 
 def drawn_arguments(rng: Random, kind: str, arguments: dict[str, tuple[Sequence[Any], ...]]) -> tuple[Any, ...]:
-    """Draw each argument of a step of this kind. arguments: {kind: values of each argument}."""
+    """Draw each argument of a step of this kind. arguments: {kind: possible values of each argument}."""
     return tuple(rng.choice(values) for values in arguments.get(kind, ()))
 
 
@@ -43,7 +43,7 @@ def drawn_kinds(rng: Random, weights: dict[str, int], first: str) -> Iterator[tu
 
 
 def drawn_length(rng: Random, room: int, size: int) -> int:
-    """Draw the length of a prompt, near a multiple of `size`: prompts share prefixes of whole blocks or chunks."""
+    """Draw the length of a prompt, near a multiple of `size`, so that prompts share whole blocks or chunks."""
     whole = rng.randrange(1, max(2, room // size)) * size
     return max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(size)))))
 
@@ -60,7 +60,7 @@ def drawn_sizes(rng: Random, block: int, room: int) -> dict[str, Any]:
 
 
 def draw(rng: Random, dice: Dice, connector: str, plain: bool, real_server: bool) -> tuple[Options, set[str], int]:
-    """Return the options, the drawn FEATURES, and the maximum tokens of a request. Arguments: see `schedule.draw`."""
+    """Return the options, the drawn FEATURES, and the maximum length of a request. Arguments: see `schedule.draw`."""
     lacks = {*dice.lacks, *(_FAULTS if plain else ()), *(_NOT_WITH_SERVER if real_server else ())}
     lacks |= {"roles", "stops"} if connector in OF_VLLM else {"stops"} if connector == "v1" else set()
     dice = Dice(dice.seed, lacks)
@@ -123,7 +123,7 @@ def _states(options: Options, dice: Dice) -> dict[str, Any]:
     own = None if options.windows else dice.lucky("states", 0.3)
     if own is None:
         return {}
-    # a request has two states at a time, and one for each draft (MambaSpec.max_memory_usage_bytes)
+    # a request has two states at a time, and one more for each draft (MambaSpec.max_memory_usage_bytes)
     drafts = min(options.drafts, options.block_size - 1)
     more = {"num_blocks": options.num_blocks + own.choice((2, 4, 8)) + 2 * drafts, "drafts": drafts}
     return {**more, "states": True, "prefix_caching": True, "separate_object_groups": own.random() < 0.5}
@@ -143,7 +143,7 @@ def _offloading_beside(options: Options, dice: Dice) -> dict[str, Any]:
 
 
 def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
-    """Return {name in `Options.lmcache`: values} of the settings that change the accounting of tokens."""
+    """Return {setting in `Options.lmcache`: its values} for settings that change how LMCache counts tokens."""
     if connector == "v1":
         return {
             "save_decode_cache": (True,),
@@ -156,12 +156,12 @@ def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
 
 
 def _cpu_sizes(options: Options) -> tuple[int, ...]:
-    """Return sizes of the CPU memory in blocks, smaller and larger than the GPU's."""
+    """Return sizes of the CPU memory, in blocks, that are smaller than, equal to and larger than the GPU memory."""
     return options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks
 
 
 def _memory_of_vllm(options: Options, rng: Random, plain: bool) -> dict[str, Any]:
-    """Draw settings of a connector in OF_VLLM, and the size of its CPU memory, smaller or larger than the GPU's."""
+    """Draw settings of a connector in OF_VLLM, and the size of its CPU memory."""
     sizes = _cpu_sizes(options)
     if options.connector == "simple-offload":
         lazy = not plain and rng.random() < 0.3
@@ -178,16 +178,16 @@ def _memory_of_vllm(options: Options, rng: Random, plain: bool) -> dict[str, Any
 
 
 def _windows(options: Options, dice: Dice) -> dict[str, Any]:
-    """Draw one or two KV groups of sliding windows, and blocks for them, in a third of the schedules."""
+    """In a third of the schedules, draw one or two KV groups with sliding windows, and add blocks for them."""
     rng, chunk = dice.own("windows"), options.chunk_size
     if "windows" in dice.lacks or rng.random() < 0.67:
         return {}
     window_blocks = rng.choice((1, 1, 2)) if chunk > options.block_size else 1
     block = options.block_size * window_blocks
-    # LMCache takes a window shorter than a chunk only in whole blocks (v1/kv_layer_groups.py 0.5.6:727)
+    # LMCache accepts a window shorter than a chunk only if it is whole blocks long (v1/kv_layer_groups.py 0.5.6:727)
     windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
-    # vLLM does not start with fewer blocks than the longest request needs (kv_cache_interface.py 0.32.0:859), and it
-    # keeps and allocates more blocks for drafts
+    # vLLM does not start with fewer blocks than the longest request needs (kv_cache_interface.py 0.32.0:859). For
+    # drafts, vLLM keeps and allocates more blocks
     in_flight = options.max_num_batched_tokens * options.steps_in_flight + 2 * options.drafts
     most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
     drawn = {"windows": windows, "window_blocks": window_blocks, "num_blocks": options.num_blocks + sum(most)}

@@ -38,9 +38,9 @@ class Played(NamedTuple):
 
 
 def play(schedule: Schedule, end: int = 4000) -> Played:
-    """Play all steps, then free all blocks and run the engine until it has no work, for at most `end` steps."""
+    """Play all steps, then free the taken blocks and run the engine until it has no work, for at most `end` steps."""
     options = schedule.options
-    if options.real_transfers:  # play it with the model of NIXL too
+    if options.real_transfers:  # play the schedule with the lab's model of NIXL too
         return _play_both(options, lambda pair: played(pair, _play_pair, schedule, end))
     if options.connector in PAIRS:
         return played(Pair(options), _play_pair, schedule, end)
@@ -50,7 +50,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
 
 
 def played(engines: Any, plays: Callable[[Any, Schedule, int], Any], schedule: Schedule, end: int) -> Played:
-    """Play a schedule and return the results. plays: returns the number of steps; None: all steps of `engines`."""
+    """Play a schedule with `plays`, which returns the number of steps, or None for all steps of `engines`."""
     steps = None
     with reported() as reports, suppress(EngineDied):  # the error is in a finding
         steps = plays(engines, schedule, end)
@@ -69,7 +69,7 @@ def _play_engine(engine: LabEngine, schedule: Schedule, end: int) -> int | None:
 
 
 def ends(engine: LabEngine, end: int) -> bool:
-    """Free all blocks and run the engine for at most `end` steps. Return True if it has no more work."""
+    """Free the taken blocks and run the engine for at most `end` steps. Return True if all requests have ended."""
     engine.free_blocks()
     engine.budget(engine.options.max_num_batched_tokens)
     if engine.counts["pauses"]:
@@ -144,7 +144,7 @@ def open_sessions(engine: LabEngine) -> list[str]:
 
 
 def _move_session(engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, most: int = 1) -> None:
-    """Begin a session, add input to it, or end it. At most three are open, each with a quarter of max_model_len."""
+    """Begin, continue or end a session. At most three sessions are open, each with a quarter of max_model_len."""
     sessions = open_sessions(engine)
     room = engine.options.max_model_len // 4
     if kind == "session":
@@ -170,7 +170,7 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        # with several ranks, KVF030 cannot delay the save of a transfer to a decoder: let no load of this request fail
+        # with several ranks, KVF030 cannot delay the save of KV for a decoder, so let no load of this request fail
         asked = getattr(engine.requests[name], "kv_transfer_params", None) or {}
         if engine.options.ranks == 1 or "disagg_spec" not in asked:
             engine.fail_load(name, chunks, rank)
@@ -179,7 +179,7 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
 
 
 def signature(finding: Finding) -> str:
-    """Return the rule and the message without numbers, names and paths: equal for two findings of one bug."""
+    """Return the rule and the message without numbers, names and paths. Findings of one bug have equal signatures."""
     return f"{finding.code} {re.sub(r'/[^ ]+|r?[0-9]+', 'N', finding.message)[:160]}"
 
 
@@ -218,13 +218,13 @@ def _smaller(step: DrawnStep) -> list[DrawnStep]:
     return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []
 
 
-#: {request, or slots of an engine: its state}. If a slot of the model has garbage, because the source of
-#: a transfer changed or the peer has ended, NIXL may have any content in this slot.
+#: {name of a request or of an engine's slots: its state}. If a slot of the model has garbage, because the source
+#: of a transfer changed or the peer has ended, NIXL may have any content in this slot.
 State = dict[str, Any]
 
 
 class Watched(Pair):
-    """Two engines. states: their state after each step, to compare real NIXL with the lab's model."""
+    """Two engines. states: the state of both after each step, to compare real NIXL with the lab's model."""
 
     def __init__(self, options: Options) -> None:
         self.states: list[State] = []
@@ -235,7 +235,7 @@ class Watched(Pair):
     def tick(self) -> None:
         moves = self.network.busy or self.steps != self._taken
         super().tick()
-        is_new = moves or self.network.busy  # otherwise both engines wait for a timeout, and their state stays equal
+        is_new = moves or self.network.busy  # otherwise both engines wait for a timeout, and no state changes
         self._taken = self.steps
         self.states.append(_state(self) if is_new else self.states[-1])
 
@@ -267,7 +267,7 @@ def _differences(was: State, has: State) -> list[tuple[str, Any, Any]]:
 
 
 def _play_both(options: Options, play: Callable[[Pair], Played]) -> Played:
-    """Return the result of `play` with real NIXL. Its findings include the differences from the model."""
+    """Return the result of `play` with real NIXL. The findings include the first difference from the lab's model."""
     model = Watched(dataclasses.replace(options, real_transfers=False))
     play(model)
     real = Watched(options)

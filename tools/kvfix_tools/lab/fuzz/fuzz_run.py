@@ -27,7 +27,7 @@ BATCH = 32
 
 
 class Violation(NamedTuple):
-    """All findings with one signature: their number, and the first schedule, shrunk."""
+    """All findings with one signature. times: number of findings. schedule: the shrunk schedule of the first seed."""
 
     rule: str
     times: int
@@ -81,15 +81,16 @@ class Tally(msgspec.Struct):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The settings of a run. With equal settings, a seed plays in the same way."""
+    """The settings of a run. With equal settings, a seed always gives the same result."""
 
     connector: str
     fixes: bool
     plain: bool = False
-    mode: str = "fix"  # of `kvfix.apply`
+    mode: str = "fix"  # argument of `kvfix.apply`
     real_server: bool = False  # see Options
     real_transfers: bool = False
-    #: The engine with the default fixes: "prefill" or "decode" of a pair, "one" of two that share a cache, or "both".
+    #: The engines with fixes. "both": both engines. "prefill", "decode", or "one" of two engines that share a cache:
+    #: only this engine has fixes, and only the default fixes.
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -100,7 +101,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """In this context the fixes are applied in the engines of `fixes_in`."""
+        """Apply the fixes in the engines of `fixes_in` while this context is open."""
         if self.fixes_in == "both" or not self.fixes:
             with applied(self.fixes, self.mode):
                 yield
@@ -111,10 +112,10 @@ class Run(msgspec.Struct, frozen=True):
             yield
 
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
-        """Return the violations that the release does not show without fixes, if only one engine has the fixes.
+        """Return `violations`, but none if only one engine has fixes and the schedule has violations without fixes too.
 
         With a fix, requests end at other times, so a bug of the release may hit other requests. So also leave out each
-        violation that the release shows if any one step of the schedule is removed.
+        violation that appears without fixes if any one step of the schedule is removed.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations
@@ -150,7 +151,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Notes(msgspec.Struct):
-    """The content of the file of `--notes`: the run and its progress."""
+    """The content of the file that `--notes` names: the run and its progress."""
 
     releases: dict[str, str]
     code: str
@@ -171,10 +172,10 @@ def fuzz(
 ) -> Tally:
     """Play the seeds in order for at most `seconds`.
 
-    - shrinking: seconds for each kind of violation; 0: show the schedule as drawn
+    - shrinking: seconds to shrink the schedule of each kind of violation; 0: show the schedule as drawn
     - most: steps after which no more seeds are played
     - jobs: number of processes
-    - notes: a file with the progress, from which the run continues. Raises ValueError if it belongs to another run.
+    - notes: a file with the progress, from which the run continues. Raise ValueError if the file is of another run.
     """
     start = time.monotonic()
     kept = Notes(releases.versions(), releases.code() if notes else "", run, seeds.start, Tally())
@@ -193,7 +194,7 @@ def fuzz(
         if tally.steps >= most:
             break
     if run.fixes_in != "both":
-        shrinking = 0  # in a shorter schedule, the release may have the violation too
+        shrinking = 0  # a shorter schedule may have the violation without fixes too
     with run.applied():
         for wanted, (times, seed, rule, message) in sorted(tally.found.items(), key=lambda item: -item[1][0]):
             (schedule,) = run.schedules([seed])
@@ -207,7 +208,7 @@ def fuzz(
 
 
 def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
-    """Yield tallies of the seeds in order. The first batch that runs out of time is the last one."""
+    """Yield tallies of the seeds in order. Stop after the first batch that runs out of time."""
     batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
     here = (run.play(batch, until) for batch in batches)
     for done in here if jobs == 1 else _in_processes(run, batches, until, jobs):

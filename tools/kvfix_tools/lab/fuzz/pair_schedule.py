@@ -1,4 +1,4 @@
-"""Schedules for two engines (pair.py), also with a second connector: draw them from a seed, and make their steps."""
+"""Draw schedules for two engines (pair.py) from a seed, and make the steps of a schedule."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 DrawnStep = tuple[Any, ...]
 
 _ENGINES = ("prefill", "decode")
-#: Weight of each step. A plain schedule has no faults.
+#: {kind of step: weight}. A plain schedule has no faults.
 _PLAIN = {"step": 60, "ask": 12, "ask_decode": 2, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset": 1}
 _FAULTS = {
     "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "ask_again": 1,
     "malform": 1, "fail": 2, "handshakes_take": 1, "restart": 1,
 }  # fmt: skip
-#: Weights in push mode. "ask_at_once" is a fault: both engines get a request at once, and may wait for each other.
+#: Weights in push mode. "ask_at_once" counts as a fault, because both engines may then wait for each other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
-#: All steps. Only Mooncake has "ends_at_once". "on" names an engine, which makes one of the steps of `_OF_ENGINE`.
+#: All kinds of steps. Only Mooncake has "ends_at_once". "on" names an engine, and a step that the engine makes.
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
-#: Steps of one engine.
+#: Kinds of steps that only one engine makes.
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
-#: {step: attribute of the pair with the requests that the step can choose}
+#: {kind of step: attribute of the pair that lists the requests from which the step chooses}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: (ranks of prefill, ranks of decode), if at least one engine has several ranks.
 _RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
@@ -62,13 +62,13 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     block = rng.choice((4, 8, 16))
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
     room = block * (min(blocks, decode_blocks) - 2)
-    # a waiting peer renews a lease six times in its duration; each renewal adds two thirds of the duration
+    # while a lease lasts, a waiting peer renews it six times; each renewal adds two thirds of the lease's duration
     extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice((3, 6, 30))}
     push = connector in ("nixl-push", "nixl-push-multi")
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:
-        # in this mode the fix KVF319 does not act if a lease ends during the read: draw a longer lease
+        # in this mode the fix KVF319 does not act if a lease ends during the read, so draw a longer lease
         extra |= {"bidirectional_kv_xfer": True, "kv_lease_duration": 30}
         extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(
@@ -116,7 +116,7 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
         tokens = drawn_options.drawn_length(rng, room, block)
-        # with KVF353 prefill leaves out the last token, which must not be the only one
+        # with KVF353 prefill leaves out the last prompt token. If it is the only token, let prefill generate one token
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
@@ -139,8 +139,8 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
 
 
 def _for_mooncake(options: Options, steps: Sequence[DrawnStep], rng: Random, plain: bool) -> Drawn:
-    """Change a schedule for Mooncake. Most routers ask both engines at once."""
-    timeout = 480 if plain else rng.choice((3, 6, 480))  # seconds that a producer waits; a consumer waits 60 s longer
+    """Change a schedule for Mooncake, whose routers often send a request to both engines at once."""
+    timeout = 480 if plain else rng.choice((3, 6, 480))  # seconds that prefill waits; decode waits 60 s longer
     options = replace(options, extra={"kv_lease_duration": timeout})
     drawn: list[DrawnStep] = []
     for kind, *rest in steps:

@@ -7,7 +7,7 @@ from typing import Any
 Params = dict[str, Any]
 
 DECODER = {"req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]}
-#: Parameters for LMCache's in-process connector: store nothing, or send the KV to a decoder.
+#: Parameters for LMCache's in-process connector. They forbid stores, or send the KV to a decoder.
 OF_LMCACHE: dict[str, dict[str, Any]] = {
     "skip_save": {"lmcache.skip_save": True},
     "prefill": {"ret_first_tok": True, "disagg_spec": DECODER},
@@ -40,12 +40,12 @@ def _with(**changed: Any) -> Callable[[Params], Params]:
 
 
 def _blocks(changed: Callable[[list[Any]], Any]) -> Callable[[Params], Params]:
-    """Change the blocks of the first KV group."""
+    """Return a function that changes the blocks of the first KV group."""
     ids = "remote_block_ids"
     return lambda params: {**params, ids: changed(list(params[ids][0]) if params[ids] else [])}
 
 
-#: Faults that a router or a client can make in the parameters of a request for decode.
+#: {fault of a router or client: function that makes the fault in the parameters of a request for decode}
 OF_NIXL: dict[str, Callable[[Params], Params]] = {
     "no_blocks": _with(remote_block_ids=[]),
     "no_host": _without("remote_host"),

@@ -1,4 +1,4 @@
-"""A schedule: options and steps of a lab engine as data, drawn from a seed, played, saved and shrunk.
+"""A schedule has the options and the steps of a lab engine. A seed determines a schedule. A saved schedule is JSON:
 
 {"kvfix-schedule": 1, "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"}, "options": {...},
  "steps": [["admit", "r0", 3, 120, 8], ["step"], ...]}
@@ -17,21 +17,21 @@ from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, Options
 
 FORMAT = 1
 
-#: Weight of each step. A plain schedule has no faults.
+#: {kind of step: weight}. A plain schedule has no faults.
 _PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
 _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
-#: Drawn only if lookups take time.
+#: Steps that are drawn only if lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
-#: Drawn only with a second connector (Options.beside). The step gives this connector the KV of an open request.
+#: A step that is drawn only with a second connector (Options.beside), and gives it the KV of an open request.
 _MULTI_CONNECTOR = {"is_beside": 5}
-#: Features (releases.FEATURES). Each is drawn for three of ten seeds.
+#: {feature (releases.FEATURES): its steps and their weights}. Each feature is drawn for three of ten seeds.
 _SOMETIMES = {
     "pause": {"pause": 1, "unpause": 3},
     "sessions": {"session": 3, "input": 6, "end_input": 1},
     "roles": {"configured": 6, "stored_elsewhere": 3},
     "stops": {"server_stops": 1, "server_goes_on": 5},
 }
-#: Drawn only if vLLM's OffloadingConnector is alone.
+#: Steps that are drawn only if vLLM's OffloadingConnector is the only connector.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 _SIMPLE_OFFLOAD = {"fail_store": 2}
 _OTHERS = ("lose_loads", "lose_stored", "new_weights", "server_restarts", *_ASYNCHRONOUS, *_MULTI_CONNECTOR)
@@ -49,7 +49,7 @@ class Schedule(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> "tuple[Schedule, dict[str, str]]":
-        """Return a saved schedule and the versions it was found on. Raises ValueError for any other text."""
+        """Return a saved schedule and the versions with which it was found. Raise ValueError for any other text."""
         try:
             whole = json.loads(text)
             version = whole["kvfix-schedule"]
@@ -73,9 +73,9 @@ def draw(
 ) -> Schedule:
     """Draw the schedule of this seed.
 
-    - plain: default options of LMCache, no aborts, failed loads, evictions or sessions
+    - plain: use LMCache's default options, and no aborts, failed loads, evictions or sessions
     - lacks: settings and options that the installed releases do not have
-    - real_server: draw options for a real server, and its restarts
+    - real_server: draw options for a real server, and restarts of the server
     """
     if connector in PAIRS:
         return Schedule(*pair_schedule.draw(seed, connector, plain))
@@ -114,7 +114,7 @@ def draw(
 
 
 def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
-    """Draw the rank of a step; (): all ranks. Only `v1` evicts in one rank: ranks of other connectors share a cache."""
+    """Draw the rank of a step; (): all ranks. Only `v1` evicts in one rank: in other connectors ranks share a cache."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()

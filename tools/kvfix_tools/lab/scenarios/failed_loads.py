@@ -67,7 +67,7 @@ SCENARIOS = {
         _poisoned(rank=1),
         doc="A load fails in one of two ranks, and the other rank stores the KV that the step computes on top of it.",
         shows="LAB001 the step reads token 128 of",
-        # up to 0.3.15 another bug ends the schedule first; earlier releases of vLLM were not tested with several ranks
+        # up to LMCache 0.3.15 another bug ends the schedule first; vLLM before 0.32 was not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
         options=Options(max_num_batched_tokens=512, ranks=2),
     ),
@@ -80,7 +80,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, kv_load_failure_policy="fail"),
     ),
     "failed-load-preempted-under-way": scenario(
-        # vLLM looks for failed loads among running requests only. "other" needs a block, and no block is free.
+        # vLLM looks for failed loads only among running requests. It preempts "r", because "other" needs a block.
         [do.stored_elsewhere(prompt(96)), do.fail_load("r"), do.admit("other", prompt(32, seed=1), max_tokens=4)],
         [do.admit("r", prompt(100), max_tokens=4), do.step(), do.keep_blocks(0), do.step(), do.free_blocks()],
         doc="A load fails, and the request is preempted before vLLM knows: vLLM keeps the output of the failed step.",
@@ -107,7 +107,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
     "failed-load-stored-under-way": since_0_4_1(
-        # The load brings none of 128 promised tokens, and the second step of 64 tokens stores its tokens.
+        # The load brings none of the 128 promised tokens, but the second step of 64 tokens stores what it computes.
         [do.stored_elsewhere(prompt(128)), do.fail_load("first"), do.store("first", prompt(320))],
         do.admit("r", prompt(324), max_tokens=4),
         doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",

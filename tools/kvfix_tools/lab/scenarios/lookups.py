@@ -7,7 +7,7 @@ from kvfix_tools.lab.scenario import LARGE, WORKER, Options, large_chunks, scena
 from kvfix_tools.lab.steps import prompt
 
 LONG = "long"
-#: A lookup times out after 3,000 ms. In this file, match(n) means that vLLM asks for a hit with n computed tokens.
+#: A lookup times out after 3,000 ms. In this file, match(n) is get_num_new_matched_tokens with n computed tokens.
 TIMED_OUT = do.step(), do.wait(4), do.step()
 FETCH = {"enable_async_loading": True}
 OPTIONS = Options(lmcache=FETCH, max_num_batched_tokens=512)
@@ -37,7 +37,7 @@ SCENARIOS = {
         needs={"vllm": ">=0.32", "lmcache": ">=0.5.6"},
     ),
     "async-fetched-left": asynchronous(
-        # With LMCache 0.3.10 the engine dies before a chunk is left (mismatch-in-tokens-to-load).
+        # With LMCache 0.3.10 the engine dies before the worker keeps a chunk (mismatch-in-tokens-to-load).
         [do.serve("first", prompt(300)), do.admit("r", prompt(300))],
         shows="KVR009 fetched chunks of the worker",
         not_in_hooks=WORKER,
@@ -51,7 +51,7 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 the engine dies when the request resumes
     ),
     "async-given-up-of-one-rank": scenario(
-        # Two answers begin the load: the second rank answers the second lookup, and the first rank answers the third.
+        # The second rank's answer to the second lookup and the first rank's answer to the third lookup begin the load.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
@@ -59,7 +59,7 @@ SCENARIOS = {
         doc="The lookup of one of two ranks times out, the request is preempted, and a worker dies at its load.",
         shows="KVR011 is not done or not found",
         options=Options(lmcache=FETCH, max_num_batched_tokens=512, ranks=2),
-        # up to 0.3.15 the second rank does not clean up; earlier releases of vLLM were not tested with several ranks
+        # up to LMCache 0.3.15 the second rank does not clean up; vLLM before 0.32 was not tested with several ranks
         needs={"lmcache": ">=0.4.1", "vllm": ">=0.32"},
     ),
     "async-late-answer-left": asynchronous(
@@ -101,7 +101,7 @@ SCENARIOS = {
         shows="KVR012",
     ),
     "full-hit-asked-twice": only_0_3_10(
-        # LMCache has all 200 tokens. It answers 199, then 200, and vLLM asserts new tokens (scheduler.py 0.32.0:1170).
+        # LMCache has 200 tokens. It answers 199, then 200. vLLM asserts num_new_tokens > 0 (scheduler.py 0.32.0:1170).
         [do.store("before", prompt(200)), do.keep_blocks(0), do.admit("r", prompt(200), max_tokens=2)],
         do.step(),  # match(0): answered by a lookup
         do.step(),  # match(0): answered from the lookup cache
@@ -111,8 +111,8 @@ SCENARIOS = {
         options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),
     ),
     "lookup-skips-computed": large_chunks(
-        # LMCache has evicted the 256 tokens. vLLM has them, but too few free blocks for the request. Until blocks are
-        # free, other requests take the blocks of the 256 tokens too, and the load comes short.
+        # LMCache has evicted 256 tokens. vLLM still caches these tokens, but has too few free blocks for the request.
+        # Later, other requests also take the blocks of the 256 tokens, and the load comes short.
         [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the cached prefix
         [do.admit("r", prompt(600)), do.step()],  # match(288): the hit is 256, LMCache has no chunk; no blocks are free
         [do.keep_blocks(0), do.step()],  # match(0): the lookup cache promises 256
@@ -121,7 +121,7 @@ SCENARIOS = {
         wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
     ),
     "max-load-unaligned": scenario(
-        # vLLM has 80 tokens. LMCache promises 1,024, but its LoadSpec ends at token 1,024: 1,024 - 80 tokens are due.
+        # vLLM has 80 tokens. LMCache promises 1,024 more, but its LoadSpec covers only the tokens from 80 to 1,024.
         [do.store("before", prompt(1500)), do.serve("short", prompt(80)), do.admit("r", prompt(1500), max_tokens=2)],
         shows="KVR011 Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
         options=LARGE(num_blocks=120, lmcache={"max_tokens_per_load": 1024}),
@@ -130,8 +130,8 @@ SCENARIOS = {
     "mismatch-in-tokens-to-load": only_0_3_10(
         # Prompt of 10,009 tokens, block size 16, chunk size 256. One step computes 336 tokens, and LMCache stores one
         # chunk. The next step computes one more token, so all 21 blocks of the 336 tokens are full and stay in the
-        # prefix cache when the request is preempted. While too few blocks are free, vLLM asks in every step: a lookup
-        # answers the first time with 0, the lookup cache answers later.
+        # prefix cache when the request is preempted. While too few blocks are free, vLLM asks in every step. A lookup
+        # answers the first call with 0. The lookup cache answers the later calls.
         # "other" has 637 of the 659 usable blocks, which are full after its third token, and generates six tokens.
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
@@ -145,8 +145,8 @@ SCENARIOS = {
         options=LARGE(num_blocks=660, max_num_batched_tokens=16384, max_model_len=12288, reserve_full_isl=False),
     ),
     "raw-hit-beyond-request": only_0_3_10(
-        # 1,101 tokens: 1,024 in LMCache, 800 in the prefix cache after a preemption. The first answer is 224, the
-        # second one 1,024, and vLLM asserts on 1,824 computed tokens (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
+        # Of 1,101 tokens, LMCache has 1,024, and vLLM's prefix cache has 800 after a preemption. LMCache answers 224,
+        # then 1,024, and vLLM's assertion fails for 1,824 tokens (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 50 of the 69 blocks of "r" stay in the prefix cache: 800 tokens
         do.step(),  # match(800): answered by a lookup

@@ -1,4 +1,4 @@
-"""LMCache's multi-process connector and, where a scenario says so, vLLM's copy of it."""
+"""LMCache's multi-process connector. `mp_scenarios` also plays vLLM's copy of this connector."""
 
 from dataclasses import replace
 from functools import partial
@@ -67,7 +67,7 @@ SCENARIOS: dict[str, Any] = {
         options={"delay": 5},
     ),
     "mp-apc-hit-not-stored": mp_scenarios(
-        [do.serve("before", prompt(140)), do.settle(), do.evict(8)],  # vLLM still has the prompt
+        [do.serve("before", prompt(140)), do.settle(), do.evict(8)],  # LMCache loses the prompt, vLLM keeps it
         [do.serve("r", prompt(270)), do.settle(), do.expect_stored("r")],
         shows="LAB004",
         doc="vLLM has a prefix that LMCache lacks: as many tokens at the end of the prompt are never stored.",
@@ -88,7 +88,7 @@ SCENARIOS: dict[str, Any] = {
         options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        # The worker loses the server briefly. These releases report this failure, but not that of mp-retrieve-false.
+        # The server briefly does not answer. These releases report this failure, but not that of mp-retrieve-false.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
         do.step(6),  # the load is in flight
         do.lose_loads(),
@@ -267,7 +267,7 @@ SCENARIOS: dict[str, Any] = {
     # Only the last of three blocks has a state. Without separate objects, all three chunks are stored.
     "mp-state-kept-null": _null_state(40, {"chunk_size": 16}),
     # A chunk has two blocks. vLLM keeps a state at the end of each step, here after 48 and 96 tokens, in the third and
-    # the sixth block. The second chunk has the third block, and the fourth, which is null.
+    # the sixth block. The second chunk has the third block and the fourth block. The fourth block is null.
     "mp-state-stored-null": _null_state(70, {"chunk_size": 32, "separate_object_groups": True}, hooks_rule="KVR014"),
     "mp-window-freed-at-end": _window_freed(
         1, "A request ends while its store is in flight: another request writes to blocks before the window."
@@ -287,7 +287,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-window-reserves-too-little": scenario(
         # LMCache loads 256 of 320 tokens: 16 blocks of full attention, and one block of the window after 15 null
         # blocks. The rest needs 4 blocks in each KV group. vLLM reserves 4 blocks for "r" when it admits the load of
-        # "other": 5 of 39 blocks stay free.
+        # "other", so 5 of 39 blocks stay free.
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1))],
         [do.admit("r", prompt(320), max_tokens=2), do.admit("other", prompt(320, seed=1), max_tokens=2)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 5 are free",
@@ -295,7 +295,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has 64 tokens, the server 128. After a failed load, the tracker counts from 0 and stores 64 tokens late.
+        # vLLM has 64 tokens, the server has 128. The load fails, the tracker counts from 0 and stores 64 tokens late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",
@@ -314,7 +314,7 @@ SCENARIOS: dict[str, Any] = {
 }
 SCENARIOS["mp-silent-server-given-up"] = replace(
     SCENARIOS["mp-load-after-given-up"],
-    doc="",  # the title of KVF904
+    doc="",  # the lab shows the title of KVF904 instead
     wrong={"vllm": ">=0.22.0", "lmcache": ">=0.4.5,<0.5"},
     needs={"lmcache": "<0.5"},
 )

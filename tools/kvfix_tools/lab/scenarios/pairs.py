@@ -74,7 +74,7 @@ SCENARIOS = {
     "nixl-prefill-preempted-at-its-end": pull(
         do.router_takes(1000),  # without this delay decode dies (KVF301)
         [do.ask("r", prompt(28)), do.step(3), do.on("prefill", "preempt", "r-00000001")],
-        do.on("prefill", "keep_blocks", 0),  # it resumes only after decode's message
+        do.on("prefill", "keep_blocks", 0),  # "r" resumes only after decode's message
         [do.step(2), do.on("prefill", "free_blocks")],
         shows="KVR009 _reqs_to_process",
         options=PULL(async_scheduling=True, block_size=4, max_num_batched_tokens=13),
@@ -209,7 +209,7 @@ SCENARIOS = {
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        # A longer timeout would stop the engines' steps for long, and then a load may bring fewer tokens.
+        # With a longer timeout the engines would pause for so long that a load may bring fewer tokens.
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(
@@ -264,7 +264,7 @@ SCENARIOS = {
         malformed("other_transfer"), shows="LAB022 the prefill engine keeps it", not_in_hooks=MEMORY
     ),
     "mooncake-write-outlives-load": mooncake(
-        # Prefill reads decode's message when decode has already dropped the load.
+        # Prefill reads decode's message only after decode has dropped the load.
         [do.ask("a", prompt(32, seed=2)), do.run(), do.on("prefill", "take_blocks", 60), do.handshakes_take(20)],
         [do.ask_at_once("r", prompt(64)), do.step(2), do.time_passes(541.0), do.step(2)],
         [do.on("prefill", "free_blocks"), do.ask_decode("s", prompt(200, seed=1), 40)],

@@ -84,7 +84,7 @@ SCENARIOS = {
         shows="KVR009 tmp_disagg_tracker still holds it",
     ),
     "preempt-full-hit": large_chunks(
-        # Another request has stored prompt and output: 256 tokens. vLLM takes 255, and computes the last one again.
+        # Another request has stored the prompt and the output (256 tokens). vLLM takes 255 and recomputes the last one.
         [do.stored_elsewhere(continued(prompt(250), 6)), do.admit("r", prompt(250), max_tokens=16), do.step(6)],
         do.preempt("r"),
         doc="LMCache has all tokens of a preempted request, and vLLM takes one less than LMCache asserts.",
@@ -99,7 +99,7 @@ SCENARIOS = {
         options=LARGE(num_blocks=80),
     ),
     "preempt-min-retrieve": scenario(
-        # LMCache has 1,024 tokens and vLLM 800. 224 are fewer than min_retrieve_tokens (512), so LMCache promises none.
+        # LMCache has 1,024 tokens and vLLM 800. LMCache promises nothing, as 224 < min_retrieve_tokens (512).
         [do.admit("r", prompt(1100), max_tokens=8), do.step(), do.preempt("r")],
         do.keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
         [do.step(), do.free_blocks()],
@@ -144,7 +144,7 @@ SCENARIOS = {
     "resume-then-sits-out": scenario(
         # The KV of tokens 384 to 512 overwrites the KV of tokens 256 to 384.
         [do.admit("other", prompt(1, seed=1), max_tokens=20), do.budget(129), do.admit("r", prompt(520))],
-        [do.step(), do.preempt("r"), do.step(2), do.budget(1)],  # "other" uses the only token
+        [do.step(), do.preempt("r"), do.step(2), do.budget(1)],  # "other" uses the whole budget
         [do.step(), do.budget(129)],
         doc="A resumed request is left out of a step, and then computes in blocks that it already uses.",
         shows="LAB001 the step reads token 256 of 512",
@@ -178,7 +178,7 @@ SCENARIOS = {
         [do.admit("running", prompt(16, seed=2), max_tokens=16), do.step()],
         [do.admit("low", prompt(140), max_tokens=2, priority=1), do.step()],
         [do.admit("r", prompt(256, seed=1), max_tokens=2, priority=0), do.step(7)],  # "low" and "r" load
-        do.budget(1),  # "running" uses the only token
+        do.budget(1),  # "running" uses the whole budget
         [do.step(5), do.budget(256)],
         shows="LAB009 1 request is loaded and waits behind r, which needs 8 blocks; 4 are free",
         needs={"vllm": ">=0.32.0", "lmcache": ">=0.4.5"},
@@ -195,7 +195,7 @@ SCENARIOS = {
         options=OFFLOAD(offloading="first", delay=5, num_blocks=9, decode_blocks=60, async_scheduling=True),
     ),
     "lookahead-stops-prefill": states(
-        # A step computes tokens 32 to 46 of 50. Token 46 is no end of a block. The next step computes no token.
+        # A step computes tokens 32 to 46 of 50. No block ends at token 46. The next step computes no token.
         [do.admit("r", prompt(50)), do.budget(16), do.step(4), do.budget(64)],
         shows="LAB003 is RUNNING for ever",
         options=MP(chunk_size=16, max_num_batched_tokens=64, states=True, drafter="mtp", drafts=4, acceptance=50),
