@@ -1,1 +1,1 @@
-"""`kvfix conform`: test a KV connector against vLLM's connector interface, on the real scheduler, with real tensors."""
+"""`kvfix conform` tests a KV connector against vLLM's connector interface, with the real scheduler and real tensors."""

@@ -1,4 +1,4 @@
-"""Play schedules of scenarios and of the fuzzer on a connector. Importing this module imports vLLM."""
+"""Play the schedules of scenarios and of the fuzzer on a connector. An import of this module also imports vLLM."""
 
 import dataclasses
 import functools
@@ -20,57 +20,57 @@ from kvfix_tools.lab.pair.pair import Pair
 from kvfix_tools.lab.pair.pair_engine import Engines
 from kvfix_tools.lab.steps import Step
 
-#: Steps of the fuzzer that only LMCache supports, or that need a way to make loads fail.
+#: Fuzzer steps that kvfix drops for a connector without a stand-in. They need LMCache, or a way to make loads fail.
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
-#: Features that the fuzzer does not use for any connector. With SupportsHMA it uses several KV groups.
+#: Fuzzer features that are off for a connector without a stand-in. With SupportsHMA, it gets several KV groups.
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
-#: Features that the fuzzer does not use for a MultiConnector with a stand-in, which has one rank and one KV group.
+#: Fuzzer features that kvfix does not use for a MultiConnector with a stand-in, which has one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
 _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
-_STEPS = 50  # maximum number of engine steps in which `until_loading` and `until_running` wait for a state
+_STEPS = 50  # maximum number of engine steps for which `until_loading` and `until_running` wait
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
     connector: str  # the class or name of the connector to test
     config: dict[str, Any] = dataclasses.field(default_factory=dict)  # the connector's kv_connector_extra_config
-    lose: str = ""  # function that deletes the connector's stored KV
+    lose: str = ""  # name of a function that deletes the connector's stored KV
 
     def options(self, **changed: Any) -> Options:
-        """Return the options of the lab's engine for a scenario: two layers, 128 tokens in a step."""
+        """Return the options of the lab's engine for a scenario: `changed`, 64 blocks, 128 tokens in an engine step."""
         sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, **changed}
         if self.side is None:
             return Options(connector=self.connector, config=self.config, lose=self.lose, layers=2, **sizes)
         name = self.side.connector
         extra: dict[str, Any] = {}
-        if name in OF_VLLM:  # the lab chooses the size of the memory
+        if name in OF_VLLM:  # ignore the memory size in the user's settings, because the lab chooses the size
             extra = {key: value for key, value in self.config.items() if not key.startswith("cpu_bytes_to_use")}
         return Options(connector=name, offloading=self.side.offloading, chunk_size=16, extra=extra, **sizes)
 
     def schedule(self, scenario: scenarios.Scenario) -> Schedule:
-        """Return the schedule of a scenario. Its steps are of type Step."""
+        """Return the schedule of a scenario, whose steps have the type Step."""
         return Schedule(self.options(**scenario.options), tuple(scenario.schedule))
 
     @functools.cached_property
     def side(self) -> scenarios.Side | None:
-        """The lab's stand-in for this connector; None if there is none."""
+        """The lab's stand-in for this connector, or None if the lab has none."""
         return scenarios.side(self.connector, self.config)
 
     @functools.cached_property
     def lacks(self) -> set[str]:
-        """The requirements (keys of NEEDS) that the connector does not meet. Raise the error if its import fails."""
+        """The keys of NEEDS that the connector does not meet. An error in the import of the connector is raised."""
         if self.side is not None:
             return self.side.lacks
         groups = KVConnectorFactory.supports_hma_config(vllm_objects.vllm_config(self.options()).kv_transfer_config)
         return {need for need, there in (("lose", self.lose), ("groups", groups)) if not there}
 
     def start(self) -> None:
-        """Construct the connector in both roles, scheduler and worker. Raise the error if this fails."""
+        """Construct the connector in both roles, scheduler and worker. Any error of the connector is raised."""
         (Pair if "alone" in self.lacks else Player)(self.options()).close()
 
 
 class Player(Engines):
-    """A lab engine with the steps of scenarios. `gone`: the engines that `restart` has ended."""
+    """A lab engine with the steps of scenarios. `gone` has the engines that `restart` has shut down."""
 
     def __init__(self, options: Options) -> None:
         self.gone: list[LabEngine] = []
@@ -81,12 +81,12 @@ class Player(Engines):
         return [self.engine]
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """Do the step of this name. If its request is missing, as in a shrunk schedule, do nothing."""
+        """Run the step with this name. Skip a step whose request is missing, because shrinking removes requests."""
         if step not in _OF_REQUEST or arguments[0] in self.engine.requests:
             getattr(self, step, functools.partial(self.engine.do, step))(*arguments, **keywords)
 
     def admit(self, name: str, prompt: list[int], max_tokens: int = 1, in_other: bool = False, **more: Any) -> None:
-        """Admit a request. in_other: the other connector of a MultiConnector has the request's KV."""
+        """Admit a request. in_other: True if the other connector of a MultiConnector has the request's KV."""
         if in_other:
             self.engine.has_in_other_connector(name)
         if self.engine.is_free(name):
@@ -97,14 +97,14 @@ class Player(Engines):
             self.engine.preempt(name)
 
     def store(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> None:
-        """Run a request until it and its stores have ended. Then empty vLLM's own prefix cache."""
+        """Run a request until the request and its stores have finished. Then empty vLLM's own prefix cache."""
         self.admit(name, prompt, max_tokens, **more)
         self.engine.run()
         self.engine.step(4)
         self.engine.reset_prefix_cache()
 
     def restart(self) -> None:
-        """End the engine, and start another engine whose connector has the same folder."""
+        """Shut down the engine, and start a new engine whose connector uses the old engine's folder."""
         before = self.engine
         before.connector.close(keep=True)
         self.gone.append(before)
@@ -112,7 +112,7 @@ class Player(Engines):
         self.engine.connector.folder = before.connector.folder
 
     def _until(self, status: RequestStatus, name: str) -> None:
-        """Run engine steps until this request has the status, or has ended."""
+        """Run engine steps until this request has the status `status`, or has finished."""
         for _ in range(_STEPS):
             request = self.engine.requests.get(name)
             if request is None or request.status == status or request.is_finished():
@@ -134,7 +134,7 @@ def _play_steps(player: Player, schedule: Schedule, end: int) -> None:
 
 
 def drawn(seed: int, subject: Subject) -> Schedule:
-    """Draw a schedule for this connector: aborts, preemptions, few blocks, resets, drafts, sessions, pauses."""
+    """Draw a random schedule for this connector: aborts, preemptions, few blocks, resets, drafts, sessions, pauses."""
     side = subject.side
     if side is not None and side.offloading:
         schedule = draw(seed, side.connector, lacks={*releases.lacking(), *_NOT_DRAWN_OF_MULTI})
@@ -152,7 +152,7 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 def shortest(
     schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], fuzz.Played], done: fuzz.Played
 ) -> tuple[Sequence[Any], Finding, fuzz.Played]:
-    """Shrink a schedule with a finding of this signature. If the result loses the finding, return `schedule` itself."""
+    """Shrink a schedule that has a finding with this signature. If the finding disappears, return `schedule`."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
     for candidate, played in ((found, player(found)), (schedule, done)):
         finding = next((each for each in played.findings if fuzz.signature(each) == wanted), None)

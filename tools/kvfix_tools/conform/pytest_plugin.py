@@ -1,6 +1,6 @@
-"""`pytest --kv-connector MODULE:CLASS`: run the scenarios of the contract and the fuzzer as tests.
+"""A pytest plugin: `pytest --kv-connector MODULE:CLASS` runs the scenarios of the contract and the fuzzer as tests.
 
-The plugin imports only pytest until the option is given.
+Without the option `--kv-connector`, the plugin imports only pytest.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Broken(Exception):
 
 
 class Contract(pytest.Item):
-    """One scenario, or the fuzzer."""
+    """A test that runs one scenario or the fuzzer."""
 
     def runtest(self) -> None:
         run = _run(self.config)

@@ -1,6 +1,6 @@
-"""The scenarios of the contract, and the stand-ins with which `kvfix conform` plays some connectors.
+"""The scenarios that test the rules of the contract, and the lab's stand-ins for parts of some connectors.
 
-`store(name, prompt)` runs a request to its end, and empties vLLM's own prefix cache.
+In a schedule, `store(name, prompt)` runs a request to completion, and then empties vLLM's own prefix cache.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS
 from kvfix_tools.lab.steps import Step, continued, prompt
 
-#: {count: why a scenario has tested nothing if the count is 0}
+#: For each count, the reason to report if the count is 0, because the scenario then tested nothing.
 WITHOUT = {
     "loaded_tokens": "nothing was loaded",
     "aborted_loading": "no load was in flight between steps",
@@ -26,7 +26,7 @@ WITHOUT = {
     "finished": "no request has ended",
     "ids_used_again": "no request id was used again",
 }
-#: {requirement of a scenario: the message if the connector, or its stand-in, does not have it}
+#: For each requirement of a scenario, the message if the connector or its stand-in does not meet the requirement.
 NEEDS = {
     "alone": "the scenario is for one engine, but this connector needs two: only the fuzzer tests it",
     "multi": "the stand-in for this connector cannot be used in a MultiConnector",
@@ -41,17 +41,17 @@ class Scenario(NamedTuple):
     name: str
     rule: str  # the rule of the contract that the scenario tests
     title: str
-    schedule: Sequence[Step]  # methods of `Player`, of the lab's engine or of its connector
-    proof: tuple[str, ...] = ("loaded_tokens",)  # counts (request_events.py). If a count is 0, the rule was not tested
+    schedule: Sequence[Step]  # calls of methods of `Player`, of the lab's engine or of the engine's connector
+    proof: tuple[str, ...] = ("loaded_tokens",)  # counts (request_events.py). A 0 means that nothing was tested
     needs: tuple[str, ...] = ()  # keys of NEEDS
-    options: dict[str, Any] = {}  # options of the lab's engine that differ from their defaults
+    options: dict[str, Any] = {}  # options of the lab's engine that differ from the defaults
 
 
 _LONG = "cmpl-" + "é/..% \u4e2d" * 40
 _STORED = do.store("a", prompt(160))
 _AGAIN = [do.admit("z", prompt(160), 3), do.run()]
 _FAILED: dict[str, Any] = {"needs": ("lose",), "proof": ("loads_failed",)}
-#: Parameters that a client may send. A connector may refuse them, but must not end the engine.
+#: kv_transfer_params that a client may send. A connector may refuse these parameters, but the engine must not die.
 _PARAMETERS: tuple[dict[str, Any], ...] = (
     {},
     {"do_remote_prefill": True},
@@ -63,7 +63,7 @@ _PARAMETERS: tuple[dict[str, Any], ...] = (
 _DRAFTS = {"drafter": "ngram", "drafts": 3, "acceptance": 60}
 
 SCENARIOS = (
-    # Without a failure: stores, lookups, allocations and loads.
+    # These scenarios test stores, lookups, allocations and loads without failures.
     Scenario("whole-prompt", "granted", "A prompt that ends with a block has a hit for all of it.",
         [do.store("a", prompt(64)), do.admit("b", prompt(64), 4), do.run()]),
     Scenario("part-of-a-prompt", "granted", "A prompt has a hit for its first half.",
@@ -110,7 +110,7 @@ SCENARIOS = (
     Scenario("a-new-engine", "restart", "The engine ends, and a new engine gets the same prompt.",
         [do.store("a", prompt(64)), do.restart(), do.admit("b", prompt(64), 4), do.run()],
         needs=("restart",)),
-    # Request ids, ends, aborts and preemptions.
+    # These scenarios test request ids, finished and aborted requests, and preemptions.
     Scenario("odd-ids", "ends", "Request ids are long, and contain slashes, dots, blanks and other scripts.",
         [do.store(_LONG, prompt(64)), do.admit(_LONG + "b", prompt(64), 4), do.admit("../../x", prompt(70), 4),
          do.run()]),
@@ -166,7 +166,7 @@ SCENARIOS = (
         [do.store("s", prompt(48)), *(do.admit(f"r{number}", prompt(48) + [number] * 16, 60) for number in range(6)),
          do.run(), do.admit("y", prompt(48) + [2] * 16, 3), do.run()],
         options={"num_blocks": 22}, proof=("preemptions", "loaded_tokens")),
-    # Failed loads, resets, client parameters, and modes of the engine.
+    # These scenarios test failed loads, resets, client parameters, and modes of the engine.
     Scenario("failed-load", "failed-load", "Promised chunks are lost before the load, and vLLM computes them.",
         [_STORED, do.lose_stored(), do.admit("b", prompt(160), 4), do.run(), do.admit("c", prompt(160), 4),
          do.run()], **_FAILED),
@@ -230,19 +230,19 @@ SCENARIOS = (
         options={"windows": (48,), "num_blocks": 96}),
 )  # fmt: skip
 
-#: Stand-ins of the lab for vLLM's connectors whose workers need a GPU, a server or a library.
+#: The lab replaces parts of vLLM's connectors that need a GPU, a server or a library.
 _COPIES = "its copies between GPU and CPU memory are a stand-in"
 _ENGINES = "there are two engines, and NIXL is a stand-in"
 
 
 class Side(NamedTuple):
-    connector: str  # option of the lab
-    stand_in: str  # the part that is a stand-in; "" if unknown
-    offloading: str = ""  # option of the lab
+    connector: str  # the lab's option `connector`
+    stand_in: str  # a sentence that names the replaced part; "" if unknown
+    offloading: str = ""  # the lab's option `offloading`
 
     @property
     def lacks(self) -> set[str]:
-        """The requirements (keys of NEEDS) that the stand-in does not meet."""
+        """The keys of NEEDS that the stand-in does not meet."""
         has = {"groups"} if self.connector in ("mp", *OF_VLLM) and not self.offloading else set()
         has |= {"multi"} if self.connector in ("v1", "mp", "mp-in-tree") else set()
         has |= {"uncached"} if self.connector != "simple-offload" else set()
@@ -263,7 +263,7 @@ _SIDES = {
 
 
 def side(connector: str, config: dict[str, Any]) -> Side | None:
-    """Return the stand-in for a connector, by its name in vLLM or the lab. None: the lab runs the connector itself."""
+    """Return the stand-in for a connector (name in vLLM or the lab), or None if the lab runs the connector itself."""
     if connector == "MultiConnector":
         names = [str(child.get("kv_connector")) for child in config.get("connectors", ())]
         lmcache = [_SIDES[name] for name in names if name.startswith("LMCache") and name in _SIDES]

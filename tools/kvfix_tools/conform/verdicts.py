@@ -1,4 +1,4 @@
-"""Test one connector: run the scenarios and the fuzzer, and give a verdict for each rule of the contract."""
+"""Test one connector with the scenarios and the fuzzer, and give a verdict for each rule of the contract."""
 
 import itertools
 import re
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.fuzz.fuzz import Played
     from kvfix_tools.lab.fuzz.schedule import Schedule
 
-_SHRINK, _SHRINK_ALL = 4.0, 30.0  # seconds to shrink one violation, and all violations together
+_SHRINK, _SHRINK_ALL = 4.0, 30.0  # maximum seconds to shrink one schedule, and all schedules together
 OK, VIOLATED, NOT_APPLICABLE = "ok", "violated", "not applicable"
 NO_LOAD = "the connector had no hit and no load, so its loads were not tested"
 
 
 class Rule(NamedTuple):
-    """A rule of the contract. If a scenario finds wrong KV, `_OF_CONTENT` says which rule is violated."""
+    """A rule of the contract. `of_finding` decides which rule a finding violates."""
 
     slug: str
     title: str
     doc: str
-    proof: str  # a count (request_events.py). If the count is 0, the rule was not tested
-    codes: tuple[str, ...]  # rules of the lab and the ledger. A scenario that violates any of them violates this rule
+    proof: str  # name of a count (request_events.py). If the count is 0, the rule was not tested
+    codes: tuple[str, ...]  # codes of lab and ledger rules. A violation of one of them violates this rule too
 
 
 _TEXT = Path(__file__).with_name("contract.md").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ RULES = tuple(
     Rule(slug, title, doc, proof, tuple(codes.split())) for slug, title, doc, proof, codes in _RULE.findall(_TEXT)
 )
 SLUGS = {rule.slug: rule for rule in RULES}
-#: Rules about contents. In scenarios of these rules, wrong KV violates the rule; in any other scenario, `granted`.
+#: Wrong KV in a scenario of one of these rules violates the rule. Wrong KV in any other scenario violates `granted`.
 _OF_CONTENT = {
     "granted", "stored", "preempted", "aborted", "blocks-in-use", "failed-load", "reset", "groups", "ahead", "drafts",
     "restart",
@@ -48,16 +48,16 @@ _OF_CONTENT = {
 
 
 def of_finding(code: str, about: str) -> str:
-    """Return the rule that a finding violates. about: the rule of the scenario."""
-    if code == "KVR011" and about == "parameters":  # `parameters` is about exceptions
+    """Return the rule that a finding violates. about: the rule that the scenario tests."""
+    if code == "KVR011" and about == "parameters":  # KVR011 is an exception, which the rule `parameters` forbids
         return about
     return next((rule.slug for rule in RULES if code in rule.codes), about if about in _OF_CONTENT else "granted")
 
 
 class Violation(NamedTuple):
-    rule: str  # of the contract
-    code: str  # of the rule of the lab or the ledger
-    where: str  # scenario or fuzzer seed
+    rule: str  # the violated rule of the contract
+    code: str  # the code of the violated rule of the lab or the ledger
+    where: str  # the name of the scenario, or the fuzzer seed
     message: str
     schedule: list[str]  # the shortest schedule that shows the violation
     options: dict[str, Any]  # options of the lab's engine that differ from their defaults
@@ -65,7 +65,7 @@ class Violation(NamedTuple):
 
 
 class Case(NamedTuple):
-    name: str  # of the scenario
+    name: str  # the name of the scenario
     rule: str
     outcome: str
     reason: str  # the violation, or why the scenario tested nothing
@@ -79,13 +79,13 @@ class Verdict(NamedTuple):
 
 
 class Run:
-    """The test of one connector, and its result. The caller has applied kvfix's fixes. cannot: why it cannot run."""
+    """The test of one connector, and the result. The caller applies kvfix's fixes. cannot: why the test cannot run."""
 
     def __init__(self, subject: "Subject", shrinking: float = _SHRINK_ALL) -> None:
         self.subject = subject
         self._shrinking = shrinking
         self.cases: list[Case] = []
-        self.found: dict[tuple[str, str], Violation] = {}  # {(rule, signature): violation}
+        self.found: dict[tuple[str, str], Violation] = {}  # keys: (rule, signature)
         self.counts = Counter[str]()
         self.seeds = self.steps = 0
         self.seconds = 0.0
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def tested_nothing(self) -> str:
-        """Why the run has tested no loads; "" if it has tested a load."""
+        """The reason why the run has tested no load, or "" if the run has tested a load."""
         return "" if self.counts.get("loaded_tokens") else NO_LOAD
 
     @property
@@ -170,7 +170,7 @@ class Run:
     def _play(
         self, where: str, about: str, schedule: "Schedule", play: "Callable[[Schedule], Played]"
     ) -> "tuple[Played, list[Violation]]":
-        """Play a schedule, and add its violations to `found`. Return the result, and these violations."""
+        """Play a schedule, and add its violations to `found`. Return the result of the schedule, and its violations."""
         from kvfix_tools.conform import player
         from kvfix_tools.lab.fuzz import fuzz
 
@@ -178,7 +178,7 @@ class Run:
         self.steps += done.steps
         self.counts.update(done.counts)
         by_signature = {fuzz.signature(each): each for each in done.violations[::-1]}
-        if any(found.code == WRONG_CONTENT.code for found in by_signature.values()):  # wrong text follows from wrong KV
+        if any(found.code == WRONG_CONTENT.code for found in by_signature.values()):  # wrong KV causes wrong text
             by_signature = {each: found for each, found in by_signature.items() if found.code != WRONG_TEXT.code}
         for wanted, found in by_signature.items():
             rule = of_finding(found.code, about)
@@ -201,12 +201,12 @@ def run(
     progress: Callable[[str], None] = lambda what: None,
     shrinking: float = _SHRINK_ALL,
 ) -> Run:
-    """Run all scenarios, then the fuzzer for some seconds. shrinking: seconds to shrink all violations."""
+    """Run all scenarios, then the fuzzer for `seconds`. shrinking: maximum seconds to shrink all schedules."""
     start, done = time.monotonic(), Run(subject, shrinking)
     try:
         progress("first engine")
         subject.start()
-    except Exception as error:  # noqa: BLE001 - any error of the connector is reported
+    except Exception as error:  # noqa: BLE001 - kvfix reports any error of the connector
         done.cannot = _why(error)
     else:
         for scenario in SCENARIOS:
@@ -218,7 +218,7 @@ def run(
 
 
 def _why(error: Exception) -> str:
-    """Return the error in one line, with the place in an installed package."""
+    """Return the error in one line, with the file and line of an installed package."""
     text = " ".join(str(error).split()) or "no message"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     _, _, place = frame.filename.partition("/site-packages/")
@@ -226,13 +226,13 @@ def _why(error: Exception) -> str:
 
 
 def _changed(options: Options) -> dict[str, Any]:
-    """Return the options, and the settings of a stand-in's connector, that differ from their defaults."""
+    """Return the options of the lab, and the settings of a stand-in's connector, that are not at their defaults."""
     settings = {**options.lmcache, **options.extra}
     return {name: getattr(options, name, settings.get(name)) for name in options.changed if name != "lose"}
 
 
 def _said(step: Any) -> str:
-    """Return a step as Python code, with the length of a long prompt instead of its tokens."""
+    """Return a step as Python code. A long prompt appears as its length, without its tokens."""
     if not hasattr(step, "method"):
         return f"{step[0]}({', '.join(map(repr, step[1:]))})"
     given = [_short(each) for each in step.arguments]

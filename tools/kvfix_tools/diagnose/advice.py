@@ -1,4 +1,4 @@
-"""Find the cause of a finding, and the remedies in the order in which the user should try them."""
+"""Find the cause of a finding, and its remedies in the order in which the user should try them."""
 
 import re
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from kvfix_tools.diagnose.log_finding import LogFinding
 from kvfix_tools.diagnose.statements import NAMES
 
 _REPORT = "kvfix-diagnose LOG --issue FILE.md"
-#: A remedy that begins with an upgrade.
+#: This pattern finds a remedy that begins with an upgrade.
 _UPGRADE = re.compile(
     r"(?:upgrade to )?(?P<dist>vLLM|LMCache) (?P<release>\d+\.\d+(?:\.\w+)*)(?: or (?:newer|later))?(?:$|,| \()"
 )
 
 
 class Advice(NamedTuple):
-    """kind: `fix`, `release` or `setting`. name: the fix's code, the release, or ""."""
+    """A remedy. `kind` is `fix`, `release` or `setting`. `name` is the fix's code, the release, or ""."""
 
     kind: str
     name: str
@@ -28,13 +28,13 @@ class Advice(NamedTuple):
 
 
 def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
-    """Return the finding's fixes that the log's releases need. Return all its fixes if the releases are unknown."""
+    """Return the finding's fixes that the log's releases need or, if the releases are unknown, all of the fixes."""
     handling = catalogue.handling(found.rule.code, found.rule.message)
     return [each for each in handling if _dist(log, found, each) is not None]
 
 
 def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
-    """Return the distribution that the fix changes; None if the log's releases do not need the fix."""
+    """Return the distribution that the fix changes, or None if the log's releases do not need the fix."""
     concerned = (
         p.dist
         for p in each.targets
@@ -48,7 +48,7 @@ def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> boo
 
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
-    """Return the cause that the finding states, or else the cause of its first fix that concerns this log."""
+    """Return the cause in the finding's record, or else the cause in the first fix that this log's releases need."""
     if found.rule.why:
         return found.rule.why
     concerned = fixes(log, found) or catalogue.handling(found.rule.code, found.rule.message)
@@ -56,12 +56,12 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 
 def heading(found: LogFinding) -> str:
-    """Return the heading of the cause. A general record fits many failures, so it lists usual causes."""
+    """Return the heading above the cause. A general record fits many failures, so its text lists usual causes."""
     return "Usual causes" if found.rule.general else "Why"
 
 
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
-    """Return the remedies, surest first: a fix of kvfix, a release without the bugs, a setting."""
+    """Return the remedies, surest first: fixes of kvfix, then releases without the bugs, then a setting."""
     concerned = fixes(log, found)
     fixable = [each for each in concerned if each.fixable]
     made = []
@@ -83,7 +83,7 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
 
 
 class Remedy(NamedTuple):
-    """now: what the user can do at once. good: the permanent remedy. Both are single lines, or "" if none is known."""
+    """`now` is what the user can do at once, and `good` the permanent remedy. Each is one line, or "" if unknown."""
 
     now: str
     good: str
@@ -102,7 +102,7 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
 
 
 def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
-    """Remove upgrades to releases that are not newer than the log's release."""
+    """Return `good` without upgrades to releases that are not newer than the log's release."""
     kept = [part for part in good.split("; ") if not _is_behind(log, found, part)]
     if kept:
         return "; ".join(kept)
@@ -118,7 +118,7 @@ def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
 
 
 def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[Advice]:
-    """Return an upgrade for each distribution: the first release that needs none of these fixes."""
+    """Return, for each distribution, an upgrade to the first release that needs none of these fixes."""
     by_dist: dict[str, list[Fix]] = {}
     for each in concerned:
         by_dist.setdefault(_dist(log, found, each) or each.targets[0].dist, []).append(each)
@@ -136,7 +136,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
 
 
 def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
-    """Return a text that names the releases with the bug, or "" if the log itself names its release."""
+    """Return a text that names the releases with the bug, or "" if the log's release is known."""
     dist = _dist(log, found, each) or each.targets[0].dist
     broken = sorted(fix_overview.wrong_releases(each, dist), key=Version)
     if not broken or _within(log, found, dist, ">=0") is not None:

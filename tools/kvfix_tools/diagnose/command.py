@@ -15,7 +15,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.log_finding import LogFinding
 
-#: Every file that kvfix writes matches this pattern in its first 400 bytes. kvfix overwrites no other file.
+#: The first 400 bytes of every file that kvfix writes match this pattern. kvfix overwrites only files that match.
 _OURS = re.compile(rb"kvfix-diagnose|kvfix \d\S* read a log")
 FORMATS = ("text", "json", "github")
 _CERTAIN = "certain"
@@ -26,10 +26,10 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options.
+    """The options of the command.
 
-    brief: a file, or "-" for standard output. select, ignore: codes or prefixes of codes. everything: show all in full.
-    fail_on: `certain`, or the mildest severity that gives exit code 1. exit_zero: exit 0 even with findings.
+    brief: a file, or "-" for standard output. select, ignore: codes or prefixes of codes. everything: option --all.
+    fail_on: `certain`, or the mildest severity that causes exit code 1. exit_zero: exit with 0 even with findings.
     """
 
     format: str = "text"
@@ -48,7 +48,7 @@ class Options:
         return (not self.select or code.startswith(self.select)) and not (self.ignore and code.startswith(self.ignore))
 
     def fails(self, findings: list[LogFinding]) -> bool:
-        """Return True if the exit code is 1."""
+        """Return True if these findings cause exit code 1."""
         if self.exit_zero:
             return False
         if self.fail_on == _CERTAIN:
@@ -56,7 +56,7 @@ class Options:
         return any(found.severity.value <= _WORDS[self.fail_on].value for found in findings)
 
     def check(self, inputs: Iterable[str]) -> None:
-        """Raise log_files.Refused for an unknown word, and for a file that must not be overwritten."""
+        """Raise log_files.Refused for an unknown value of an option, or for a file that kvfix must not overwrite."""
         if self.fail_on not in FAIL_ON:
             raise log_files.Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
         printed = [self.brief == "-", self.format != "text", bool(self.request)]
@@ -73,7 +73,7 @@ class Options:
 
 
 def main(paths: list[str], options: Options = Options()) -> int:
-    """Return the exit code: 0 without findings, 1 with findings (--fail-on), 2 for a file error, 130 if interrupted."""
+    """Return exit code 0 without findings, 1 with findings (see --fail-on), 2 for a file error, 130 if interrupted."""
     try:
         sources = log_files.sources(paths)
         options.check([*paths, *(source.path for source in sources)])
@@ -98,7 +98,7 @@ def main(paths: list[str], options: Options = Options()) -> int:
             _say(log.interrupted)
         _show(log, findings, console, options, live)
         sys.stdout.flush()
-    except OSError as error:  # standard output cannot be written: its disk is full, or its reader has exited
+    except OSError as error:  # kvfix cannot write to standard output: the disk is full, or the reader has exited
         _give_up_stdout()
         if not isinstance(error, BrokenPipeError):
             _say(f"the report could not be written: {error.strerror or error}")
@@ -117,7 +117,7 @@ def _say(text: str) -> None:
 
 
 def _give_up_stdout() -> None:
-    """Discard buffered output, because Python would try to write the output at exit, and fail again."""
+    """Discard buffered output. Otherwise, Python would try to write it at exit, and fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -139,7 +139,7 @@ def _show(log: Diagnosis, findings: list[LogFinding], console: Console, options:
 def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
     """Read the inputs, and return the errors of unreadable inputs. On a terminal, show the progress of large inputs."""
     total = 0 if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
-    # kvfix knows the unpacked size of a compressed file only after reading it.
+    # The unpacked size of a compressed file is unknown until kvfix has read the file.
     packed = any(source.packed for source in sources)
     shown = sys.stderr.isatty() and total >= 32 << 20  # bytes
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -154,7 +154,7 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
 
 
 def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool:
-    """Write the output files. Return True if a file could not be written."""
+    """Write the output files. Return True if kvfix could not write one of them."""
     texts: dict[str, str] = {}
     if options.html:
         texts[options.html] = report_text.page(log, findings)
@@ -167,7 +167,7 @@ def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool
 
 
 def _is_written(path: str, text: str) -> bool:
-    """Write the whole text, or leave the file unchanged. Write directly to a pipe or to /dev/stdout."""
+    """Write the whole text, or leave a regular file unchanged. Write directly to a pipe or to /dev/stdout."""
     whole = Path(path) if os.path.exists(path) and not os.path.isfile(path) else Path(f"{path}.part")
     try:
         whole.write_text(text, encoding="utf-8")

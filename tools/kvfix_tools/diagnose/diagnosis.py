@@ -1,4 +1,4 @@
-"""The state of a diagnosis while the log is read: histories in the ledger, counts, releases, findings."""
+"""The state of a diagnosis while kvfix reads the log: request histories, counts, releases and findings."""
 
 import math
 from collections import Counter
@@ -23,25 +23,25 @@ from kvfix_tools.diagnose.texts import WHO
 from kvfix_tools.ledger import RULES
 
 State = TypeVar("State")
-#: Maximum number of separate findings. Above it, one finding counts all further crashes of a rule.
+#: Maximum number of separate findings. After this number, one finding per rule counts all further crashes.
 FINDINGS = 1000
-#: Every traceback violates this rule of the ledger. kvfix ignores the rule: other findings report tracebacks.
+#: Every traceback violates this rule of the ledger. kvfix ignores the rule, because other findings report tracebacks.
 _EXCEPTION = "exception-left-hook"
-#: (rule of the ledger, kind of DEBUG line that the rule needs, values in this line)
+#: Tuples of a ledger rule, the kind of DEBUG line that the rule needs, and the values in this line.
 _HIDDEN = (("KVR004", "due", "granted and loaded tokens"), ("KVR007", "storing", "stored and skipped tokens"))
 
 
 class Diagnosis:
-    """A diagnosis of one log. `take` gets the lines in the order of the log. `findings` can be read at any time.
+    """A diagnosis of one log. The caller passes each line to `take`, in order, and can read `findings` at any time.
 
-    on_found: function to call with each new finding of a stream. request: id of a request whose lines are kept.
+    kvfix calls `on_found` with each new finding, and keeps log lines that name the request with the id `request`.
     """
 
     def __init__(self, on_found: Callable[[LogFinding], None] | None = None, request: str = "") -> None:
         self.ledger = Ledger(HISTORY)
-        #: {kind of line: number of lines}
+        #: For each kind of line, the number of lines.
         self.counts: Counter[str] = Counter()
-        #: {kind of line: its first line}, {kind of line: its last line}
+        #: For each kind of line, the first line and the last line.
         self.first: dict[str, LogLine] = {}
         self.last: dict[str, LogLine] = {}
         self.releases = Releases()
@@ -49,13 +49,13 @@ class Diagnosis:
         self.failures = Failures()
         #: True if the input has a line that vLLM's or LMCache's logger wrote.
         self.is_own = False
-        #: {rule of the ledger: number of events that the rule could not check}
+        #: For each rule of the ledger, the number of events that the rule could not check.
         self.unknowns: Counter[str] = Counter()
         self.debug = False
         self.requests = Requests(self.ledger)
         self.bytes = 0
         self.request_lines: list[Evidence] = []
-        #: True if every input was read completely. `interrupted` is a sentence about an interruption, or "".
+        #: True if kvfix read every input completely. `interrupted` is a sentence about an interruption, or "".
         self.is_complete = False
         self.interrupted = ""
         self._taken = 0
@@ -66,15 +66,15 @@ class Diagnosis:
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
         self._crashed: set[str] = set()
-        #: Name of the last input with lines of kvfix's own recorder.
+        #: Name of the last input that has lines of kvfix's own recorder.
         self.recording = ""
         self._time: float | None = None
-        #: The fields of the last lookup, and the number of lookups before it with the same fields in a row.
+        #: The fields of the last lookup, and the number of directly preceding lookups with equal fields.
         self._asked: Fields = {}
         self._repeats = 0
 
     def state(self, kind: type[State]) -> State:
-        """Return the one object of this class, in which the rules of a module keep state while the log is read."""
+        """Return this diagnosis's only object of the class `kind`. Rules keep state in the object between lines."""
         kept = self._states.get(kind)
         if kept is None:
             kept = self._states[kind] = kind()
@@ -98,7 +98,7 @@ class Diagnosis:
         if line.time is not None:
             self._time = line.time
         if name == "asked":
-            # vLLM asks about a waiting request in every step. Run the rules for every 16th line of this row.
+            # vLLM looks up a waiting request in every engine step. Run the rules for every 16th equal lookup.
             self._repeats = self._repeats + 1 if line.fields is self._asked else 0
             is_repeated = self._repeats > 0
             if not is_repeated:
@@ -130,14 +130,14 @@ class Diagnosis:
         return self.findings
 
     def _run(self, kind: str, line: LogLine | None) -> None:
-        """Run the rules for this kind of line, which are functions of the package `findings`."""
+        """Run the rules for this kind of line. Most rules are functions of the package `findings`."""
         for rule in self._rules.get(kind, ()):
             if (answer := rule.look(self, line)) is not None:
                 self.add(rule, answer, line)
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The findings, causes first. Replaced findings are left out, and so are ledger rules of crashed requests."""
+        """The findings, causes first, without replaced findings and without ledger violations of crashed requests."""
         replaced = {code for found in self._found.values() for code in found.rule.replaces}
         shown = [
             found
@@ -163,7 +163,7 @@ class Diagnosis:
         )
 
     def hidden(self) -> list[tuple[str, str, str]]:
-        """Return (rule, values it needs, setting that logs the values) for each rule whose lines were not logged."""
+        """Return (rule, needed values, setting that logs the values) for each rule whose lines the log lacks."""
         if self.debug or not self.counts["asked"]:
             return []
         release = self.releases.one("lmcache") or (self.releases.candidates or ["0.5.6"])[-1]
@@ -194,7 +194,7 @@ class Diagnosis:
         if is_error and self.failures.is_ending(line):
             return
         is_degraded = line.name == "degraded"
-        if is_degraded:  # find records for this line as for an error
+        if is_degraded:  # search the known problems as if this line were an error
             logged = {"level": "error", "logger": "lmcache", "place": ""}
             line, is_error = replace(line, name="logged", fields={**line.fields, **logged}), True
         if is_error:
@@ -207,30 +207,30 @@ class Diagnosis:
                 self.failures.unknown(line)
             return
         shown = [rule for rule, _ in answered if rule.signs]
-        if is_degraded and shown:  # a record explains the error: leave out the general finding KVD207
+        if is_degraded and shown:  # a known problem explains the error, so drop the general finding KVD207
             answered = [each for each in answered if each[0].signs]
         for rule, answer in answered:
             if rule.signs and rule.gives_way(shown, line):
                 continue
-            # If the logged line quotes an error, the record of the quoted error replaces the record of the line.
+            # If the line quotes an error that is a known problem, report that problem instead of the line's own.
             quoted = problems.quoted(rule, self, line)
             if quoted is not None:
                 rule, answer = quoted, answer._replace(sure=quoted.certain)
             self.add(rule, answer, line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
-        """Report violated rules of the ledger, except for requests whose crash is already a finding."""
+        """Report violated rules of the ledger. Skip requests that already have a finding about a crash."""
         for each in violated:
             if each.name != _EXCEPTION and each.request not in self._crashed:
                 self.add(problems.of_ledger(each), findings.Answer(each.message, each.request), line)
 
     def add(self, rule: problems.Problem, answer: Answer, line: LogLine | None) -> None:
-        """Add a finding of a record at this line, or at the end of the log if `line` is None."""
+        """Add a finding of this rule at this line, or at the end of the log if `line` is None."""
         request = answer.request if answer.request is not None else (line.request if line else "")
         crash = rule.severity is findings.Severity.CRASH
         if crash and len(self._crashed) < REQUESTS:
             self._crashed.add(request)
-        # A crash gives a finding for each request. Any other rule gives one finding for all requests together.
+        # A rule about crashes gives one finding for each request. Any other rule gives one finding for all requests.
         key = (rule.code, request if crash else "")
         found = self._found.get(key)
         if found is None and len(self._found) >= FINDINGS:
@@ -254,7 +254,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return the position of a finding made at the end of the log: after the findings above its first line."""
+        """Return the position of a finding made at the log's end, after all findings above its first evidence line."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

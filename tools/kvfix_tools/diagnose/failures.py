@@ -1,4 +1,4 @@
-"""Find the failures that no finding explains: the first error of a log, and the package whose code raised it."""
+"""Find the failures of a log that no finding explains, and the package whose code raised the first error."""
 
 import re
 from functools import lru_cache
@@ -10,11 +10,11 @@ from kvfix_tools.diagnose.grammar import TABLES
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.tracebacks import Frame
 
-#: Functions that only connectors have, and functions of vLLM that call a connector.
+#: Names of functions that only connectors have, and of vLLM's functions that call a connector.
 HOOKS = frozenset((*places.HOOKS, *places.LAYER_HOOKS)).difference(("on_new_request", "reset_cache", "shutdown")) | {
     "create_connector", "ensure_kv_transfer_initialized", "_update_from_kv_xfer_finished",
 }  # fmt: skip
-#: Log messages of a dead engine.
+#: Messages that report that an engine or a worker is dead.
 _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
     rb"|EngineCore encountered a|(?:died|exited) unexpectedly|Worker proc |Shutting down due to|output_handler failed"
@@ -23,42 +23,42 @@ _DEAD = re.compile(
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Kinds of lines that an engine or a server writes when it starts. A file may contain several starts.
 _STARTS = frozenset({"vllm_version", "creating", "transfer_mode", "up"})
-#: Maximum numbers of failures, processes and exceptions to keep.
+#: kvfix keeps at most _MOST failures, _PROCESSES processes and _SHOWN exceptions.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
-#: Code of the API server. An exception in this code concerns only one request.
+#: Parts of paths of the API server's code. An exception in this code concerns only one request.
 _OF_A_REQUEST = ("/starlette/", "/fastapi/", "/serving")
 _ENGINES = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
-#: The engine's message about a worker that failed. The message quotes the text of the worker's exception.
+#: The engine's message about a failed worker, which quotes the text of the worker's exception.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
 
 
 class Failures:
     def __init__(self) -> None:
-        #: The first lines about failures that no finding and no record explains.
+        #: The first lines that report failures which no finding and no known problem explains.
         self.lines: list[LogLine] = []
-        #: The different exceptions of the log, with or without a finding that explains them.
+        #: The first different exceptions of the log, whether a finding explains them or not.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
-        #: dead: True if an engine or a worker has logged its death. death: the first line that reports a death.
+        #: `dead` is True if the log reports that an engine or a worker died. `death` is the first line that reports it.
         self.dead = False
         self.death: LogLine | None = None
-        #: The engine's line that quotes a worker's exception. Some logs do not have the worker's own lines.
+        #: The engine's line that quotes a worker's exception, for logs that lack the worker's own lines.
         self.quoted: LogLine | None = None
         self.last: dict[str, LogLine] = {}
-        #: {file of a process that shuts down and has not worked again: time of the first line about the shutdown}
+        #: For each file of a process that is shutting down, the time of the first line about the shutdown.
         self.closing: dict[str, float | None] = {}
-        #: Length of `lines` when the engine last worked. The engine survived the failures in these lines.
+        #: Length of `lines` when the engine last worked. The engine survived the failures up to this length.
         self._survived = 0
-        #: True if the engine worked after it last waited for a worker.
+        #: True if the engine has worked since the last line which says that the engine waits for a worker.
         self.worked_since_wait = False
 
     def take(self, line: LogLine) -> None:
         name = line.name
         works = name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0)
         if self.closing and line.file in self.closing and (works or name in _STARTS):
-            # The process works again. But Ray may print a line late, and its time is then before the shutdown.
+            # The process works again, unless Ray printed the line late. A late line has a time before the shutdown.
             since = self.closing[line.file]
-            is_first = name in ("vllm_version", "up")  # a worker of Ray never writes these lines
+            is_first = name in ("vllm_version", "up")  # Ray's workers never write these lines
             if is_first or since is None or line.time is None or line.time >= since:
                 del self.closing[line.file]
         if works:
@@ -92,28 +92,28 @@ class Failures:
 
     @property
     def heading(self) -> LogLine | None:
-        """The line that announces `first`: pydantic's number of errors, or C++'s terminate message; or None."""
+        """The line before `first` with pydantic's number of errors or C++'s terminate message, or None."""
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     def is_ending(self, line: LogLine) -> bool:
-        """Return True if the process that wrote this line is shutting down, so that its errors are consequences."""
+        """Return True if this line's process is shutting down. Its errors are then consequences of the shutdown."""
         return line.file in self.closing
 
     @property
     def first(self) -> LogLine | None:
-        """The first exception, or else the first error. If the engine survived, ignore errors before its last work."""
+        """The first exception, or else the first error. While the engine lives, ignore errors before its last work."""
         after = self.lines if self.dead else self.lines[self._survived :]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
             first = next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
             what = own[own.index(first) + 1 :][:1] if _terminates(first) else []
             return next((line for line in what if line.body.lstrip().startswith(b"what():")), first)
-        # An exception of a connector is a failure even if the engine survives it.
+        # A connector's exception is a failure even if the engine survives the exception.
         return next((line for line in self.lines if line.name == "raised" and of_connector(line)), None)
 
 
 def _quoted(line: LogLine) -> LogLine | None:
-    """Return the worker's exception that this engine's line quotes, with empty class and frames; or None."""
+    """Return the worker's exception that this engine's line quotes, without class and frames, or None."""
     text = str(line.fields["text"])
     found = _IN_A_WORKER.match(text) if text.startswith("Worker failed with error") else None
     if found is None or not found["text"]:
@@ -123,13 +123,13 @@ def _quoted(line: LogLine) -> LogLine | None:
 
 
 def is_cut(line: LogLine) -> bool:
-    """Return True if the log ends inside this traceback, before the line with the exception."""
+    """Return True if the log ends inside this traceback, so that the line with the exception is missing."""
     fields = line.fields
     return line.name == "raised" and bool(fields["frames"]) and not (fields["class"] or fields["text"])
 
 
 def _is_heading(line: LogLine) -> bool:
-    """Return True if the line only has the number of pydantic's errors. Later lines show each error."""
+    """Return True if the line has only the number of pydantic's errors. Later lines show each error."""
     return line.name == "raised" and " validation error" in str(line.fields.get("text", ""))[:40]
 
 
@@ -139,7 +139,7 @@ def _terminates(line: LogLine) -> bool:
 
 
 def _while_ending(line: LogLine) -> bool:
-    """Return True for an exception in `__del__`, which usually follows another failure. Python ignores it."""
+    """Return True for an exception in `__del__`. Python ignores it, and it usually follows another failure."""
     frames = line.fields.get("frames") or [("", 0, "")]
     return bool(frames[0][2] == "__del__")
 
@@ -157,9 +157,9 @@ def _is_failure(line: LogLine) -> bool:
         return True
     if fields["level"] not in ("error", "critical") or _is_dead(line.body):
         return False
-    if fields["logger"] == "vllm" and line.body[:1].isspace():  # the traceback of this line lacks its beginning
+    if fields["logger"] == "vllm" and line.body[:1].isspace():  # a line of a traceback whose beginning is missing
         return False
-    # These errors are no failures: vLLM's dump of a failed step's input, and the API server's line above an exception.
+    # vLLM's dump of a failed step's input, and the API server's line before an exception, are no failures.
     return "dump_input.py" not in fields["place"] and b"Engine Exception caught." not in line.body
 
 
@@ -169,13 +169,13 @@ def _is_dead(body: bytes) -> bool:
 
 
 def of_connector(line: LogLine) -> bool:
-    """Return True if a connector's hook or other code of a connector raised the exception."""
+    """Return True if the exception was raised in a connector hook or in other code of a connector."""
     frames = line.fields["frames"]
     return any(frame[2] in HOOKS or "/lmcache/" in frame[0] or "kv_connector" in frame[0] for frame in frames[-12:])
 
 
 def is_of_engine(line: LogLine) -> bool:
-    """Return True if an engine, a worker or a connector raised the exception, and False for the API server."""
+    """Return True if an engine, a worker or a connector raised the exception, and False if the API server did."""
     paths = [f"/{frame[0]}" for frame in line.fields["frames"]]
     if any(part in path for path in paths for part in _OF_A_REQUEST):
         return False
@@ -183,12 +183,12 @@ def is_of_engine(line: LogLine) -> bool:
 
 
 def hook(frames: list[Frame]) -> str:
-    """Return the connector hook through which the exception was raised; "" if no frame is a hook."""
+    """Return the outermost connector hook in the traceback, or "" if no frame is a hook."""
     return next((frame[2] for frame in frames if frame[2] in HOOKS), "")
 
 
 def owner(frames: list[Frame]) -> str:
-    """Return the package whose code raised the exception. The innermost frame with a known package decides."""
+    """Return the package that raised the exception, which is the package of the innermost frame in a known package."""
     if not frames:
         return ""
     for file, _, _ in reversed(frames):
@@ -198,4 +198,4 @@ def owner(frames: list[Frame]) -> str:
                 return name
         if path.startswith("/"):
             return "your own code"
-    return "code whose path is not in the log"  # the path in each frame is only `.../file.py`
+    return "code whose path is not in the log"  # every frame has only a path like `.../file.py`

@@ -1,7 +1,7 @@
-"""Patterns for the messages of log lines that kvfix understands, and the words by which kvfix finds these lines.
+"""Patterns for the log messages that kvfix understands, and the words by which kvfix finds the messages in a log.
 
-A pattern matches the wording of every release. `statements.json` lists the releases, places and levels of each logging
-statement, and tests compare the file with the patterns. A number in a line becomes an int, any other value a str.
+A pattern matches the wordings of all releases. `statements.json` lists the releases, places and levels of each logging
+statement, and tests compare `statements.json` with the patterns. A count becomes an int, and any other value a str.
 """
 
 import re
@@ -13,18 +13,18 @@ from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 
 from kvfix_tools.diagnose.log_line import Fields, without_tokens
 
-#: `make knowledge` compiles `knowledge/*.toml` to this file.
+#: `make knowledge` compiles `knowledge/*.toml` into this file.
 FILE = Path(__file__).with_name("knowledge.json")
 #: Kinds of lines that name vLLM's release.
 RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
-#: A group that matches only digits is a count. All other groups are text.
+#: Values of groups that match only digits are counts. Values of all other groups are texts.
 _COUNT = re.compile(r"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
-#: `{name}` in a pattern is a count. _VALUE finds a part that is not fixed text, and _GROUP finds a group.
+#: `{name}` in a pattern is a count. _VALUE finds a part of a pattern that is not fixed text. _GROUP finds a group.
 _COUNTED, _VALUE = re.compile(r"\{([a-z]\w*)\}"), re.compile(r"<ID>|<END>|\\.|\[(?:\\.|[^]\\])+\]")
 _GROUP = re.compile(r"\([^()]*\)")
 _PARTS = {
     "<ID>": r"(?P<request>[^\s,'\"()\[\]]+)",
-    "<END>": r"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)",  # before the file of LMCache's statement, or the end
+    "<END>": r"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)",  # before LMCache's ` (file.py:7:...)`, or at the line's end
     r"\d+)": r"\d{1,18})",  # because int() refuses very long numbers
 }
 
@@ -32,10 +32,10 @@ _PARTS = {
 class Message(NamedTuple):
     """A kind of line, as knowledge/messages.toml defines it.
 
-    literal: the longest fixed text of the pattern. Every line of this kind contains the literal.
-    pattern: each named group is a field.
-    source: `lmcache`, `vllm` or `kvfix` for a log line of this package, `raised` for the text of an exception.
-    counts: names of the fields that are counts.
+    literal: the longest fixed text of the pattern. Every line of this kind contains this text.
+    pattern: a regular expression, whose named groups are the fields.
+    source: the package that logs the line (`lmcache`, `vllm` or `kvfix`), or `raised` for the text of an exception.
+    counts: names of the fields whose values are counts.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Message(NamedTuple):
     counts: frozenset[str]
 
     def values(self, match: re.Match[bytes]) -> Fields:
-        """Return {field: its count or text} for the groups that matched."""
+        """Return the fields of all groups that matched, with an int for a count and a str for a text."""
         found: Fields = {}
         for field, value in zip(self.pattern.groupindex, match.groups(), strict=True):
             if value is not None and field in self.counts:
@@ -66,7 +66,7 @@ def _message(source: str, name: str, pattern: str) -> Message:
 
 
 def _longest_text(pattern: str) -> str:
-    """Return the longest text that every match of the pattern contains. This text has no values, groups or repeats."""
+    """Return the longest text without values, groups or repeats that every match of the pattern contains."""
     pattern = _VALUE.sub("\0", pattern)
     while "(" in pattern:
         pattern = _GROUP.sub("\0", pattern)
@@ -74,7 +74,7 @@ def _longest_text(pattern: str) -> str:
 
 
 class Tables(msgspec.Struct):
-    """The tables of messages.toml, connectors.toml and words.toml in knowledge/. problems.py reads the other files."""
+    """The tables of messages.toml, connectors.toml and words.toml in knowledge/. problems.py reads the other tables."""
 
     messages: dict[str, dict[str, str]]
     connectors: dict[str, tuple[str, ...]]
@@ -103,10 +103,10 @@ def containing(text: bytes) -> list[Message]:
     return [MESSAGES[number] for number in sorted({number for number, _, _ in _literals_in(text, overlapping=True)})]
 
 
-#: Part of `[2026-11-21 01:41:27,007] LMCache INFO: `, with which LMCache 0.3.0 to 0.5.6 begins each line.
+#: A part of the prefix `[2026-11-21 01:41:27,007] LMCache INFO: ` of each line that LMCache 0.3.0 to 0.5.6 logs.
 FRAME = b"] LMCache "
 NEEDLES = tuple(needle.encode() for needle in TABLES.needles)
-#: Find the needles in a line of another logger (no FRAME). LeftmostFirst is fast: it compares many bytes at once.
+#: Find the words in a line without FRAME. LeftmostFirst is fast, because it compares many bytes at once.
 in_line = BytesAhoCorasick(
     NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA
 ).find_matches_as_indexes

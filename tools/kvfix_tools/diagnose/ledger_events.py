@@ -1,4 +1,4 @@
-"""Turn log lines into events of the ledger, and keep the requests. A line that lacks a value makes no event."""
+"""Turn log lines into events of the ledger, and keep the requests. A line without a needed value gives no event."""
 
 import re
 from collections import deque
@@ -19,7 +19,7 @@ HISTORY, VIOLATED = 24, 8
 
 
 class Request:
-    """A request. places: (file, line) of each event. asked: fields of the last lookup. violated: violated rules."""
+    """A request, with the (file, line) of each event, the fields of the last lookup, and the violated rules."""
 
     def __init__(self) -> None:
         self.places: deque[tuple[str, int]] = deque(maxlen=HISTORY)
@@ -28,12 +28,12 @@ class Request:
 
 
 class Requests(dict[str, Request]):
-    """{id: request} of one ledger. When the dictionary drops a request, it removes the request from the ledger too."""
+    """The requests of one ledger, by id. A request that this dictionary drops is also removed from the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        #: Number of requests that the log names, including dropped requests.
+        #: Number of requests that the log has named, including dropped requests.
         self.named = 0
 
     def __missing__(self, request: str) -> Request:
@@ -45,11 +45,11 @@ class Requests(dict[str, Request]):
         return self.setdefault(request, Request())
 
     def history(self, request: str) -> list[HistoryEvent]:
-        """Return all events of the request that were read so far, as texts with file and line."""
+        """Return the kept events of the request as texts with file and line."""
         history, known = self._ledger.histories.get(request), self.get(request)
         if not request or history is None or known is None:
             return []
-        events, places = reversed(history.events), reversed(known.places)  # the newest event and place belong together
+        events, places = reversed(history.events), reversed(known.places)  # pair from the end: lengths may differ
         return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]
 
 
@@ -59,15 +59,15 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
         return [] if computed is None else [ev.Asked(fields["request"], total, computed, None, None)]
     need = fields["need"]
     if computed is None:
-        # Before 0.3.14 the line lacks vLLM's computed tokens, but `need` gives them: `need` is hit - computed, minus 1
-        # if the hit is the whole request (vllm_v1_adapter.py 0.3.13:1283).
+        # Before 0.3.14 the line lacks vLLM's computed tokens. They follow from `need`, which is hit - computed, or
+        # hit - computed - 1 if the hit is the whole request (vllm_v1_adapter.py 0.3.13:1283).
         computed = hit - need - (hit == total)
     promised = 0 if "least" in fields else max(0, need)
     return [ev.Asked(fields["request"], total, computed, hit, promised)]
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Lower the promised tokens of the last lookup: LMCache logs their number before capping it. Return no event."""
+    """Lower the promised tokens of the last lookup, which LMCache logged before it capped them. Return no event."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))
@@ -75,7 +75,7 @@ def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _due(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return Granted and LoadDue. vLLM takes all promised tokens: the connector asserts this before it logs."""
+    """Return Granted and LoadDue. vLLM takes all promised tokens, because the connector asserts this before it logs."""
     request, computed = fields["request"], fields.get("computed")
     history = ledger.histories.get(request)
     if computed is None or history is None or history.asked is None or history.asked.promised is None:
@@ -97,18 +97,18 @@ def _retrieved(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _kv_failing(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return a failed load for each request id in the line. vLLM ends these requests."""
+    """Return a failed load for each request id in the line. vLLM then ends the requests."""
     return [ev.LoadFailed(request, None) for request in re.findall(r"'([^']+)'", fields["requests"])[:64]]
 
 
 def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return the event of the exception. If its text names the tokens that vLLM takes, Granted comes first."""
+    """Return Raised. If the exception's text has the number of tokens that vLLM takes, return Granted before Raised."""
     request = fields.get("request", "")
     made: list[Event] = []
     history = ledger.histories.get(request)
     if fields["meaning"] == "mismatch" and history is not None and history.asked is not None:
         promised = history.asked.promised
-        # LMCache may cap the promised tokens after logging them: only more granted than logged tokens make an event.
+        # LMCache may cap the promised tokens after logging them, so fewer granted tokens than logged are no violation.
         if promised is not None and fields["granted"] > promised:
             made.append(ev.Granted(request, fields["granted"]))
     where = fields["frames"][-1][2] if fields["frames"] else "?"
@@ -119,7 +119,7 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
     return made
 
 
-#: {kind of line: function that returns the line's events in order}
+#: For each kind of line, the function that returns the line's events in order.
 MAKERS: dict[str, Callable[[Ledger, Fields], list[Event]]] = {
     "asked": _asked,
     "capped": _capped,

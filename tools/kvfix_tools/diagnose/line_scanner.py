@@ -1,4 +1,4 @@
-"""Turn blocks of log text into lines that matter. Parse only lines with a word of `words.toml`, and tracebacks."""
+"""Turn blocks of log text into LogLines. Parse only lines with a word of `words.toml`, and tracebacks."""
 
 import re
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.texts import LEVEL, LONGEST_BODY, STAMP, Headless, Other
 from kvfix_tools.diagnose.tracebacks import Part, Stacks, Tracebacks, by_name
 
-#: An engine's log has a line of vLLM's or LMCache's logger within this number of bytes.
+#: kvfix searches this number of bytes for a line of vLLM's or LMCache's logger, which an engine's log must have.
 _OWN = 1 << 20
-#: Maximum number of bytes of a line to parse.
+#: kvfix parses at most this number of bytes of a line.
 LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
-#: Maximum number of bytes before the fixed text of LMCache's prefix: a process, a colour and the time.
+#: Maximum number of bytes before the fixed text of LMCache's prefix. They hold a process, a colour and the time.
 _HEAD = STAMP + 24
-#: An input counts as pasted messages if at most this number of lines are neither messages nor log lines.
+#: An input counts as a paste of messages if at most this number of lines are neither messages nor in tracebacks.
 _FEW = 5
-#: A heading of a Markdown page, or a comment in a file with settings. An input with this line is not a log.
+#: A Markdown heading, or a comment in a settings file. An input with such a line is not a log.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
 
 
 class Scanner:
-    """The scanner of one input. `scan` takes blocks of whole lines in order, and yields every line that matters."""
+    """The scanner of one input. `scan` takes blocks of whole lines in order, and yields the lines that matter."""
 
     def __init__(self, file: str = "log") -> None:
         self._file = file
@@ -34,15 +34,15 @@ class Scanner:
         self.debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
-        #: {process: the last `assert` line of source code without a traceback above it}
+        #: For each process, the last source line with `assert` that is outside a traceback.
         self._source: dict[str, str] = {}
-        #: The last line of a traceback: (process, place of the logging statement, line number, body).
+        #: The process, the place of the logging statement, the line number and the body of a traceback's last line.
         self._placed = ("", "", 0, b"")
-        #: The year in LMCache's first line. vLLM's lines have times without a year, so they get this year.
+        #: The year in LMCache's first line. kvfix uses it for vLLM's lines, which have no year.
         self._year = b""
-        #: The rule for lines without a logger's prefix; None before the first block.
+        #: The lines without a logger's prefix to parse. None before the first block.
         self._headless: Headless | None = None
-        #: True if a line of the input has the prefix of vLLM's or LMCache's logger.
+        #: True if an input line has the prefix of vLLM's or LMCache's logger.
         self.is_own = False
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
@@ -88,13 +88,13 @@ class Scanner:
         self._number += newlines
 
     def _decide(self, lines: list[bytes]) -> None:
-        """Decide which lines without a logger's prefix to parse. A later block of the input may change the decision."""
+        """Decide which lines without a logger's prefix kvfix parses. A later block may change the decision."""
         now = Headless.ALL if self.is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
         if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
             self._headless = now
 
     def end(self) -> Iterator[LogLine]:
-        """Yield the tracebacks that are cut off by the end of the input."""
+        """Yield the tracebacks that are incomplete because the input ends."""
         for process, raised in self._tracebacks.cut():
             _, place, number, body = self._placed if self._placed[0] == process else ("", "", self._number, b"")
             yield self._raised({**raised, "level": "", "place": place}, process, number, body, None)
@@ -103,7 +103,7 @@ class Scanner:
             yield self._stack(stack, self._number)
 
     def _read(self, text: bytes, number: int) -> Iterator[LogLine]:
-        """Yield all messages of a line. Two processes may have written their lines without a newline between them."""
+        """Yield all messages in a line. Two processes may have written messages without a newline between them."""
         while True:
             start = text.find(FRAME)
             level = LEVEL.match(text, start) if start >= 0 else None
@@ -144,7 +144,7 @@ class Scanner:
         if not inside and other.found is not None:
             name, fields = other.found
             if name == "raised":
-                source = self._source.pop(other.process, "")  # the log has no traceback
+                source = self._source.pop(other.process, "")  # the exception has no traceback in the log
                 fields = {**fields, "source": source} if fields["type"] == "AssertionError" else fields
             time = texts.clock(line, self._year, stamp)
             found.append(LogLine(name, fields, time, other.process, self._file, number, other.body[:LONGEST_BODY]))
@@ -159,7 +159,7 @@ class Scanner:
 
 
 def _are_few_others(lines: list[bytes]) -> bool:
-    """Return True if at most _FEW lines are neither lines of a traceback nor messages of a known statement."""
+    """Return True if at most _FEW lines are neither in a traceback nor messages of a known logging statement."""
     others, in_traceback = 0, False
     for line in lines:
         if _HEADING.match(line):
@@ -173,16 +173,16 @@ def _are_few_others(lines: list[bytes]) -> bool:
     return True
 
 
-#: The cache helps because an engine writes many lines in a second.
+#: The cache helps because an engine writes many lines within the same second.
 @lru_cache(maxsize=1024)
 def _before_frame(text: bytes) -> tuple[float | None, str, bool]:
-    """Return the time, the process, and whether the text is only the beginning of a prefix, not another message."""
+    """Return the time, the process, and True if the text is only a part of a prefix, or False for a message."""
     return *texts.second_and_process(text), len(text) <= _HEAD - 4 or _is_prefix(log_formats.shape(text))
 
 
 @lru_cache(maxsize=1024)
 def _is_prefix(shape: bytes) -> bool:
-    """Return True if the text before LMCache's frame is a container's prefix, and False if it is another message."""
+    """Return True if the text before LMCache's prefix is a container's prefix, and False if it is another message."""
     if len(log_formats.without_prefix(shape)) > _HEAD - 4:
         return False
     other = Other(shape)
@@ -190,8 +190,8 @@ def _is_prefix(shape: bytes) -> bool:
 
 
 def _log_line(framed: LogLine, second: float | None, milli: bytes, process: str, file: str, number: int) -> LogLine:
-    """Return the LogLine of a line with LMCache's frame."""
-    if framed.name == "closing":  # a message about a shutdown, whose time and process do not matter
+    """Return the LogLine of a line that has LMCache's prefix."""
+    if framed.name == "closing":  # time and process of a message about a shutdown do not matter
         return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
     time = None if second is None else second + texts.MILLISECONDS.get(milli, 0.0)
     return LogLine(framed.name, framed.fields, time, process, file, number, framed.body)

@@ -1,6 +1,6 @@
 """Read the inputs in blocks of whole lines, unpack compressed files, and merge the lines of several files by time.
 
-The memory that kvfix needs does not grow with the input. A block has 256 kB, and kvfix splits a longer line.
+The memory use does not grow with the input, because a block has 256 kB, and kvfix splits longer lines.
 """
 
 import gzip
@@ -18,16 +18,16 @@ from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_line import LogLine
 
 BLOCK = 256 << 10
-#: kvfix skips files with these suffixes in a folder, but reads every file that the user names.
+#: kvfix skips files with these suffixes in a folder, but reads any file that the user names.
 _NOT_LOGS = (".json", ".html", ".py", ".so", ".bin", ".safetensors", ".png", ".zip", ".tar")
 
 
 class Refused(Exception):
-    """kvfix cannot read an input, or cannot use an option. The text names the input or option, why, and what to do."""
+    """kvfix cannot read an input or use an option. The text has the input or option, the reason, and what to do."""
 
 
 class Source(NamedTuple):
-    """An input. path: the file, or "-" for standard input. size: bytes on disk; None if unknown."""
+    """An input. `path` is a file, or "-" for standard input. `size` is in bytes on disk, or None if unknown."""
 
     path: str
     size: int | None
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 
 def sources(paths: list[str]) -> list[Source]:
-    """Return the inputs that these paths name: files, and all logs in folders. May raise Refused."""
+    """Return the named files, and all logs in the named folders. Raise Refused if a file or a log is missing."""
     found: list[Source] = []
     for path in paths:
         if path == "-":
@@ -58,12 +58,12 @@ def sources(paths: list[str]) -> list[Source]:
 
 
 def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] | None = None) -> list[str]:
-    """Feed the lines of all sources to the diagnosis, in the order of time. Return errors of unreadable sources.
+    """Pass the lines of all sources to the diagnosis, in the order of time. Return errors about unreadable sources.
 
-    advance: function to call with the number of bytes of each block that was read.
+    After each block, kvfix calls `advance` with the number of bytes that it read.
     """
     unreadable: list[str] = []
-    # kvfix holds a block of every file in memory at the same time, so the blocks of many files are smaller.
+    # kvfix holds a block of each file in memory at the same time, so it uses smaller blocks for many files.
     size = max(1 << 16, BLOCK * 8 // max(8, len(sources)))
 
     def lines(source: Source) -> Iterator[LogLine]:
@@ -84,7 +84,7 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
         yield from scanner.end()
 
     every = [lines(source) for source in sources]
-    # Do not sort the lines of a single file.
+    # The lines of a single file keep their order.
     merged = every[0] if len(every) == 1 else map(itemgetter(1), heapq.merge(*map(_timed, every), key=itemgetter(0)))
     for line in merged:
         log.take(line)
@@ -93,7 +93,7 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
 
 
 def _timed(lines: Iterator[LogLine]) -> Iterator[tuple[float, LogLine]]:
-    """Yield (time, line) with times that never decrease. A line without a time gets the time of the previous line."""
+    """Yield (time, line), where times never decrease. A line without a time gets the time of the previous line."""
     now = 0.0
     for line in lines:
         now = max(now, line.time or 0.0)
@@ -138,7 +138,7 @@ def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[byte
 
 
 def _reason(error: Exception) -> str:
-    """Return why an input cannot be read; "" if the input did not cause the error."""
+    """Return the reason why an input cannot be read, or "" if the input did not cause the error."""
     if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) or type(error).__name__ == "ZstdError":
         return f"damaged ({error}); what came before it was read"
     return error.strerror or str(error) if isinstance(error, OSError) else ""

@@ -1,4 +1,4 @@
-"""A problem that was found in this input: the rule, the lines that show it, and the history of its request."""
+"""A problem that kvfix found in this input, with the log lines that show the problem, and the request's history."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvfix_tools.diagnose.problems import Problem
 
 
 class HistoryEvent(NamedTuple):
-    """An event of a request's history in words, and the line of the log that shows the event."""
+    """A text about an event in a request's history, and the log line that shows the event."""
 
     what: str
     file: str
@@ -24,20 +24,20 @@ class HistoryEvent(NamedTuple):
 
 
 class LogFinding:
-    """A problem that was found in the log.
+    """A problem that kvfix found in the log.
 
-    violated: rules of the ledger that events of the request violate. first, last: times in seconds since 1970.
-    ran: {distribution: release that the file named last, before the finding's first line}.
+    violated: rules of the ledger that the request's events violate. first, last: times in seconds since 1970.
+    ran: for each distribution, the last release that the file named before the finding's first line.
     """
 
     def __init__(self, rule: Problem, answer: Answer, sentence: str, request: str, line: LogLine | None) -> None:
         self.rule = rule
         self.severity = Severity.NOTE if answer.note else rule.severity
-        #: Number of lines that the diagnosis had taken when the problem began.
+        #: Number of lines that the diagnosis had read when the problem began.
         self.began = math.inf
-        #: True if another program may have logged the line. In a log without an engine, the finding is only a note.
+        #: True if another program may have logged the line. The finding is then only a note in a log without an engine.
         self.is_foreign = False
-        #: Another finding, which is the cause of this finding.
+        #: The finding that is the cause of this finding, or None.
         self.follows: LogFinding | None = None
         self.sentence = sentence
         self.request = request
@@ -60,7 +60,7 @@ class LogFinding:
                 self.evidence.append(line.evidence)
 
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
-        """Return True if a specific finding explains the traceback that each line of this finding announces."""
+        """Return True if specific findings in `others` explain every traceback that this finding's lines announce."""
         rules = ((other, other.rule) for other in others if other is not self)
         specific = [other for other, rule in rules if rule.signs and (not rule.general or rule.certain)]
         ends = [each for other in specific for each in other.evidence]
@@ -70,7 +70,7 @@ class LogFinding:
 
     @property
     def file(self) -> str | None:
-        """The file of the finding's first line; None if the finding has no line."""
+        """The file of the finding's first line, or None if the finding has no line."""
         return self.evidence[0].file if self.evidence else None
 
     @property
@@ -83,16 +83,16 @@ class LogFinding:
 
 
 def in_order(findings: list[LogFinding]) -> list[LogFinding]:
-    """Return the causes in the order in which they began, then the consequences, risks and notes."""
+    """Return the causes, then the consequences, then risks, then notes, each in the order in which they began."""
     troubles = sorted(
         (found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)),
         key=lambda found: found.began,
     )
-    # If every finding is a symptom, take the first symptom as the cause.
+    # If all findings are symptoms, the first symptom counts as the cause.
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom of the whole log likely follows from the first cause, any other symptom from the cause before it.
+        # A symptom of the whole log likely follows from the first cause, any other from the last cause before it.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}
@@ -100,7 +100,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
 
 
 def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
-    """Group findings of the same rule, in their order. A crash has one finding for each request."""
+    """Group findings by rule, and keep their order. A rule about crashes has one finding for each request."""
     kinds: dict[str, list[LogFinding]] = {}
     for found in findings:
         kinds.setdefault(found.rule.code, []).append(found)

@@ -1,7 +1,7 @@
-"""Turn text of log collectors into plain lines. Docker and some loggers write JSON. Others add quotes or `repr`.
+"""Turn the output of log collectors into plain lines. Docker and some loggers write JSON. Others quote or escape lines.
 
-Most lines keep their prefix of `kubectl logs`, journald or Docker Compose, because the parsers search inside a line.
-`without_prefix` removes the prefix, for lines that continue a traceback.
+Most lines keep the prefix that `kubectl logs`, journald or Docker Compose added, because the parsers search inside a
+line. For lines that continue a traceback, `without_prefix` removes the prefix.
 """
 
 import re
@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-#: Keys of the message in JSON logs of Docker, journald, structlog, Kubernetes and Loki's exporter.
+#: JSON logs of Docker, journald, structlog, Kubernetes and Loki's exporter have the message under one of these keys.
 _MESSAGE = ("log", "MESSAGE", "message", "msg", "event", "line", "text", "body", "textPayload")
 _TRACEBACK = ("exc_info", "exception", "stack_trace", "stack", "traceback")
-#: The beginning of a JSON object. grep (`engine.log:190174:{...`) or the name of a pod may precede the object.
+#: The beginning of a JSON object. A prefix of grep (`engine.log:190174:`) or a pod's name may precede the object.
 _JSON = re.compile(rb"\s*(?:\S{1,300}?:\d+:|\[?[\w./-]{1,200}\]? )?\{")
 _QUOTE = re.compile(rb"(?m)^(?:> ?)+")
 #: Prefixes that kubectl (`--prefix`, `--timestamps`), journald, syslog, Docker Compose and CRI add to a line.
@@ -23,17 +23,17 @@ _PREFIX = re.compile(
     rb"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t](?:std(?:out|err) [FP] )?)?"
     rb"(?:[^\s\d]{3,8} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./@-]+(?:\[\d+\])?: )?"
 )
-#: A message that has its level or its process at the beginning.
+#: A message that begins with a level or with a process.
 _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-#: A traceback in a single string with escaped newlines contains this text. Few blocks contain it.
+#: A traceback in one string with escaped newlines contains this text. Few blocks contain this text.
 _ESCAPED = b"\\n  File "
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
-#: (plain lines; the number of each line in the input, or None if the numbers are consecutive)
+#: The plain lines, and the number of each line in the input, or None if the numbers are consecutive.
 Plain = tuple[bytes, list[int] | None]
 
 
 def shape(prefix: bytes) -> bytes:
-    """Return the prefix of a line with 0 for every digit, because digits differ from line to line."""
+    """Return the prefix of a line with every digit replaced by 0, because digits differ from line to line."""
     return prefix.translate(_ANY_DIGIT)
 
 
@@ -61,7 +61,7 @@ def _is_json(block: bytes) -> bool:
 
 
 def _message(line: bytes) -> str | None:
-    """Return the message of a JSON line, with its traceback; None for any other line."""
+    """Return the message and the traceback in a JSON line, or None for any other line."""
     start = _JSON.match(line)
     if start is None:
         return None
@@ -69,7 +69,7 @@ def _message(line: bytes) -> str | None:
         data = msgspec.json.decode(line[start.end() - 1 :])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    if not isinstance(data, dict) or "kind" in data:  # kvfix's own recorder wrote this line
+    if not isinstance(data, dict) or "kind" in data:  # kvfix's own recorder writes lines with `kind`
         return None
     text = next((data[name] for name in _MESSAGE if isinstance(data.get(name), str)), None)
     if text is None:
@@ -79,14 +79,14 @@ def _message(line: bytes) -> str | None:
 
 
 def _level(data: dict[str, Any], text: str) -> str:
-    """Put the level of the JSON object before a message that does not begin with a level."""
+    """Put the level in the JSON object before the message, unless the message begins with a level."""
     level = str(data.get("level") or data.get("levelname") or data.get("severity") or "").upper()
     known = level in ("WARNING", "ERROR", "CRITICAL", "FATAL", "WARN")
     return f"{level} {text}" if known and not _LEVELLED.match(text.encode("utf-8", "replace")) else text
 
 
 def _taken_apart(block: bytes, parts: Callable[[bytes], list[bytes]]) -> Plain:
-    """Split each line of a block. parts: function that returns the lines inside a line."""
+    """Split each line of a block with the function `parts`, which returns the lines inside a line."""
     lines: list[bytes] = []
     numbers: list[int] = []
     for number, line in enumerate(block.split(b"\n")):
@@ -102,5 +102,5 @@ def _without_json(line: bytes) -> list[bytes]:
 
 
 def _unescaped(line: bytes) -> list[bytes]:
-    r"""Split a traceback that Python's repr printed in one line, with \n and \" in it."""
+    r"""Split a traceback that Python's repr printed as one line with \n and \"."""
     return line.replace(b'\\"', b'"').split(b"\\n") if _ESCAPED in line else [line]

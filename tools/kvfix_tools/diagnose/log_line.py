@@ -9,18 +9,18 @@ import msgspec
 from kvfix_tools import redact
 
 Fields = dict[str, Any]
-#: A colour code. Pasted logs lose the escape character, and Docker's JSON writes this character as \u001b. Without the
-#: character, a code must have a number. Otherwise the `[m` of `[multiproc_executor.py]` would be a colour code.
+#: A colour code. Pasted logs lose the escape character, and Docker's JSON writes this character as \u001b. A code
+#: without the character must have a number. Otherwise, the `[m` of `[multiproc_executor.py]` would be a colour code.
 ANSI = rb"(?:(?:\x1b|\\u001b)\[[0-9;]*m|\[[0-9;]+m)"
-#: LMCache's end of a line: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
+#: LMCache ends a line with ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`.
 _TRAILER = re.compile(rb" ?(?:" + ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + ANSI + rb")?(?:\\n\x22.*|\s*)$")
 _COLOURS = re.compile(ANSI)
-#: Lists of token ids in dumps of requests. Reports leave them out, because token ids are prompts.
+#: Lists of token ids in dumps of requests. Reports omit these lists, because token ids reveal prompts.
 _TOKEN_IDS = re.compile(r"\d+(?:, ?\d+){7,}")
 
 
 class Evidence(NamedTuple):
-    """A line of the input with the text that reports show."""
+    """A line of the input, with the text that reports show for the line."""
 
     file: str
     line: int
@@ -33,8 +33,8 @@ class Evidence(NamedTuple):
 class LogLine(msgspec.Struct, frozen=True):
     """A line that matters for the diagnosis.
 
-    name: the kind of line in grammar.py, or `raised`, `died` or `logged`. `raised`: an exception (tracebacks.py).
-        `died`: a process that died without an exception. `logged`: an error or a warning that is not in the grammar.
+    name: the kind of line, usually a name of a message in grammar.py. `raised` is an exception (tracebacks.py).
+        `died` is a process that died without an exception. `logged` is any other error or warning.
     fields: the values in the message. time: seconds since 1970 by the log's clock.
     number: number of the line in its file, from 1. body: the message, cut to 16 kB.
     """
@@ -65,20 +65,20 @@ def without_tokens(text: str) -> str:
 
 
 def statement_place(body: bytes) -> tuple[str, int] | None:
-    """Return (file name, line number) of the statement in LMCache that logged this line."""
+    """Return the file name and line number of the LMCache statement that logged this line."""
     match = _TRAILER.search(body) if b".py:" in body else None
     return (match[1].decode(), int(match[2][:9])) if match else None
 
 
 @lru_cache(maxsize=256)
 def without_place(body: bytes) -> str:
-    """Return the message without the file and line of the statement that logged it."""
+    """Return the message without the file and line of the logging statement."""
     return _TRAILER.sub(b"", body).decode("utf-8", "replace")
 
 
 @lru_cache(maxsize=256)
 def shown(body: bytes) -> str:
-    """Return the message without colours, secrets, control characters and the statement's file and line."""
+    """Return the message without colours, secrets, control characters, and the logging statement's file and line."""
     text = without_colours(_TRAILER.sub(b"", body)).decode("utf-8", "replace")
     text = redact.text(without_tokens(text))
     return "".join(sign if sign.isprintable() else " " for sign in text).strip()[:600]

@@ -1,8 +1,8 @@
-"""Known problems: read the records of `knowledge/*.toml`, and find the records that a line of a log shows.
+"""Read the records of known problems (`knowledge/*.toml`), and find the problems that a log line shows.
 
-A line shows a record if it fits a sign of the record. A function of `findings` decides records without signs.
-
-docs/knowledge.md describes the fields of a record and how to add one.
+A record lists signs, which are patterns. A line that fits one of the signs shows the problem. For a record without
+signs, a function of the package `findings` decides.
+docs/knowledge.md describes the fields of a record, and how to add a record.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.tracebacks import Frame
 
-#: Kinds of lines that can fit a sign.
+#: The kinds of lines that signs can match.
 LINES = ("logged", "raised", "died", "stack")
-#: {release of vLLM that was examined for the records: the next older examined release}
+#: For each vLLM release that was examined for the records, the next older examined release.
 _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of a known problem. docs/knowledge.md describes the fields.
 
-    message: text of the violation if the record is a rule of the ledger. kvfix finds the fixes by this text.
+    message: the text of the violation if the record is a rule of the ledger, else None. It identifies the fixes.
     """
 
     code: str
@@ -81,7 +81,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def threads(self) -> tuple[str, ...]:
-        """Addresses of the reports. If the number is a pull request's, GitHub redirects from the issue's address."""
+        """Issue addresses of the reports. For the number of a pull request, GitHub redirects to the pull request."""
         return tuple(f"https://github.com/{each.replace('#', '/issues/')}" for each in self.seen)
 
     @property
@@ -96,15 +96,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.for_good or (f"upgrade to {upgrade}" if upgrade else "")
 
     def values(self, log: Diagnosis, line: LogLine) -> dict[str, Any] | None:
-        """Return values for the finding's sentence, from the line or the first sign that fits; None if nothing fits."""
+        """Return values for the finding's sentence (the line's fields, or those of the first fitting sign), or None."""
         if self.on:
             times = log.counts[line.name]
             return {**line.fields, "times": times} if times >= self.times else None
         return next((found for sign in self.shows if (found := fits(sign, line)) is not None), None)
 
     def look(self, log: Diagnosis, line: LogLine | None, nearly: bool = False) -> Answer | None:
-        """Return an answer if this line shows the problem, else None. nearly: as in `concerns`."""
-        decides = findings.FUNCTIONS.get(self.name)  # complete, because a diagnosis has imported the functions
+        """Return an answer if this line shows the problem, else None. `concerns` describes `nearly`."""
+        decides = findings.FUNCTIONS.get(self.name)  # Diagnosis imported all modules that register functions
         if decides is not None:
             return decides(log, line)
         if line is None:
@@ -117,7 +117,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Answer(sentence, line.request, sure=self.certain and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
-        """Return True if another of these records is more specific, or explains the error that the line quotes."""
+        """Return True if one of `records` is more specific than this record, or explains the error the line quotes."""
         if self.quotes and any(not each.quotes for each in records):
             return True
         own = [each for each in self.shows if fits(each, line) is not None]
@@ -127,8 +127,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Return True if this problem can happen with the connectors and releases that the log names.
 
-        nearly: also accept releases of vLLM between two examined releases, if only the newer examined release has the
-        problem.
+        If `nearly` is true, accept vLLM releases between an examined release without the problem and the next with it.
         """
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):
@@ -142,7 +141,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def _widened(specifier: str) -> str:
-    """Widen a specifier to all releases after the next older examined release: `>=0.32` becomes `>0.26.0`."""
+    """Lower the bound to just above the next older examined release. For example, `>=0.32` becomes `>0.26.0`."""
     return re.sub(
         r">=(0\.\d+)(?:\.0)?(?=,|$)",
         lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
@@ -159,7 +158,7 @@ def _sentence_of(line: LogLine) -> str:
 
 
 class Knowledge(msgspec.Struct, frozen=True):
-    """All records. problems: in the order in which kvfix tries them. retired: {retired code: the reason}."""
+    """All records. kvfix tries `problems` in order. `retired` maps each retired code to the reason."""
 
     problems: tuple[Problem, ...]
     retired: dict[str, str]
@@ -177,7 +176,7 @@ def catalogue() -> tuple[Problem, ...]:
 
 @lru_cache(maxsize=1)
 def rules() -> dict[str, tuple[Problem, ...]]:
-    """Return {kind of line: the records to decide at a line of this kind}."""
+    """Return, for each kind of line, the records that kvfix tries at a line of this kind."""
     by_kind: dict[str, tuple[Problem, ...]] = {}
     for record in catalogue():
         for kind in record.on:
@@ -186,23 +185,23 @@ def rules() -> dict[str, tuple[Problem, ...]]:
 
 
 def of_ledger(violated: Finding) -> Problem:
-    """Return a record for a violated rule of the ledger. The record's texts come from the rule."""
+    """Make a record for a violated rule of the ledger, with the texts of the rule."""
     rule = next(each for each in RULES if each.code == violated.code)
     title = f"{rule.name.replace('-', ' ').capitalize()}."
     cause = " ".join(rule.doc.strip().partition("\n\n")[0].split())
     return Problem(code=rule.code, name=rule.name, title=title, effect="wrong", why=cause, message=violated.message)
 
 
-#: Pairs (number of a record in the catalogue, a sign of this record).
+#: Pairs of a record's number in the catalogue and one of the record's signs.
 _Numbered = list[tuple[int, Sign]]
 
 
 @lru_cache(maxsize=1)
 def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
-    """Return (search, signs, others) of all specific records.
+    """Return an index (search, signs, others) of the signs of all specific records.
 
-    search: finds the parts of signs in a line. A sign's part is the longest fixed part of its text, or else its source.
-    signs: for each part, the signs with this part. others: {class of the exception, or "": signs without a part}
+    The key of a sign is the longest fixed part of its text, or else its field `source`. `search` finds the keys
+    in a line. `signs` has the signs for each key. `others` maps exception classes, or "", to signs without a key.
     """
     by_part: dict[bytes, _Numbered] = {}
     others: dict[str, _Numbered] = {}
@@ -214,7 +213,7 @@ def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
-    """Return the specific records of which a sign fits the line. Ignore the log's connectors and releases."""
+    """Return the specific records that have a sign that fits the line. Ignore the log's connectors and releases."""
     if line.name == "logged":
         return _at("logged", line.body, "", "", "", (), False)
     get = line.fields.get
@@ -222,7 +221,7 @@ def at(line: LogLine) -> tuple[Problem, ...]:
     return _at(line.name, line.body, kind, text, source, frames, bool(get("fault")))
 
 
-#: The cache helps because logs repeat lines. The arguments are everything that `fits` reads from a line.
+#: The cache helps because logs repeat lines. The arguments are all values that `fits` reads from a line.
 @lru_cache(maxsize=1024)
 def _at(
     name: str, body: bytes, kind: str, text: str, source: str, frames: tuple[Frame, ...], fault: bool
@@ -246,7 +245,7 @@ def general(line: LogLine) -> Problem | None:
 
 
 def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:
-    """Return the record of the error that this line quotes; None if the line quotes no known error."""
+    """Return the record of the error that this line quotes, or None if the line quotes no known error."""
     if not record.quotes:
         return None
     error = str((record.values(log, line) or {}).get("error", ""))

@@ -1,7 +1,7 @@
 """Find the connectors, roles and settings that a log names, and the releases that wrote the log.
 
-A log may not name the releases. kvfix then narrows them by the line numbers of LMCache's logging statements, by the
-place where vLLM's EngineCore logs its death, and by the files in tracebacks.
+If a log does not name the releases, kvfix narrows the possible releases. For LMCache, it uses the line numbers of
+logging statements. For vLLM, it uses the line of code that logs EngineCore's death, and the files in tracebacks.
 """
 
 import re
@@ -17,11 +17,11 @@ from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.grammar import MESSAGES, RELEASE_IN, TABLES
 from kvfix_tools.diagnose.log_line import LogLine, statement_place
 
-#: The first vLLM with KV connectors.
+#: The first vLLM release with KV connectors.
 _FIRST = Version("0.6")
 _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
-#: Lines of core.py from `EngineCore failed to start` to `EngineCore encountered a fatal error` (0.9.2 to 0.33.0).
+#: Number of lines in core.py from the log statement for a failed start to the one for a fatal error (0.9.2 to 0.33.0).
 _BEFORE = 2
 #: Kinds of lines that EngineCore logs when it dies.
 _DEATHS = ("fatal", "raised")
@@ -30,18 +30,18 @@ _DEATHS = ("fatal", "raised")
 class Releases:
     def __init__(self) -> None:
         self.file = ""
-        #: {(distribution, file): releases that the file names, in order}
+        #: For each (distribution, log file), the releases that the file names, in order.
         self._named: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._candidates: frozenset[str] = frozenset()
-        #: {log file: vLLM releases that match the places of code in the log file}
+        #: For each log file, the vLLM releases that match the code locations in the file.
         self._placed: dict[str, frozenset[str]] = {}
-        #: Kinds of lines that show a release. kvfix uses the line number of only the first line of each LMCache kind.
+        #: Kinds of lines that may still show a release. Of each LMCache kind, kvfix uses only the first line.
         self.awaited = {message.name for message in MESSAGES if message.source == "lmcache"} | {*RELEASE_IN, *_DEATHS}
 
     def name(self, releases: dict[str, Any], file: str) -> None:
-        """Keep the releases that this log file names. releases: {distribution: release}."""
+        """Keep the releases (distribution to release) that this log file names."""
         for dist in ("lmcache", "vllm"):
-            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout: 0.5.6-g3e11e108
+            release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout is like 0.5.6-g3e11e108
             # A build from a checkout without tags always reports 0.1.dev1.
             if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
                 named = self._named[dist, file]
@@ -64,33 +64,33 @@ class Releases:
             self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
-        """Return vLLM releases that match the places of code in this file, or else in all files; oldest first."""
+        """Return the vLLM releases, oldest first, that match code locations in this file, or else in all files."""
         own = self._placed.get(self.file if file is None else file)
         return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 
     def named(self, dist: str) -> list[str]:
-        """Return all releases of a distribution that the log files name."""
+        """Return all releases of a distribution that any log file names."""
         return sorted({release for (of, _), many in self._named.items() if of == dist for release in many})
 
     def running(self) -> dict[str, str]:
-        """Return {distribution: release that the current file named last}. A log may contain an upgrade."""
+        """Return the last release of each distribution that the current file named. A log may contain an upgrade."""
         return {dist: next(reversed(own)) for (dist, file), own in self._named.items() if own and file == self.file}
 
     @property
     def candidates(self) -> list[str]:
-        """LMCache releases that match the line numbers, oldest first; empty if no release is known."""
+        """The LMCache releases, oldest first, that match the line numbers of log statements. Empty if unknown."""
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
-        """Return the last release that the file names (default: the current file); None if the release is unknown.
+        """Return the last release that the file (default: the current file) names, or None if no release is known.
 
-        If the file names no release, return the only release that other files name, or that fits the line numbers.
+        If the file names no release, return the only release that other files name or that the code locations match.
         """
         possible = self._possible(dist, file)
         return possible[0] if len(possible) == 1 else None
 
     def _possible(self, dist: str, file: str | None) -> list[str]:
-        """Return the releases that may have written the file; empty if other files name several or none is known."""
+        """Return the releases that may have written the file, or [] if unknown or if other files name several."""
         own = self._named.get((dist, self.file if file is None else file))
         if own:
             return [next(reversed(own))]
@@ -101,7 +101,7 @@ class Releases:
 
     @property
     def too_old(self) -> str:
-        """A note for a log of an LMCache release older than all releases that kvfix knows; "" for other logs."""
+        """A note if the log's LMCache release is older than all releases that kvfix knows, else ""."""
         release, known = self.one("lmcache"), fingerprints()["lmcache"]["releases"]
         if release is None or Version(release) >= Version(known[0]):
             return ""
@@ -111,7 +111,7 @@ class Releases:
         )
 
     def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
-        """Return True if the release `ran` matches; None if unknown. ran: default is the file's release (see `one`)."""
+        """Return True if release `ran` (default: of the file, see `one`) matches the specifier, or None if unknown."""
         inside = {_within(each, specifier) for each in ([ran] if ran else self._possible(dist, file))}
         return inside.pop() if len(inside) == 1 else None
 
@@ -128,24 +128,24 @@ def _within(release: str, specifier: str) -> bool:
 
 @lru_cache(maxsize=1)
 def known() -> frozenset[str]:
-    """Return all releases of vLLM whose logging statements kvfix knows."""
+    """Return all vLLM releases whose logging statements kvfix knows."""
     return frozenset(release for row in statements.known()["vllm"] for release in row.lines)
 
 
 @lru_cache(maxsize=1024)
 def _of_statement(place: str) -> frozenset[str]:
-    """Return the releases that log the death of EngineCore at this place, such as `core.py:1332`; else an empty set."""
+    """Return the releases that log the death of EngineCore at this place, such as `core.py:1332`. May be empty."""
     path, _, line = place.rpartition(":")
     if path.rpartition("/")[2] != "core.py":
         return frozenset()
     places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
-    # EngineCoreProc logs a failed start _BEFORE lines above its statement, which has the lowest line number.
+    # EngineCoreProc's statement has the lowest line number. It logs a failed start _BEFORE lines above that statement.
     return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 
 @lru_cache(maxsize=4096)
 def _of_file(path: str) -> frozenset[str]:
-    """Return the vLLM releases that have this source file; empty if kvfix does not know the file."""
+    """Return the vLLM releases that have this source file, or an empty set if kvfix does not know the file."""
     files = TABLES.files
     for place in sorted(files, key=len, reverse=True) if "/kv_" in path or "kv_offload/" in path else ():
         if place in path:
@@ -160,17 +160,17 @@ _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
 
 class WhoRan:
     def __init__(self) -> None:
-        #: Names of vLLM's connector classes, e.g. "LMCacheConnectorV1".
+        #: Names of the connector classes in the log, e.g. "LMCacheConnectorV1".
         self.connectors: set[str] = set()
         self.roles: set[str] = set()
-        #: True if an engine or code of vLLM or LMCache has written a line.
+        #: True if an engine, or code of vLLM or LMCache, wrote a line of the log.
         self.engine = False
-        #: vLLM's line with its non-default arguments, cut to 4 kB; "" if the log does not have this line.
+        #: vLLM's line `non-default args: ...`, cut to 4 kB, or "" if the log does not have this line.
         self.settings = ""
 
     @property
     def lmcache(self) -> bool:
-        """True if the connectors that the log names may use LMCache, or if the log names none."""
+        """True if a connector that the log names may use LMCache, or if the log names no connector."""
         return not self.connectors or any(name.startswith(("LMCache", "Multi")) for name in self.connectors)
 
     def take(self, line: LogLine) -> None:
@@ -188,7 +188,7 @@ class WhoRan:
             self.connectors |= _marked(" ".join(frame[0] for frame in line.fields["frames"]).encode())
         elif not self.connectors:
             self.connectors |= _marked(body)
-        if line.name == "logged":  # `[nixl_connector.py:815] `
+        if line.name == "logged":  # the place is like `nixl_connector.py:815`
             self.connectors |= _marked(line.fields["place"].encode())
 
 
@@ -202,7 +202,7 @@ def _is_of_engine(line: LogLine) -> bool:
 
 @lru_cache(maxsize=256)
 def _named(text: bytes) -> frozenset[str]:
-    """Return the names of connectors in a text. LMCacheConnectorV1Dynamic counts as LMCacheConnectorV1."""
+    """Return the names of connectors in a text, with LMCacheConnectorV1Dynamic as LMCacheConnectorV1."""
     names = (str(either[0] or either[1], "ascii", "replace") for either in _NAMED.findall(text))
     return frozenset("LMCacheConnectorV1" if name.startswith("LMCacheConnectorV1") else name for name in names)
 

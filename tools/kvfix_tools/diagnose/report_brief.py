@@ -1,6 +1,6 @@
-"""Write a summary of a log in at most 8 kB, for a person or a language model, and a bug report with this summary.
+"""Write a summary of a log in at most 8 kB, for a person or a language model, and a bug report with the summary.
 
-A user can post both texts in public: both have no prompt, no secret, no host and no path of the machine.
+A user can post both texts in public, because they contain no prompt, no secret, no host name and no local path.
 """
 
 import re
@@ -15,10 +15,10 @@ from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
 from kvfix_tools.diagnose.log_line import LogLine, without_tokens
 from kvfix_tools.diagnose.report_text import named_versions, nothing_found, read_words
 
-#: Maximum bytes of the summary and of a line, and maximum numbers of each kind of entry.
+#: Maximum sizes of the summary and of a line in bytes, and maximum numbers of each kind of entry.
 LIMIT, _WIDTH = 8000, 300
 _EXCEPTIONS, _FRAMES, _FINDINGS, _UNKNOWN, _PROCESSES = 4, 6, 6, 5, 6
-#: Settings that decide what a connector does, in vLLM's line of its non-default arguments.
+#: Settings in vLLM's line `non-default args: ...` that decide what a connector does.
 _SETTINGS = re.compile(
     r"'(?P<name>kv_transfer_config|max_model_len|block_size|max_num_seqs|max_num_batched_tokens|num_gpu_blocks_override"
     r"|gpu_memory_utilization|tensor_parallel_size|pipeline_parallel_size|data_parallel_size"
@@ -27,7 +27,7 @@ _SETTINGS = re.compile(
     r"|'[^']*'|[^,}]+)"
 )
 _URL = re.compile(r"https://github\.com/[\w./-]*\w")
-#: Path of a file in a package. The group leaves out the machine's folders before the package.
+#: Path of a file in a package. The group has only the part from the package on, without the folders of the host.
 _PACKAGE = re.compile(r"(?:^|/)(?:(?:site|dist)-packages/|(?=(?:vllm|lmcache|nixl|mooncake)/))(\S+)$")
 _PACKAGED = re.compile(
     r"(?<![\w./])/(?:[\w.@+-]+/)*(?:site-packages/)?((?:vllm|lmcache|nixl|mooncake)/(?:\w+/)*\w+\.py)"
@@ -37,7 +37,7 @@ _HOSTS = (
     (re.compile(r"\b([a-z][a-z0-9+]{1,20}://)[^\s'\",/:}\])]+"), r"\1<host>"),
     (re.compile(r"(?i)\b((?:engine_id|hostname|host|server)['\"]?\s*[=:]\s*['\"]?)[^\s'\",}\])]+"), r"\1<left out>"),
     (_PACKAGED, r"\1"),
-    # A path: names of folders may contain blanks.
+    # A path, whose folder names may contain blanks.
     (re.compile(r"(?<![\w./])(?:~|\.{1,3})?/(?:[\w.@+= -]+/)*[\w.@+=-]+"), "<path>"),
     (
         re.compile(
@@ -46,16 +46,16 @@ _HOSTS = (
         "<file>",
     ),
 )
-#: The beginning of a value in a message.
+#: This pattern finds the beginning of a value in a message.
 _VALUES = re.compile(r"\d|'|\"|<")
-#: Text of a user's request in an error message.
+#: This pattern finds the text of a user's request in an error message.
 _PROMPT = re.compile(
     r"(?is)(\b(?:prompt|messages|content|input_text|text)\b['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\])"
 )
 
 
 def brief(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return a summary with the most important lines first. Cut the end of a summary that exceeds LIMIT bytes."""
+    """Return a summary with the most important lines first. Cut off the end of a summary of more than LIMIT bytes."""
     text = "\n".join(line[:_WIDTH] for line in _lines(log, findings))
     cut = text.encode()
     if len(cut) <= LIMIT:
@@ -81,7 +81,7 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def _title(log: Diagnosis, found: LogFinding | None) -> str:
-    """Return a title that says what died or hangs, and why."""
+    """Return a title that says what died or hangs, and the reason."""
     if found is None or found.is_note:
         return "No failure was found in the log"
     first = log.failures.first
@@ -94,13 +94,13 @@ def _title(log: Diagnosis, found: LogFinding | None) -> str:
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
-    """Return the addresses of reports that the finding's record and its fixes name."""
+    """Return the addresses of the reports that the finding's record and the finding's fixes name."""
     upstream = [url for fix in advice.fixes(log, found) for url in _URL.findall(fix.section("Upstream"))]
     return [*found.rule.threads, *upstream]
 
 
 def safe(text: str) -> str:
-    """Remove secrets, prompts, token ids, hosts and paths from a text."""
+    """Remove secrets, prompts, token ids, host names and paths from a text."""
     text = redact.text(without_tokens(text))
     text = _PROMPT.sub(r"\1<left out>", text)
     for pattern, shown in _HOSTS:
@@ -131,7 +131,7 @@ def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
 
 
 def _finding(log: Diagnosis, kind: list[LogFinding], full: bool) -> Iterator[str]:
-    """Yield lines about the first finding of this kind, and the number of findings of this kind."""
+    """Yield lines about the first finding in `kind`, and the number of findings in `kind`."""
     found = kind[0]
     rule, many = found.rule, sum(each.count for each in kind)
     times = f", {many} times" if many > 1 else ""

@@ -1,4 +1,4 @@
-"""Write findings for programs, as JSON (docs/diagnose.md has the schema) or as annotations of GitHub Actions."""
+"""Write findings for programs as JSON (see the schema in docs/diagnose.md) or as annotations of GitHub Actions."""
 
 import json
 from typing import Any
@@ -54,12 +54,12 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
 
 
 def github(findings: list[LogFinding]) -> str:
-    """Return workflow commands of GitHub Actions, which annotate the lines of the log."""
+    """Return GitHub Actions workflow commands, which annotate lines of the log."""
     return "".join(_annotation(found) for found in findings)
 
 
 def _annotation(found: LogFinding) -> str:
-    """Return an error for a certain finding, a warning for an uncertain one, a notice for a note."""
+    """Return an error for a certain finding, a warning for an uncertain finding, or a notice for a note."""
     kind = "notice" if found.is_note else "error" if found.is_certain else "warning"
     at = f"file={_property(found.evidence[0].file)},line={found.evidence[0].line}," if found.evidence else ""
     title = _property(f"{found.rule.code} {found.rule.name}")

@@ -11,7 +11,7 @@ from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.log_finding import LogFinding, by_kind
 
-#: The HTML page needs no other file and has no script.
+#: The HTML page contains its style sheet, and has no script.
 _PAGE = (
     "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
     "<meta name=color-scheme content='light dark'><title>kvfix-diagnose</title>"
@@ -22,7 +22,7 @@ _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold r
 SHOWN = 4
 #: Maximum number of characters of a cause without --all. kvfix shows only the first sentences of a longer cause.
 _LONGEST = 460
-#: Kinds of lines that report a lookup, a load or a store.
+#: Kinds of log lines that report a lookup, a load or a store.
 _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
 #: Kinds of lines that only the LMCache server logs.
 _OF_SERVER = ("transfer_mode", "no_handler", "unregistered", "reaped", "good_bye")
@@ -34,7 +34,7 @@ REQUESTS = 4
 def print_finding(
     log: Diagnosis, found: LogFinding, console: Console, full: bool = False, others: list[LogFinding] | None = None
 ) -> None:
-    """Print one finding: title, history with arithmetic, lines, cause, remedy. others: findings of the same rule."""
+    """Print one finding: title, request history, log lines, cause and remedy. others: other findings of its rule."""
     rule = found.rule
     word = found.severity.word
     head = Text.assemble((f" {word} ", _STYLES.get(word, "bold")), " ", (rule.code, "bold"), f" {rule.name}")
@@ -71,7 +71,7 @@ def print_finding(
 
 
 def _print(console: Console, text: str, indent: int, style: str = "") -> None:
-    """Print a text. Wrap it on a terminal. Elsewhere print a single line, so that grep finds the text."""
+    """Print a text, wrapped on a terminal. If the output is not a terminal, print a single line for grep."""
     shown = Text(text, style)
     if console.is_terminal:
         console.print(Padding(shown, (0, 0, 0, indent)))
@@ -80,7 +80,7 @@ def _print(console: Console, text: str, indent: int, style: str = "") -> None:
 
 
 def _short(text: str) -> str:
-    """Return a short text, or the first sentences of a long text, in about four lines."""
+    """Return the text, or only the first sentences (about four lines) of a long text."""
     if len(text) <= _LONGEST:
         return text
     cut = text[:_LONGEST].rfind(". ")
@@ -88,7 +88,7 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    """Print at most SHOWN causes in full, each with its consequences. Print a line for every other kind of finding."""
+    """Print at most SHOWN causes in full, each with its consequences. Print one line for each other rule."""
     kinds = [[found] for found in findings] if everything else by_kind(findings)
     full = [kind for kind in kinds if everything or not (kind[0].follows or kind[0].is_note)]
     shown = full if everything else full[:SHOWN]
@@ -111,7 +111,7 @@ def _print_line(console: Console, what: str, kind: list[LogFinding]) -> None:
 
 
 def _requests(others: list[LogFinding]) -> str:
-    """Return a line about the other findings of the same rule, with the ids of their requests."""
+    """Return a line with the request ids of `others`, which are further findings of one rule."""
     names = [found.request for found in others if found.request]
     some = ", ".join(names[:REQUESTS]) + (", ..." if len(names) > REQUESTS else "")
     return f"{sum(found.count for found in others)} more: {some or 'no request named'} (--all shows each)"
@@ -127,7 +127,7 @@ def page(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
-    """Print the rules that could not be checked, notes, the size of the input, and a SUMMARY line for grep."""
+    """Print rules that kvfix could not check, notes, the size of the input, and a SUMMARY line for grep."""
     for rule, what, how in log.hidden():
         _print_whole(console, f"not checked: {rule} needs {what}, which this log level hides. Set {how}")
     for code, many in sorted(log.unknowns.items()):
@@ -149,12 +149,12 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
 
 
 def _print_whole(console: Console, text: str) -> None:
-    """Print a text in one line, without wrapping."""
+    """Print a text without wrapping."""
     console.print(text, soft_wrap=True, markup=False)
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return the text of the SUMMARY line: kinds of findings, numbers of requests, and which kinds are uncertain."""
+    """Return the text of the SUMMARY line. For each kind of finding, show the number of requests and uncertainty."""
     found = [each for each in findings if not each.is_note]
     words = []
     for kind in by_kind(found):
@@ -177,7 +177,7 @@ def nothing_found(log: Diagnosis) -> str:
 
 
 def not_recognised(log: Diagnosis) -> str:
-    """Return a sentence about an input without a recognised line."""
+    """Return a sentence about an input in which kvfix recognised no line."""
     if log.recording:
         return f"{log.recording} has a recording of kvfix. Run: kvfix replay {log.recording}"
     if log.is_own:
@@ -194,7 +194,7 @@ def read_words(log: Diagnosis) -> str:
 
 
 def versions(log: Diagnosis) -> dict[str, str]:
-    """Return {"LMCache": releases, "vLLM": releases}, with "" for unknown releases."""
+    """Return the releases of LMCache and vLLM as texts, with "" for an unknown release."""
     named = {"LMCache": ", ".join(log.releases.named("lmcache")), "vLLM": ", ".join(log.releases.named("vllm"))}
     for name, by_lines in (("LMCache", log.releases.candidates), ("vLLM", log.releases.placed())):
         if not named[name] and by_lines:
@@ -208,7 +208,7 @@ def named_versions(log: Diagnosis) -> list[str]:
 
 
 def print_request(log: Diagnosis, request: str, console: Console) -> None:
-    """Print the whole history of one request, then every line of the log that names this request."""
+    """Print the whole history of one request, then every log line that names this request."""
     for event in log.requests.history(request):
         _print(console, str(event), 0)
     if log.request_lines:

@@ -1,4 +1,4 @@
-"""Match lines of a log with the signs of known problems: a log text, an exception, a native crash or a stack."""
+"""Match log lines with the signs of known problems. A sign is a log text, an exception, a native crash or a stack."""
 
 import re
 from functools import cache, lru_cache
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from kvfix_tools.diagnose.log_line import LogLine, without_place
 
 PLACE = re.compile(r"<(\w+)>")
-#: {form of a sign: number of innermost frames that may have the place `within`; 0: all frames}
+#: For each form of a sign, the number of innermost frames among which `within` is searched. 0 means all frames.
 _FRAMES = {"raised": 8, "stack": 4, "died": 0}
-#: A place in a stack: `file.py:function`, `function()`, `folder/` or `namespace::function`.
+#: A place in a stack is `file.py:function`, `function()`, `folder/` or `namespace::function`.
 _PLACE = r"[\w./-]+\.\w+:[\w<>]+|[\w<>~]+\(\)|[\w./-]+/|[^\s`]+::[^\s`]+"
-#: The grammar of a sign (docs/knowledge.md).
+#: The syntax of a sign, which docs/knowledge.md describes.
 _SIGN = re.compile(
     r"(?:(?P<form>died|stack): )?"
     r"(?:(?P<kind>(?:[A-Z]\w*?|nixl\w+?)?(?:Error|Exception|Timeout|StopIteration|Disconnected))"
@@ -24,13 +24,13 @@ _SIGN = re.compile(
 
 
 class Sign(NamedTuple):
-    """The description of a line that shows a problem. All given parts must match the line.
+    """A description of lines that show a problem. A line fits if it matches all non-empty parts.
 
-    form: `logged`: a line of a logger. `raised`: an exception. `died`: a process that died without an exception, or
-        faulthandler's stack of this process. `stack`: a thread of a hung process.
-    kind: the class of the exception, without the module. text: a part of the line. `<name>` in it matches a value.
-    within: a function among the last frames (`file.py:name` or `name`), or a folder (`lmcache/`).
-    source: a part of the line of code that raised the exception. through: a part of the path of any frame.
+    form: `logged` is a logger's line, `raised` is an exception, and `stack` is a thread of a hung process. `died` is a
+        process that died without an exception, or faulthandler's stack of the process.
+    kind: the class of the exception, without the module. text: a part of the line, in which `<name>` matches a value.
+    within: a function among the innermost frames (`file.py:name` or `name`), or a folder (`lmcache/`).
+    source: a part of the source line that raised the exception. through: a part of the path of any frame.
     """
 
     form: str
@@ -43,7 +43,7 @@ class Sign(NamedTuple):
 
 @cache
 def parse(sign: str) -> tuple[Sign, ...]:
-    """Parse a sign of a record. A text without a class or a place gives two signs: of form `raised` and `logged`."""
+    """Parse a sign of a record. A sign that is only a text gives two signs, one `raised` and one `logged`."""
     found = _SIGN.fullmatch(sign)
     assert found is not None  # the pattern matches any text, because every part may be empty
     parts = {name: value or "" for name, value in found.groupdict().items()}
@@ -59,7 +59,7 @@ def parse(sign: str) -> tuple[Sign, ...]:
 
 @lru_cache(maxsize=4096)
 def longest(text: str) -> str:
-    """Return the longest fixed part of a template, which is the text between its values."""
+    """Return the longest fixed text of a template, which has no values."""
     return max(PLACE.split(text)[::2], key=len)
 
 
@@ -69,9 +69,9 @@ def _search(template: str, text: str) -> re.Match[str] | None:
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> re.Pattern[str]:
-    """Return the pattern of a template, in which `<name>` matches a value."""
+    """Return the regular expression for a template, in which `<name>` matches a value."""
     parts = PLACE.split(text)
-    # A value may be as long as the text CacheEngineKey(...) of LMCache.
+    # A value may be as long as LMCache's text `CacheEngineKey(...)`.
     made = [re.escape(part) if number % 2 == 0 else f"(?P<{part}>.{{1,600}}?)" for number, part in enumerate(parts)]
     if len(parts) > 1 and not parts[-1]:
         made[-2] = f"(?P<{parts[-2]}>[^\\n]{{1,200}})"
@@ -79,7 +79,7 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
-    """Return {name: value} of the sign's values in this line; None if the line does not fit the sign."""
+    """Return the sign's values in this line by name, or None if the line does not fit the sign."""
     fields = line.fields
     form = "died" if line.name == "raised" and fields.get("fault") else line.name
     if sign.form != form or (line.name == "died" and sign.within):
@@ -101,19 +101,19 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
 
 
 def implied(sign: Sign, by: Sign) -> bool:
-    """Return True if every line that fits the sign `by` also fits this sign."""
+    """Return True if every line that fits the sign `by` also fits `sign`."""
     if sign.form != by.form or sign.form not in ("logged", "raised"):
         return False
     if sign.form == "logged":
         return _search(sign.text, by.text) is not None
     wider = all(own in ("", more) for own, more in ((sign.kind, by.kind), (sign.through, by.through)))
-    # A sign with a text is more specific than a sign that names only the folder of a package.
+    # A sign with a text is more specific than a sign with only a package's folder.
     where = by.within.endswith(sign.within) or (sign.within.endswith("/") and bool(by.text))
     return wider and where and longest(sign.text) in by.text and sign.source in by.source
 
 
 def _within(place: str, frames: list[tuple[str, int, str]], most: int) -> bool:
-    """Return True if a frame is at this place. most: as in _FRAMES, without frames of Python's import system."""
+    """Return True if one of the `most` innermost frames is at this place. Ignore frames of Python's import system."""
     if place.endswith("/"):
         found = [frame for frame in frames if f"/{place}" in f"/{frame[0]}"]
     else:

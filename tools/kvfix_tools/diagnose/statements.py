@@ -1,8 +1,8 @@
-"""Read the logging statements (`statements.json`) and the checks (`checks.json`) of the releases.
+"""Read the logging statements (`statements.json`) and the checks (`checks.json`) of all known releases.
 
-Statements give the level of a line, the releases that have a statement at a line number, and samples for tests. Checks
-are the exceptions, assertions and error logs of connectors. If no known problem explains a failure, its check gives
-the condition under which the code fails, and the releases with this code. `make statements` writes both files.
+A statement gives a log line's level, the releases with the statement at a line number, and samples for tests. A check
+is a raise, an assertion or an error log in a connector. If no known problem explains a failure, the check gives the
+condition under which the code fails, and the releases that have the code. `make statements` writes both files.
 """
 
 import json
@@ -19,14 +19,14 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: A text with fewer characters (without values) may belong to several statements, unless function or line is known.
+#: A shorter text (without values) does not identify a statement, unless the function or the line is known.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
 
 
 class Statement(NamedTuple):
-    """template: the text, with `{}` for values. level: e.g. `info`, `assert`. lines: {release: line numbers}."""
+    """A logging statement. `template` has `{}` for values. `level` is e.g. `info`. `lines`: line numbers by release."""
 
     message: str
     template: str
@@ -42,7 +42,7 @@ def sample(template: str, value: str = "7") -> str:
 
 @lru_cache(maxsize=1)
 def known() -> dict[str, list[Statement]]:
-    """Return {distribution: all its logging statements}."""
+    """Return all logging statements of each distribution."""
     return {
         dist: [Statement(row[0], row[1], row[2], row[3], _by_release(row[4])) for row in rows]
         for dist, rows in json.loads(FILE.read_text()).items()
@@ -58,7 +58,7 @@ def _by_release(by_line: dict[str, list[str]]) -> dict[str, tuple[int, ...]]:
 
 
 def levels(message: str, release: str) -> set[str]:
-    """Return the levels at which this release logs the message; empty if the release does not log the message."""
+    """Return the levels at which this release logs the message. Empty if the release never logs the message."""
     return {row.level for rows in known().values() for row in rows if row.message == message and release in row.lines}
 
 
@@ -70,9 +70,9 @@ def releases_at(message: str, file: str, line: int) -> frozenset[str]:
 
 
 class Check(NamedTuple):
-    """kind: exception class, `assert`, or "" for a logged error. text: the message, with a placeholder for each value.
+    """A check. `kind` is an exception class, `assert`, or "" for a logged error. `text` has a placeholder per value.
 
-    condition: the condition of the assertion, or of the `if` statement that leads to the exception or the log.
+    condition: the condition of the assertion, or of the `if` statement that leads to the raise or the log.
     """
 
     kind: str
@@ -80,12 +80,12 @@ class Check(NamedTuple):
     condition: str
 
 
-#: {(file below the package, function, check): releases}
+#: For each (file below the package, function, check), the releases that have the check.
 Table = dict[tuple[str, str, Check], set[str]]
 
 
 def table(data: dict[str, Any]) -> Table:
-    """Return the table of one distribution. data: the distribution's entry in checks.json."""
+    """Return the table of one distribution, whose entry in checks.json is `data`."""
     releases = data["releases"]
     return {
         (file, function, Check(*row[:3])): {
@@ -99,15 +99,15 @@ def table(data: dict[str, Any]) -> Table:
 
 @lru_cache(maxsize=1)
 def checks() -> dict[str, tuple[list[str], Table]]:
-    """Return {distribution: (its releases, oldest first; the table of its checks)}."""
+    """Return, for each distribution, its releases (oldest first) and the table of its checks."""
     return {dist: (data["releases"], table(data)) for dist, data in json.loads(CHECKS.read_text()).items()}
 
 
 def said_of(line: LogLine, release_of: Callable[[str], str | None]) -> str:
-    """Return the end of a sentence: why the code failed, and which releases have this code; or ""."""
+    """Return the end of a sentence, which says why the code failed and which releases have this code, or ""."""
     for dist, (releases, table) in checks().items():
         found = [each for each in table if _shows(each, dist, line)]
-        # Other releases may have the same code in another file. Count these releases too.
+        # Also count releases that have the same code in another file.
         alike = {_alike(place) for place in found}
         having = {release for place, some in table.items() if _alike(place) in alike for release in some}
         if len({function for _, function, _ in found}) == 1:
@@ -125,7 +125,7 @@ def _shows(place: tuple[str, str, Check], dist: str, line: LogLine) -> bool:
     if line.name != "raised" or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind or None):
         return False
     if not fields["frames"]:
-        # Python itself raises AttributeError with the same text for many objects, so the text identifies no check.
+        # Python itself raises AttributeError with equal texts for many objects, so the text identifies no check.
         return not _NO_ATTRIBUTE.search(fields["text"]) and _fits(check.text, fields["text"], tells=True)
     path, _, within = fields["frames"][-1]
     if within != function or not f"/{path}".endswith(f"/{dist}/{file}"):
@@ -168,7 +168,7 @@ def _releases(name: str, releases: list[str], having: set[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def whole_statement(body: bytes) -> str | None:
-    """Return the name of the line (its name in the grammar, or "logged") if a release logs this text, or None."""
+    """If a release logs this text, return the line's name in `grammar` or "logged", else None."""
     text = " ".join(body.decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):
@@ -178,7 +178,7 @@ def whole_statement(body: bytes) -> str | None:
 
 @lru_cache(maxsize=1)
 def _statements() -> list[tuple[str, str, re.Pattern[str]]]:
-    """Return (kind of line, longest part without a value, pattern) of each logging statement of the releases."""
+    """Return the kind of line, the longest part without a value, and the pattern of each logging statement."""
     read = {message.name for message in grammar.MESSAGES if message.source in ("lmcache", "vllm")}
     templates = [
         (row.message, sample(row.template, _VALUE)) for rows in known().values() for row in rows if row.message in read

@@ -1,4 +1,4 @@
-"""Parse the text of one line. The result does not depend on other lines, so it can be cached."""
+"""Parse the text of one line. The result does not depend on other lines, so kvfix can cache it."""
 
 import calendar
 import enum
@@ -10,21 +10,21 @@ from kvfix_tools.diagnose.grammar import FRAME
 from kvfix_tools.diagnose.log_line import ANSI, Fields, LogLine, without_colours
 from kvfix_tools.diagnose.tracebacks import Part, by_name
 
-#: Text in every line that kvfix's own recorder writes.
+#: Every line that kvfix's own recorder writes contains this text.
 RECORDED = b'{"kind":"'
-#: Value of the field `logger` for lines of glog and UCX.
+#: Value of the field `logger` for lines that glog or UCX wrote.
 NATIVE = "native"
 #: `LogLine.name` of a line that only names a connector.
 WHO = "who"
 #: Maximum number of bytes of a message that kvfix keeps as evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
-#: Rest of LMCache's frame in a cut line: the level without the time, or the file and line at the line's end.
+#: A cut line keeps one of these parts of LMCache's log format: the level without the time, or the file and line.
 _CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: |\(\w+\.py:\d+:lmcache\.")
 #: _NO_TIME replaces the time in vLLM's prefix, so that equal messages give equal lines.
 _NO_TIME, _DIGITS = b"00-00 00:00:00", b"0123456789"
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
-#: vLLM's prefix is `ERROR 12-03 01:24:36 [core.py:844] `. Some dates have a year. The process precedes the prefix:
+#: vLLM's prefix is `ERROR 12-03 01:24:36 [core.py:844] `. Some dates have a year. A process may precede the prefix:
 #: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `, or Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `. torch
 #: and torchrun add `[rank0]: `.
 _VLLM = re.compile(
@@ -34,8 +34,8 @@ _VLLM = re.compile(
 _CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
-#: Levels of other loggers: Python's default format, uvicorn, glog (Mooncake, NIXL) and UCX. The pattern also finds
-#: errors of argparse, Docker and Helm.
+#: Find levels of Python's default log format, uvicorn, glog (Mooncake, NIXL) and UCX, and errors of argparse, Docker
+#: and Helm.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d(?!\S* +\d+ \S+\.go:)"
@@ -44,8 +44,8 @@ _OTHER = re.compile(
     rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
     rb"|exec format (?P<format>error))"
 )
-#: kvfix searches a rank in the first 128 bytes and a level in the first 320, because a prefix may precede them. Later
-#: in a line the same word may be part of a sentence.
+#: Other prefixes may precede a rank or a level, so kvfix searches the first 128 bytes for a rank and the first 320 for
+#: a level. Further on, the word may be part of a sentence.
 _RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
@@ -54,17 +54,17 @@ _DIED = re.compile(f"(?P<what>{'|'.join(grammar.TABLES.died)})".encode())
 _DEATHS = tuple(word.encode() for word in grammar.TABLES.deaths)
 #: Messages about failures that KVBM and Mooncake's master log at INFO.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
-#: An engine or a server that shuts down logs these messages. Later errors are consequences of the shutdown.
+#: An engine or a server logs these messages while it shuts down. Later errors are consequences of the shutdown.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
-#: Kinds of lines that uvicorn, lists of packages or kvfix write, but no logger of vLLM or LMCache.
+#: Kinds of lines that come from uvicorn, from lists of packages or from kvfix, not from vLLM's or LMCache's logger.
 _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 
 
 class Headless(enum.IntEnum):
-    """The lines without a logger's prefix that count: NONE, only lines that are WHOLE messages, or ALL lines.
+    """A choice of the lines without a logger's prefix to parse: NONE, lines that are WHOLE messages, or ALL lines.
 
-    A line without a prefix counts in an engine's log. In an input with few other lines, only a whole message counts.
-    In a manifest, in documentation or in another program's log, a line with the words of a message does not count.
+    ALL: the input is an engine's log. WHOLE: the input is a paste of messages with few other lines. NONE: the input is
+    a manifest, documentation or another program's log, in which a line may contain the words of a message.
     """
 
     NONE = 1
@@ -73,14 +73,14 @@ class Headless(enum.IntEnum):
 
 
 def is_own(text: bytes) -> bool:
-    """Return True if the text has a prefix of vLLM's or LMCache's logger, or the name of an engine's process."""
+    """Return True if the text has the prefix of vLLM's or LMCache's logger, or a process such as `(Worker pid=7)`."""
     return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
-#: The cache helps because logs repeat lines: vLLM asks about a waiting request in every step, and warnings repeat.
+#: The cache helps because lines repeat. For example, vLLM looks up a waiting request in every engine step.
 @lru_cache(maxsize=2048)
 def behind_frame(tail: bytes) -> LogLine | None:
-    """Parse the part of a line from LMCache's frame on. Return None if kvfix must parse the whole line."""
+    """Parse a line from `] LMCache LEVEL:` (FRAME) to its end. Return None if kvfix must parse the whole line."""
     level = LEVEL.match(tail)
     if level is None or len(tail) == LONGEST_BODY or tail.find(FRAME, level.end()) >= 0:
         return None
@@ -90,7 +90,7 @@ def behind_frame(tail: bytes) -> LogLine | None:
 
 
 def framed(level: bytes, body: bytes) -> LogLine:
-    """Parse the message after LMCache's frame, without time and place. The name is "" if it does not matter."""
+    """Parse the message after LMCache's prefix. The LogLine has no time, and its name is "" if kvfix skips it."""
     name, fields = "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}
     if level in (b"INFO", b"DEBUG"):
         name, fields = "closing" if body.startswith(_CLOSING) else "", {}
@@ -103,9 +103,9 @@ def framed(level: bytes, body: bytes) -> LogLine:
 
 
 class Other:
-    """A line without LMCache's frame: of vLLM, of another logger or of a traceback, or a line without its beginning.
+    """A line without LMCache's prefix: from vLLM, another logger or a traceback, or a line that lacks its beginning.
 
-    headless: the lines without a logger's prefix that count.
+    headless: the lines without a logger's prefix to parse.
     """
 
     def __init__(self, line: bytes, headless: Headless = Headless.ALL) -> None:
@@ -121,14 +121,14 @@ class Other:
             self.process, self.body = rank[1].decode(), text[rank.end() :]
         else:
             self.body = log_formats.without_prefix(text)
-        #: True if the line has vLLM's prefix, or names the process that wrote it.
+        #: True if the line has vLLM's prefix, or names the process that wrote the line.
         self.has_head = self._head is not None or bool(self.process)
-        #: True if the line may be part of py-spy's dump of stacks.
+        #: True if the line may belong to the output of `py-spy dump`.
         self.of_stack = b"Thread " in self.body or b"Process " in self.body
 
     @cached_property
     def part(self) -> Part:
-        """The line, parsed as a part of a traceback."""
+        """The line as a part of a traceback."""
         return Part(self.body)
 
     @cached_property
@@ -138,7 +138,7 @@ class Other:
 
     @cached_property
     def is_alone(self) -> bool:
-        """True if the lines before this line change its meaning only while a stack or a traceback is open."""
+        """True if earlier lines do not change the meaning of this line, unless a stack or a traceback is open."""
         return not self.may_join and (self.found is None or self.found[0] != "raised")
 
     @cached_property
@@ -159,7 +159,7 @@ class Other:
 
     @cached_property
     def found(self) -> tuple[str, Fields] | None:
-        """(name, fields) of a LogLine if the line is outside a traceback; None if the line does not matter."""
+        """The name and the fields of a LogLine, if the line is outside a traceback; None if kvfix skips the line."""
         text, body, head = self._text, self.body, self._head
         whole = not self.has_head and self._headless is Headless.WHOLE
         if not self.has_head and self._headless is Headless.NONE and RECORDED not in text:
@@ -197,12 +197,12 @@ class Other:
         return None
 
     def _is_whole(self, message: grammar.Message) -> bool:
-        """Return True if the line is exactly this message, or if no logger of vLLM or LMCache writes the message."""
+        """Return True if the line is exactly this message, or if the message is not from vLLM's or LMCache's logger."""
         return message.name in _NO_STATEMENTS or statements.whole_statement(self.body) == message.name
 
 
 def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
-    """Return (parsed line, time in vLLM's prefix or b""). The cache parses lines that differ only in time once."""
+    """Return (parsed line, time in vLLM's prefix or b""). A cache serves lines that differ only in their time."""
     if len(line) > LONGEST_BODY:
         return Other(line, headless), b""
     at = line.find(b" [")
@@ -215,14 +215,14 @@ def parsed(line: bytes, headless: Headless) -> tuple[Other, bytes]:
 
 @lru_cache(maxsize=2048)
 def _parsed(head: bytes, tail: bytes, headless: Headless) -> Other:
-    """Parse a line that had a time between `head` and `tail`. If `tail` is empty, `head` is the whole line."""
+    """Parse the line `head` + time + `tail`, whose time was removed. If `tail` is empty, `head` is the whole line."""
     return Other(head + _NO_TIME + tail if tail else head, headless)
 
 
 @lru_cache(maxsize=256)
 def process(prefix: bytes) -> str:
-    """Return the last process that the prefix names. An earlier process belongs to another line."""
-    if prefix.find(b"pid=") < 0:  # `in` takes three times as long: it first tries to convert to a number
+    """Return the last process that the prefix names, because an earlier process name belongs to another line."""
+    if prefix.find(b"pid=") < 0:  # `in` takes three times as long, because it first tries to convert to a number
         return ""
     named = _PROCESS.findall(prefix)
     if not named:
@@ -232,14 +232,14 @@ def process(prefix: bytes) -> str:
 
 
 def second_and_process(prefix: bytes) -> tuple[float | None, str]:
-    """Return the time and the last process. prefix: the text before the milliseconds of LMCache's frame."""
+    """Return the time and the last process. prefix: the text before the milliseconds of LMCache's time stamp."""
     if len(prefix) < _SECOND:
         return None, process(prefix)
     return _second(prefix[-_SECOND:][:4], prefix[5 - _SECOND :]), process(prefix[:-_SECOND])
 
 
 def clock(line: bytes, year: bytes, stamp: bytes = b"") -> float | None:
-    """Return the time of vLLM's line in seconds since 1970; None without a time or a year. stamp: from `parsed`."""
+    """Return the time of vLLM's line in seconds since 1970, or None without a time or a year. stamp: see `parsed`."""
     if stamp:
         return _second(year, stamp)
     found = _CLOCK.search(line[:_LEVELLED])
@@ -248,7 +248,7 @@ def clock(line: bytes, year: bytes, stamp: bytes = b"") -> float | None:
 
 @lru_cache(maxsize=256)
 def _second(year: bytes, stamp: bytes) -> float | None:
-    """Convert a year and `11-21 01:41:27` to seconds since 1970, as for UTC. Return None for another text."""
+    """Convert a year and a text like `11-21 01:41:27`, read as UTC, to seconds since 1970. Return None if invalid."""
     try:
         month, day, hour, minute, second = map(int, re.split(rb"[- :]", stamp))
         return float(calendar.timegm((int(year), month, day, hour, minute, second, 0, 0, 0)))

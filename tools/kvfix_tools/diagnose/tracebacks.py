@@ -1,7 +1,7 @@
-"""Assemble tracebacks from the lines of one process: frames, source, and each exception of a chain.
+"""Assemble tracebacks from the lines of one process. A chain of exceptions gives one result for each exception.
 
-Also read stacks that faulthandler prints when a signal kills a process, and the output of `py-spy dump`. Both outputs
-begin with the innermost frame.
+This module also reads the stacks that faulthandler prints when a signal kills a process, and the output of
+`py-spy dump`. Both outputs begin with the innermost frame.
 """
 
 import re
@@ -16,9 +16,9 @@ from kvfix_tools.diagnose.log_line import Fields
 Frame = tuple[str, int, str]
 
 _FRAME = re.compile(rb'File "(?P<file>[^"\n]{1,400})", (?:line )?(?P<line>\d{1,9}),? in (?P<function>[^\s(]+)')
-#: The last line of a traceback, with an exception of any class: `zmq.error.Again: ...`, `StopIteration`.
+#: The last line of a traceback names an exception of any class, such as `zmq.error.Again: ...` or `StopIteration`.
 _EXCEPTION = re.compile(rb"(?P<type>[A-Za-z_][\w.]*[A-Za-z_0-9])(?:: ?(?P<text>.*))?$")
-#: An exception without a traceback. The class must have a name that is usual for exceptions.
+#: Find an exception in a line outside a traceback, by a class name that is usual for exceptions.
 _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: |with exception )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
@@ -31,19 +31,19 @@ _LINKS = (b"The above exception was the direct cause", b"During handling of the 
 _FAULT = re.compile(rb"Fatal Python error: (?P<text>[^\n]*)|!!! (?P<native>Segfault encountered)")
 _NATIVE_STACK = b"most recent call first"
 _CARETS = frozenset(b" ~^")
-#: Classes of exception groups. kvfix reports the exceptions inside a group, because they are the cause.
+#: Classes of exception groups. kvfix reports the exceptions inside a group, because these exceptions are the cause.
 _GROUPS = ("ExceptionGroup", "BaseExceptionGroup")
-#: After _GOES_ON unrelated lines of a process its traceback ends. _OPEN: maximum number of open tracebacks.
+#: A traceback ends after _GOES_ON unrelated lines of its process. At most _OPEN tracebacks can be open.
 _GOES_ON, _OPEN = 40, 256
-#: Maximum number of innermost frames to keep, and maximum length of the last frame's source line.
+#: kvfix keeps the _FRAMES innermost frames of a traceback, and _SOURCE characters of the last frame's source line.
 _FRAMES, _SOURCE = 48, 400
 
 
 def raised(kind: str, text: str, frames: Sequence[Frame] = (), source: str = "", fault: bool = False) -> Fields:
-    """Return the fields of an exception: its frames, outermost first, and the values in its text.
+    """Return the fields of a LogLine for an exception, including the values in its text.
 
-    kind: class, as logged. source: source line of the last frame. fault: True if a signal killed the process. The
-    field `meaning` has the name of the grammar's message that matches the text.
+    kind: the class, as logged. frames: outermost first. source: source line of the last frame. fault: True if a signal
+    killed the process. The field `meaning` is the name of the message in `grammar` that matches the text, or "".
     """
     fields = {
         "type": kind.rpartition(".")[2], "class": kind, "text": text, "source": source, "frames": frames,
@@ -58,7 +58,7 @@ def raised(kind: str, text: str, frames: Sequence[Frame] = (), source: str = "",
 
 
 class Part:
-    """A line, parsed as a part of a traceback. Earlier lines decide if this line belongs to a traceback."""
+    """A line, parsed as a part of a traceback. Only earlier lines show if this line really belongs to a traceback."""
 
     def __init__(self, body: bytes) -> None:
         text = self.text = body.rstrip()
@@ -68,7 +68,7 @@ class Part:
             self.frame = (_decoded(found["file"]), int(found["line"]), _decoded(found["function"]))
         self.begins = b"Traceback (" in text and _HEADER.search(text) is not None
         fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
-        #: Text of Python's fatal error, or None. Later lines have the stack.
+        #: Text of Python's message about a fatal error, or None. The stack follows in later lines.
         self.fault = _decoded(fault["text"] or fault["native"]) if fault is not None else None
         links = any(link in text for link in _LINKS)
         #: True if the line is certainly part of a traceback.
@@ -83,12 +83,12 @@ class Part:
             return None
         plain = found["type"].islower() and b"." not in found["type"]
         if plain and (found["text"] is None or b"_" in found["type"]):
-            return None  # a wrapped line or a setting: names of classes have capital letters
+            return None  # a wrapped line or a setting, because class names have capital letters
         return _decoded(found["type"]), _decoded(found["text"] or b"")
 
     @cached_property
     def source(self) -> str:
-        """The line as the source line of a frame; "" if the line has only carets."""
+        """The source line that this line shows, or "" if the line has only carets."""
         return "" if set(self.text) <= _CARETS else _decoded(self.text)
 
 
@@ -98,21 +98,21 @@ class _Traceback:
         self.source = ""
         self.missed = 0
         self.fault: str | None = None
-        #: The prefix that a launcher adds to each line (`node01: `, `[2026-11-21 01:41:27] `), with 0 for every digit.
+        #: A launcher's prefix of each line (`node01: `, `[2026-11-21 01:41:27] `), with every digit replaced by 0.
         self.prefix = b""
 
 
 class Tracebacks:
-    """The parser of tracebacks in one input. `take` gets lines without their logger's prefix."""
+    """The parser of tracebacks in one input. The caller removes the logger's prefix from each line."""
 
     def __init__(self) -> None:
-        #: {process: its open traceback, which the next lines of the process may continue}
+        #: For each process, the open traceback that the process's next lines may continue.
         self.open: dict[str, _Traceback] = {}
-        #: {process: (open exception group, True if an exception of this group was read)}
+        #: For each process, its open exception group, and True if kvfix has read an exception of the group.
         self._groups: dict[str, tuple[Fields, bool]] = {}
 
     def take(self, process: str, part: Part) -> tuple[bool, Fields | None]:
-        """Take a line. Return (True if it is part of a traceback, exception whose traceback the line ends or None)."""
+        """Return True if the line is part of a traceback, and the exception whose traceback ends here or None."""
         known = self.open.get(process)
         if known is None and not part.sure:
             return False, None
@@ -148,7 +148,7 @@ class Tracebacks:
         trace.prefix = shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
-            trace.frames.extend(group["frames"])  # a frame of the group may be the connector's hook
+            trace.frames.extend(group["frames"])  # because a frame of the group may be a connector hook
             self._groups[process] = group, True
         return trace
 
@@ -169,8 +169,8 @@ class Tracebacks:
                 return True, None
             del self.open[process]
             return False, _raised(trace)
-        if indented or not text or (trace.frames and text.startswith(b"assert ")):  # pasted without indentation
-            if trace.frames and part.source:  # Python 3.13 prints every line of a statement
+        if indented or not text or (trace.frames and text.startswith(b"assert ")):  # a paste may lose the indentation
+            if trace.frames and part.source:  # Python 3.13 prints all source lines of a statement
                 trace.source = f"{trace.source} {part.source}".strip()[:_SOURCE]
             return True, None
         if trace.frames and part.exception is not None:
@@ -182,7 +182,7 @@ class Tracebacks:
 
 
 def by_name(body: bytes, anywhere: bool) -> Fields | None:
-    """Return the exception in a line without a traceback. anywhere: also search after an unknown prefix."""
+    """Return the exception in a line outside a traceback. anywhere: also accept an unknown prefix before the class."""
     for kind, pattern in _BARE:
         bare = pattern.match(body)
         if bare is not None:
@@ -194,7 +194,7 @@ def by_name(body: bytes, anywhere: bool) -> Fields | None:
 
 
 def _raised(trace: _Traceback, kind: str = "", text: str = "") -> Fields:
-    """Return the exception of a traceback. kind: "" for an incomplete traceback: the source may show the class."""
+    """Return the exception of a traceback. If the traceback is cut (kind ""), the source line may show the class."""
     frames = list(trace.frames)
     if trace.fault is not None:  # faulthandler names the innermost frame first
         return raised("", trace.fault, frames[::-1], fault=True)
@@ -218,12 +218,12 @@ class Stacks:
 
     def __init__(self) -> None:
         self._process = ""
-        #: (name, state) of the thread whose frames the next lines may have; None without a thread.
+        #: Name and state of the thread whose frames are being read, or None.
         self.open: tuple[str, str] | None = None
         self._frames: list[Frame] = []
 
     def take(self, text: bytes) -> tuple[bool, Fields | None]:
-        """Take a line. Return (True if the line is part of a dump, the thread that ends before the line or None)."""
+        """Return True if the line is part of a dump, and the thread whose stack ended before this line or None."""
         thread, process = _THREAD.match(text), _STACK_PROCESS.match(text)
         if thread is None and process is None:
             frame = _STACK_FRAME.match(text) if self.open is not None else None
@@ -240,9 +240,9 @@ class Stacks:
         return True, ended
 
     def end(self) -> Fields | None:
-        """Close the open thread, and return its fields. Return None if no frame was read.
+        """Close the open thread, and return the fields of a LogLine. Return None if the thread has no frame.
 
-        process: `VLLM::EngineCore pid=7`, or "". frames: the innermost frame is last, as in a traceback.
+        The field `process` is like `VLLM::EngineCore pid=7`, or "". In `frames`, the innermost frame is last.
         """
         thread, frames = self.open, self._frames[::-1]
         self.open, self._frames = None, []

@@ -1,4 +1,4 @@
-"""The command `kvfix dump`: read the processes, print a summary, write the bundle."""
+"""The command `kvfix dump`, which reads the processes, writes the bundle, and prints a summary."""
 
 import io
 import json as jsonlib
@@ -14,7 +14,7 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """Return 0 if the bundle was written, 2 if writing failed or the process does not exist, 77 if nothing was read."""
+    """Write a bundle. Return 2 if this fails or the process does not exist, 77 if no process is readable, else 0."""
     tree = processes.tree(pid)
     if not tree:
         return screen.error(f"kvfix dump: there is no process {pid}")
@@ -59,6 +59,6 @@ def _write(bundle: Path, tree: list[processes.Process], rows: list[dict[str, Any
                 entry = tarfile.TarInfo(f"{bundle.name.removesuffix('.tar.gz')}/{part}")
                 entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                 archive.addfile(entry, io.BytesIO(content))
-    except BaseException:  # for example, the disk is full: remove the incomplete bundle
+    except BaseException:  # remove the incomplete bundle, for example if the disk is full
         bundle.unlink()
         raise

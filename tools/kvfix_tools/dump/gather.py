@@ -1,4 +1,4 @@
-"""Read the stacks of each process with py-spy, and its flight recorder with the signal SIGUSR2."""
+"""Read the stacks of each process with py-spy. Get each flight recorder by sending SIGUSR2 to the process."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from kvfix.engine_state.places import HOOKS
 from kvfix_tools import recording
 from kvfix_tools.dump.processes import Process, own_text, ready
 
-STACKS, RECORDER = 20, 5.0  # time limits in seconds: for the stacks and for the recorder of one process
+STACKS, RECORDER = 20, 5.0  # time limits in seconds for the stacks and for the recorder of one process
 
 
 def gather(tree: list[Process]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return (a row of the summary for each process, {file of the bundle: its text})."""
-    # Read the recorders before the stacks, because a process does not answer while py-spy stops it.
+    """Return a summary row for each process, and the text of each file in the bundle."""
+    # Read the recorders before the stacks, because py-spy pauses a process, and a paused process does not answer.
     with ThreadPoolExecutor(max(1, len(tree))) as pool:
         recorded = list(pool.map(recorder, tree))
     rows, files = [], {}
@@ -46,7 +46,7 @@ def program(name: str) -> str | None:
 
 
 def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return (py-spy's threads of this process, ""), or (None, the reason)."""
+    """Return (threads of this process in py-spy's output, ""), or (None, the reason why there are none)."""
     py_spy = program("py-spy")
     if py_spy is None:
         return None, "py-spy is not installed. Run: pip install py-spy"
@@ -64,7 +64,7 @@ def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
 
 
 def recorder(process: Process) -> tuple[str | None, str]:
-    """Return (text of the recorder file that the process writes at a signal, ""), or (None, the reason)."""
+    """Return (text of the recorder file that the process writes after SIGUSR2, ""), or (None, why there is none)."""
     announced = ready(process)
     if not announced:
         return None, "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
@@ -104,7 +104,7 @@ def _connectors(recorder: str) -> list[dict[str, Any]]:
 
 
 def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the frames of the main thread, the innermost first; [] if py-spy did not find the thread."""
+    """Return the frames of the main thread, innermost first, or [] if py-spy did not find the main thread."""
     for each in threads:
         if each.get("thread_name") == "MainThread" or each.get("os_thread_id") == each.get("pid"):
             return list(each["frames"])
@@ -112,14 +112,14 @@ def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def where(threads: list[dict[str, Any]], connectors: list[dict[str, Any]]) -> str:
-    """Return the connector hook in which the process is, for how long and at which line; "" outside of all hooks."""
+    """Return the connector hook that the process is in, its duration and the current line, or "" if in no hook."""
     frames = main_frames(threads)
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in connectors if each.get("inside")]
-    if inside:  # the innermost hook began last
+    if inside:  # the hook that began last is the innermost one
         last = min(inside, key=lambda each: each["seconds"])
         return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
     for frame in frames:
-        if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy writes "Class.name" from Python 3.11 on
+        if frame["name"].rpartition(".")[2] in HOOKS:  # since Python 3.11, py-spy writes "Class.name"
             return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"
     return ""

@@ -1,4 +1,4 @@
-"""The processes of an engine, with their settings of vLLM, LMCache and kvfix, without secrets."""
+"""Find the processes of an engine, and read their settings of vLLM, LMCache and kvfix without secrets."""
 
 import json
 import os
@@ -19,20 +19,20 @@ class Process(NamedTuple):
     parent: int
     name: str
     state: str
-    began: int  # clock ticks after boot
+    began: int  # start time in clock ticks after boot
     threads: int
     command: list[str]
     settings: dict[str, str]  # from the environment with which the process started
     owner: int  # user id
-    directory: str  # the folder for its recorder files
+    directory: str  # the folder for the process's recorder files
 
 
 def tree(pid: int) -> list[Process]:
-    """Return this process and all its descendants, parents first. Empty if the process does not exist.
+    """Return this process and all its descendants, parents first, or [] if the process does not exist.
 
-    vLLM names its processes (setproctitle), which overwrites a part of the environment that /proc shows. The missing
-    settings are taken from the parent. Ray sets the environment of a worker after its start, so /proc does not show it.
-    For Ray's workers, kvfix takes the folder from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
+    vLLM sets process titles (setproctitle), which overwrites a part of the environment in /proc. kvfix takes missing
+    settings from the parent. Ray sets a worker's environment after the worker has started, so /proc lacks it. For
+    Ray's workers, kvfix takes the folder from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -50,7 +50,7 @@ def tree(pid: int) -> list[Process]:
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:
-    """Return the engine's processes on this node that `tree` lacks, such as Ray's workers, the children of a raylet."""
+    """Return the engine's processes on this node that `tree` lacks, such as Ray's workers, whose parent is a raylet."""
     engines = {engine for process in tree for engine in ready(process).get("engines", ())}
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):
@@ -67,7 +67,7 @@ def elsewhere(tree: list[Process]) -> list[Process]:
 
 
 def ready(process: Process) -> dict[str, Any]:
-    """Return the content of the file by which a process announces that it answers `kvfix dump`; {} without a file."""
+    """Return the content of the file that announces that the process answers `kvfix dump`, or {} without a file."""
     try:
         announced = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
     except (OSError, ValueError):
@@ -76,8 +76,8 @@ def ready(process: Process) -> dict[str, Any]:
 
 
 def own_text(process: Process, path: Path) -> str:
-    """Read a file of this process. Raise OSError for a link, or if another user owns the file or its folder."""
-    # kvfix may run as root. A folder of another user must not make kvfix signal a process or show another file.
+    """Read a file of this process. Raise OSError for a link, or if another user owns the file or the folder."""
+    # kvfix may run as root. Files of another user must not make kvfix signal a process or reveal a private file.
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     shared = SharedFolder(folder, process.owner)
     if os.fstat(folder).st_uid != process.owner:
@@ -86,16 +86,16 @@ def own_text(process: Process, path: Path) -> str:
 
 
 def _described(pid: int) -> Process | None:
-    """Describe a process; None if it does not exist. Fields that kvfix may not read stay empty."""
+    """Describe a process. Return None if the process does not exist. Fields that kvfix may not read stay empty."""
     if pid not in psutil.pids():
         return None
     try:
         shown = psutil.Process(pid).as_dict(["ppid", "name", "num_threads", "cmdline", "uids"])
-        # Fields 3 and later of proc_pid_stat. psutil has neither the kernel's state letter nor the start in ticks.
+        # Read /proc/PID/stat from field 3 on, because psutil offers no kernel state letter and no start in ticks.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (psutil.NoSuchProcess, OSError):
         return None
-    # psutil stops at the first empty entry of the environment, and setproctitle leaves empty entries.
+    # psutil stops at the first empty entry of the environment, but setproctitle leaves empty entries.
     entries = (entry.partition("=") for entry in proc_text(pid, "environ").split("\0"))
     environment, owner = {key: value for key, _, value in entries if key}, shown["uids"].effective
     shared = environment.get(DIRECTORY) or os.environ.get(DIRECTORY) or environment.get("TMPDIR") or "/tmp"
@@ -114,12 +114,12 @@ def _described(pid: int) -> Process | None:
 
 
 def _own_folder(shared: str, owner: int) -> str:
-    """Return the folder that connector_events/recorder.py makes for this user."""
+    """Return the folder that connector_events/recorder.py creates for this user."""
     return os.path.join(shared, f"kvfix-{owner}")
 
 
 def proc_text(pid: int, name: str) -> str:
-    """Read a file of /proc; "" if the process belongs to another user or has ended."""
+    """Read a file in /proc. Return "" if the process belongs to another user or has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:

@@ -1,1 +1,1 @@
-"""`kvfix verify URL`: check that a running server gives equal answers with and without KV from the connector."""
+"""`kvfix verify URL` checks that a running server gives equal answers with and without KV from the connector."""

@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP: its models, metrics, and answers with log probabilities."""
+"""An HTTP client of one vLLM server. The client reads models, metrics, and answers with log probabilities."""
 
 import json
 import time
@@ -12,12 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvfix_tools.verify.compare import SMALLEST, Answer
 from kvfix_tools.verify.prompts import Prompt
 
-TOP = 5  # number of log probabilities to request for each answered token
+TOP = 5  # number of log probabilities to request for each generated token
 SILENCE = 120.0  # maximum seconds without a byte from the server
 
 
 class Refused(Exception):
-    """The server cannot be reached, or answers with an error. The text has the reason, and what to do."""
+    """The server is unreachable or returns an error. The exception's text has the reason, and what to do."""
 
 
 class OutOfTime(Exception):
@@ -25,7 +25,7 @@ class OutOfTime(Exception):
 
 
 class Metrics(NamedTuple):
-    """Sums over all engines of the server. Counters are in tokens, except `requests` and `preemptions`."""
+    """Metrics, summed over all engines of the server. `queried` and `hits` count tokens in the connector's cache."""
 
     requests: float
     queried: float
@@ -38,19 +38,19 @@ class Metrics(NamedTuple):
 class Reply(NamedTuple):
     answer: Answer
     first: float  # seconds until the first token
-    prompt_tokens: int  # number of tokens by the server's count
+    prompt_tokens: int  # number of prompt tokens, as the server counts them
     cached: int | None  # tokens from any cache; None unless the server runs with --enable-prompt-tokens-details
-    counted: int | None = None  # tokens from the connector, by /metrics. None: not read, or changed by other clients
+    counted: int | None = None  # tokens from the connector in /metrics; None if not read, or if other clients hide it
 
     @property
     def hits(self) -> int | None:
-        """Tokens from the connector: `counted`, or else `cached`, because after a flush no other cache has tokens."""
+        """Tokens from the connector: `counted`, or else `cached`, because a flush empties the GPU's prefix cache."""
         return self.cached if self.counted is None else self.counted
 
 
 class Server:
     def __init__(self, url: str, key: str, until: float) -> None:
-        """url: with or without /v1. key: bearer token, or "". until: time.monotonic() at which the run ends."""
+        """Take a url with or without /v1, a bearer token or "", and the time.monotonic() at which the run must end."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = ""
         self.until = until
@@ -64,30 +64,30 @@ class Server:
         return list(self._json("GET", "/v1/models").get("data", []))
 
     def version(self) -> str:
-        """Return vLLM's release; "" if the server hides it."""
+        """Return vLLM's release, or "" if the server does not report it."""
         with suppress(Refused):
             return str(self._json("GET", "/version").get("version", ""))
         return ""
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text; [] if the server does not offer this."""
+        """Return the token ids of a text, or [] if the server does not offer /tokenize."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         with suppress(Refused):
             return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
         return []
 
     def reset(self) -> bool | None:
-        """Empty the GPU's prefix cache. Return False if blocks are in use, None if the server cannot do this."""
+        """Empty the GPU's prefix cache. Return False if blocks are in use, or None if the server refuses to do so."""
         with suppress(Refused):
             answer = self._request("POST", "/reset_prefix_cache")
-            # vLLM before 0.11 answers with an empty body.
+            # vLLM before 0.11 returns an empty body.
             return bool(answer.json().get("success", True)) if answer.content.strip() else True
         return None
 
     def metrics(self) -> Metrics:
-        """Return the metrics. Raise Refused if the server has no /metrics of vLLM."""
+        """Return the metrics. Raise Refused if the server has no /metrics page of vLLM."""
         samples: list[Any] = []
-        with suppress(Refused, ValueError):  # ValueError: a page that is not Prometheus text
+        with suppress(Refused, ValueError):  # a page that is not Prometheus text raises ValueError
             families = text_string_to_metric_families(self._request("GET", "/metrics").text)
             samples = [sample for family in families for sample in family.samples]
         if not any(sample.name.startswith("vllm:") for sample in samples):
@@ -104,7 +104,7 @@ class Server:
         )  # fmt: skip
 
     def metrics_after(self, before: Metrics) -> Metrics:
-        until = time.monotonic() + 5.0  # the server updates its metrics after the answer
+        until = time.monotonic() + 5.0  # the server updates its metrics only after it has sent the answer
         while True:
             now = self.metrics()
             if now.requests > before.requests or time.monotonic() > until:
@@ -184,7 +184,7 @@ class Server:
 
 
 def _finite(logprobs: dict[str, float | None] | None) -> dict[str, float]:
-    """Replace null, which stands for NaN in JSON, by vLLM's smallest log probability."""
+    """Replace null, which stands for NaN in JSON, with vLLM's smallest log probability."""
     return {token: SMALLEST if value is None else float(value) for token, value in (logprobs or {}).items()}
 
 

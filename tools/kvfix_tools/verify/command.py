@@ -1,4 +1,4 @@
-"""The command `kvfix verify URL`: options, servers, and output."""
+"""The command `kvfix verify URL`, with its options and output."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from kvfix_tools.verify.client import Metrics, OutOfTime, Refused, Server
 from kvfix_tools.verify.prompts import TOKENS, WORDS, Maker, Sizes
 from kvfix_tools.verify.rounds import SURVEY, Inconclusive, Rounds
 
-TOKENS_PER_WORD = 1.3  # estimate, if the server does not offer /tokenize
-FEWEST_TOKENS = 8  # minimum size of the vocabulary. With fewer tokens, two prompts share blocks by chance
+TOKENS_PER_WORD = 1.3  # an estimate for servers that do not offer /tokenize
+FEWEST_TOKENS = 8  # minimum number of different tokens. With fewer tokens, two prompts may share blocks by chance
 
 
 class Options(NamedTuple):
@@ -34,7 +34,7 @@ class Options(NamedTuple):
 
 
 def verify(options: Options) -> int:
-    """Return 0 if the answers are the same, 1 if they differ, 2 if the server refuses, 77 if nothing is proven."""
+    """Return 0 if the answers are equal, 1 if they differ, 2 if the server refuses, or 77 if the run proves nothing."""
     about: dict[str, Any] = {"url": options.url, "model": options.model, "vllm": ""}
     key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
     if options.api_key_env and not key:
@@ -72,7 +72,7 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
             f"{reference.url} has no /metrics of vLLM, so kvfix cannot count tokens from the connector."
             " Use the port of the engine, not of a proxy"
         ) from None
-    # vLLM reports the context length only for the base model, so take it from the adapter's parent.
+    # vLLM reports the context length only for the base model, so use the length of the adapter's parent.
     base = next((each for each in models if each["id"] == chosen.get("parent")), chosen)
     context = int(chosen.get("max_model_len") or base.get("max_model_len") or 0)
     maker, sizes = _plan(options, reference, metrics, context)
@@ -122,7 +122,7 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
 def _end(
     options: Options, about: dict[str, Any], code: int, why: str, lines: Sequence[str] = (), answer: Any = None
 ) -> int:
-    """Print the result, and return the exit code. answer: results for JSON; None if the run did not end."""
+    """Print the result, and return the exit code. answer: the results for JSON, or None if the run was incomplete."""
     screen.progress("")
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **(answer or {"reason": why})}))

@@ -1,11 +1,11 @@
 """Decide whether answers differ by noise or because their KV is wrong. This module does no input or output.
 
-If a GPU computes a prompt twice, the last bits differ, because the order of sums depends on the batch. So the run
-measures this noise. A *control* is the difference between two answers to one prompt: the first computed, the second
-from the GPU's own prefix cache. The connector takes no part in a control.
+If a GPU computes a prompt twice, the last bits differ, because the order of sums depends on the batch. The run measures
+this noise with controls. A *control* is the difference between two answers to one prompt, of which the first is
+computed, and the second uses the GPU's own prefix cache. The connector takes no part in a control.
 
-The run assumes: if answers with KV from the connector are right, their differences have the distribution of the
-controls. Then every order of the differences by size is equally likely, and the error rates below are exact bounds. A
+The run assumes that if KV from the connector is right, differences of answers with this KV have the distribution of the
+controls. Then all orders of the differences by size are equally likely, and the error rates below are exact bounds. A
 difference counts only above `MARGIN` times the largest control, so the assumption may be wrong by this factor.
 """
 
@@ -13,41 +13,41 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Maximum share of healthy runs with the verdict "different". `first_test` and the second test cause up to half each.
+#: Maximum share of healthy runs that get the verdict "different". Each of the two tests may cause half of this share.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
-TOO_NOISY = 2.0  # nats. If noise moves a log probability by more, the run proves nothing
-FAR = 20.0  # A difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it
-SPARE = 2  # fresh prompts in the second test (`Judge.needed`), in addition to those that must differ
-SMALLEST = -9999.0  # vLLM's smallest log probability, which here also stands for NaN
+TOO_NOISY = 2.0  # in nats. If noise moves a log probability by more than this, the run proves nothing
+FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it
+SPARE = 2  # number of fresh prompts in the second test (`Judge.needed`) that need not differ
+SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses it for NaN
 
 
 class Answer(NamedTuple):
     tokens: tuple[str, ...]
-    logprobs: tuple[dict[str, float], ...]  # for each token, {token: log probability} of the likeliest tokens
+    logprobs: tuple[dict[str, float], ...]  # for each generated token, the log probabilities of the likeliest tokens
 
 
 def has_numbers(answer: Answer) -> bool:
-    """Return False if the model computed NaN. An answered token then has no log probability."""
+    """Return False if the model computed NaN, because a generated token then has no log probability."""
     return all(max(each.values(), default=SMALLEST) > SMALLEST for each in answer.logprobs)
 
 
 class Difference(NamedTuple):
-    """The largest difference of a log probability, in nats."""
+    """The largest difference between log probabilities of one token, in nats."""
 
     size: float
-    position: int  # index of the answered token
+    position: int  # index of the generated token
     token: str = ""
-    computed: float = 0.0  # log probability of the token
+    computed: float = 0.0  # log probability of the token in the computed answer
     cached: float = 0.0
 
 
 def difference(computed: Answer, cached: Answer) -> Difference:
-    """Compare two answers up to the first token that differs. After this token, the two texts are different prompts."""
+    """Compare two answers up to the first differing token. Later tokens follow different texts and are incomparable."""
     largest = Difference(0.0, 0)
     for position, (one, other) in enumerate(zip(computed.logprobs, cached.logprobs, strict=False)):
         for token in {*one, *other}:
-            # A token that is not in a list has at most the list's smallest value. So the difference is at least `size`.
+            # A token that is missing in a list has at most the list's smallest value, so `size` is a lower bound.
             left = one.get(token, min(one.values(), default=0.0))
             right = other.get(token, min(other.values(), default=0.0))
             is_known = token in one and token in other
@@ -60,7 +60,7 @@ def difference(computed: Answer, cached: Answer) -> Difference:
 
 
 class Judge(NamedTuple):
-    """Decide if differences are noise. controls: one difference for each control prompt."""
+    """Decide if differences are noise. `controls` has one difference for each prompt with a control."""
 
     controls: Sequence[float]
 
@@ -70,7 +70,7 @@ class Judge(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """True if all controls are equal in every bit (VLLM_BATCH_INVARIANT=1). Then any difference counts."""
+        """True if all controls are 0, for example with VLLM_BATCH_INVARIANT=1. Then every difference counts."""
         return bool(self.controls) and self.noise == 0.0
 
     @property
@@ -81,13 +81,13 @@ class Judge(NamedTuple):
         return size > self.limit
 
     def first_test(self, pairs: Sequence[float]) -> bool:
-        """Return True if too many `pairs` exceed the limit for noise. pairs: differences of prompts with a control."""
+        """Return True if too many `pairs`, the differences of prompts with a control, exceed the limit for noise."""
         above, every = sum(map(self.exceeds, pairs)), len(pairs) + len(self.controls)
         chance = math.prod((len(pairs) - number) / (every - number) for number in range(above))
         return above > 0 and chance < FALSE_ALARMS / 2
 
     def needed(self, compared: int) -> int:
-        """Return how many of `needed + SPARE` fresh prompts must differ, to confirm one of `compared` differences."""
+        """Return how many of `needed + SPARE` fresh prompts must differ to confirm one of `compared` differences."""
         needed = 1
         while compared * _second(needed, len(self.controls)) > FALSE_ALARMS / 2:
             needed += 1
@@ -99,10 +99,10 @@ class Judge(NamedTuple):
 
 
 def is_decided(differs: int, asked: int, needed: int) -> bool:
-    """Return True if the second test is decided: enough prompts differ, or too few are left."""
+    """Return True if the second test is decided, because enough prompts differ or too few prompts are left."""
     return differs >= needed or differs + (needed + SPARE - asked) < needed
 
 
 def _second(needed: int, controls: int) -> float:
-    """Return the chance that by noise one answer and `needed` of `needed + SPARE` fresh prompts exceed all controls."""
+    """Return the chance that noise alone lifts one answer and `needed` of the fresh prompts above all controls."""
     return math.comb(needed + SPARE, needed) / math.comb(controls + needed + 1, controls)

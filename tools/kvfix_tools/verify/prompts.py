@@ -1,7 +1,7 @@
-"""The prompts that `kvfix verify` sends: their kinds and their tokens. This module does no input or output.
+"""Make the prompts of `kvfix verify`. This module does no input or output.
 
-A prompt starts with random tokens, so no cache has a part of it. A prompt ends with a copy of earlier tokens. The model
-thus reads the KV at the earlier position, and a single wrong chunk far from the end changes the answer.
+A prompt starts with random tokens, so no cache has a part of the prompt. A prompt ends with a copy of some of its
+earlier tokens. The model then reads the KV of these tokens, so one wrong chunk far from the end changes the answer.
 """
 
 import random
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: Common words, each of which is a few tokens in any vocabulary.
+#: Common words. Each word is a few tokens in any vocabulary.
 TEXT = """
 able about above across again air all also always animal answer any area ask autumn away back bank base bear beat
 before begin below best big bird black blue board boat body bone book both bottle box bread bridge bring brother build
@@ -18,9 +18,9 @@ cloud coast cold color come common cook cool copy corn cost count country cover 
 door down draw dream
 """
 WORDS = TEXT.split()
-TOKENS = 8  # number of answered tokens
+TOKENS = 8  # number of tokens to generate for each answer
 CUE = 12  # number of tokens at the end of a prompt that repeat earlier tokens
-#: {kind: number of prompts among 16}
+#: For each kind of prompt, the number of prompts among 16.
 SHARES = {
     "many chunks": 5,
     "shared prefix": 3,
@@ -38,42 +38,42 @@ class Prompt(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Length in tokens; 0 if only the server knows it, as for a text."""
+        """Length in tokens, or 0 for a text, whose length only the server knows."""
         return 0 if isinstance(self.body, str) else len(self.body)
 
 
 class Sizes(NamedTuple):
     chunk: int
     block: int
-    longest: int  # tokens of the longest prompt
-    context: int = 0  # maximum tokens of the model; 0 if unknown
+    longest: int  # number of tokens of the longest prompt
+    context: int = 0  # the model's context length in tokens; 0 if unknown
 
     @property
     def whole(self) -> int:
-        """Tokens of the longest prompt of whole chunks, at least two chunks."""
+        """Length in tokens of the longest prompt of whole chunks, which has at least two chunks."""
         return max(2, (self.longest - self.block - 1) // self.chunk) * self.chunk
 
     @property
     def fits(self) -> bool:
-        """True if the longest prompt of whole chunks and its answer fit into the model's context."""
+        """True if the longest prompt of whole chunks fits into the model's context together with the answer."""
         return not self.context or self.whole + 2 * self.block + TOKENS < self.context
 
 
 @dataclass
 class Maker:
-    vocabulary: list[int]  # token ids to draw from; if empty, every prompt is a text
+    vocabulary: list[int]  # token ids from which prompts are drawn; if empty, every prompt is a text
     tokens_per_word: float
     drawn: random.Random
 
     def kinds(self, count: int) -> list[str]:
-        """Return a kind for each of about `count` prompts, in the order of the requests."""
+        """Return the kinds of about `count` prompts, in the order of the requests."""
         if not self.vocabulary:
             return ["text"] * count
         total = sum(SHARES.values())
         return [kind for kind, share in SHARES.items() for _ in range(max(1, round(count * share / total)))]
 
     def prompts(self, kinds: list[str], sizes: Sizes) -> Iterator[Prompt]:
-        """Yield prompts of these kinds. Groups of three prompts of the kind `shared prefix` share a prefix."""
+        """Yield prompts of these kinds. Three consecutive prompts of the kind `shared prefix` share a prefix."""
         prefix: list[int] = []
         for number, kind in enumerate(kinds):
             if kind == "text":
@@ -86,7 +86,7 @@ class Maker:
                 yield self.cued(kind, [], self.length(kind, sizes))
 
     def length(self, kind: str, sizes: Sizes) -> int:
-        """Return a length. A repeated prompt of N blocks and one token finds all N blocks in the GPU's prefix cache."""
+        """Return the length in tokens. With N blocks + 1 token, a repeated prompt hits N blocks in the prefix cache."""
         chunk, block = sizes.chunk, sizes.block
         if kind == "many chunks":
             least = chunk // block + 1
@@ -98,7 +98,7 @@ class Maker:
         return self.drawn.choices(self.vocabulary, k=tokens)
 
     def text(self, tokens: int) -> str:
-        """Return a text of about this number of tokens."""
+        """Return a text with about this number of tokens."""
         words = self.drawn.choices(WORDS, k=max(8, int(tokens / self.tokens_per_word)))
         at = self.drawn.randrange(len(words) - 3)
         return " ".join([*words, *words[at : at + 3]])

@@ -1,4 +1,4 @@
-"""The results of a run of `kvfix verify`, and the text and JSON for the command to print."""
+"""The results of a run of `kvfix verify`, and the text and JSON that the command prints."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ from kvfix_tools.verify.prompts import Prompt, Sizes
 
 SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
 VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
-#: The two modes in which kvfix sends prompts whose KV comes from the connector.
+#: In each of the two modes, kvfix sends all prompts once more, so that their KV comes from the connector.
 ALONE, UNDER_LOAD = "alone", "under load"
 MODES = (ALONE, UNDER_LOAD)
 #: Possible reasons why too few tokens came from the connector.
@@ -39,9 +39,9 @@ class Case:
     prompt: Prompt
     tokens: int
     computed: Reply
-    control: float | None = None  # difference of two answers without KV from the connector; None if unknown
+    control: float | None = None  # difference between two answers without KV from the connector; None if unknown
     warm: Reply | None = None  # the answer in mode ALONE
-    #: {mode: difference between the computed answer and the answer with KV from the connector}
+    #: For each mode, the difference between the computed answer and the answer with KV from the connector.
     cached: dict[str, Difference] = field(default_factory=dict)
 
     @property
@@ -65,16 +65,16 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run. not_numbers counts no later prompts, because NaN stays in GPU memory and spoils them."""
+    """The results of a run. `not_numbers` ignores later prompts, because NaN stays in GPU memory and spoils them."""
 
     sizes: Sizes
     judge: Judge
     cases: list[Case]
     preemptions: int
     flushed_by: str
-    not_numbers: int  # first prompts whose answer became NaN with KV from the connector
+    not_numbers: int  # number of first prompts (`Rounds._survey`) whose answer became NaN with KV from the connector
     confirmations: list[Confirmation] = field(default_factory=list)
-    shared_with: str = ""  # an adapter that got KV of another adapter
+    shared_with: str = ""  # name of an adapter that got another adapter's KV; "" if there is none
 
     @property
     def compared(self) -> int:
@@ -88,7 +88,7 @@ class Outcome:
 
     @property
     def expected(self) -> int:
-        """Minimum number of tokens from the connector: whole chunks of all prompts without a shared prefix."""
+        """Tokens to expect from the connector: the whole chunks of all prompts without a shared prefix."""
         known = [case for case in self.cases if case.hits is not None and case.prompt.kind != "shared prefix"]
         return sum((case.computed.prompt_tokens - 1) // self.sizes.chunk * self.sizes.chunk for case in known)
 
@@ -103,7 +103,7 @@ class Outcome:
 
 
 def verdict(outcome: Outcome) -> tuple[int, str]:
-    """Return (exit code, its reason for the last line of the output)."""
+    """Return the exit code, and the reason for the last line of the output."""
     found = outcome.first_test or outcome.shared_with or outcome.not_numbers
     if found or any(each.holds for each in outcome.confirmations):
         return DIFFERENT, where(outcome)
@@ -113,7 +113,7 @@ def verdict(outcome: Outcome) -> tuple[int, str]:
 
 
 def why_not(outcome: Outcome) -> str:
-    """Return why the answers prove nothing; "" if they prove something. Call this if no wrong answer is confirmed."""
+    """Return why the answers prove nothing, or "" if they prove something. The caller has confirmed no wrong answer."""
     judge = outcome.judge
     if outcome.hits is None:
         return (
@@ -151,12 +151,12 @@ def where(outcome: Outcome) -> str:
 
 
 def _chunks(case: Case, outcome: Outcome) -> int:
-    """Return the number of chunks from the connector. A chunk counts even if vLLM computes the chunk's last token."""
+    """Return the number of chunks from the connector. If vLLM computes only a chunk's last token, count the chunk."""
     return math.ceil((case.hits or 0) / outcome.sizes.chunk)
 
 
 def first_tokens(outcome: Outcome) -> tuple[float, float]:
-    """Return the median seconds until the first token, computed and with KV from the connector."""
+    """Return the median seconds until the first token, for computed prompts and then with KV from the connector."""
     pairs = [(case.computed.first, case.warm.first) for case in outcome.cases if case.hits and case.warm]
     if not pairs:
         return 0.0, 0.0
@@ -256,7 +256,7 @@ def _example(outcome: Outcome) -> list[str]:
 def _known(vllm: str) -> list[str]:
     text = ["", "Next steps:"]
     with suppress(InvalidVersion):
-        if Version(vllm) >= Version("0.26"):  # from 0.26 on, vLLM packs K and V of a head in one axis
+        if Version(vllm) >= Version("0.26"):  # since 0.26, vLLM stores K and V of a head along one axis
             text += [
                 f"  With vLLM {vllm} and LMCacheConnectorV1 every hit is wrong in LMCache as released."
                 " KVF020 fixes this:",

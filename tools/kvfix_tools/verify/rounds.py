@@ -1,4 +1,4 @@
-"""The requests of `kvfix verify` to the *reference*, which computes KV, and to the *subject*, which loads KV."""
+"""Send the requests of `kvfix verify`. The server *reference* computes KV, and the server *subject* loads KV."""
 
 import math
 import time
@@ -11,12 +11,12 @@ from kvfix_tools.verify.compare import SPARE, Judge, difference, has_numbers, is
 from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome, by_kind
 
-STORING = 20.0  # Maximum seconds until the last requests' blocks are free: a connector may still store them.
-#: Number of prompts that find the chunk size, and of tries, because a connector may store the prompts late.
+STORING = 20.0  # maximum seconds to wait for free blocks, because a connector may still store the last requests' blocks
+#: kvfix finds the chunk size with SURVEY prompts. It tries SURVEYS times, because a connector may store KV late.
 SURVEY, SURVEYS = 8, 3
-SUSPECTS = 3  # maximum number of kinds of prompts to test again, those with the largest differences first
-FEWEST_CONTROLS = 12  # with fewer controls (`verify.compare`), the run cannot tell wrong KV from noise
-EVERY = 4  # under load, for each 4 requests, one more is sent and aborted. One prompt of 4 may have a long answer
+SUSPECTS = 3  # maximum number of kinds of prompts to test again, in the order of their largest difference
+FEWEST_CONTROLS = 12  # with fewer controls (defined in compare.py), the run cannot tell wrong KV from noise
+EVERY = 4  # under load, kvfix sends and aborts one extra request per 4 requests. One answer of 4 may be long
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
     "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
@@ -26,7 +26,7 @@ NO_HIT = "vLLM asked the connector for each prompt, but no token came from the c
 
 
 class Inconclusive(Exception):
-    """The run can prove nothing. The text says why, and what to check."""
+    """The run can prove nothing. The exception's text says why, and what to check."""
 
 
 @dataclass
@@ -34,15 +34,15 @@ class Rounds:
     subject: Server
     reference: Server
     maker: Maker
-    sizes: Sizes  # if chunk is 0, the first prompts find the chunk size
-    capacity: int  # tokens whose KV fits on the GPU; 0 if unknown
+    sizes: Sizes  # if `chunk` is 0, kvfix finds the chunk size with the first prompts
+    capacity: int  # number of tokens whose KV fits on the GPU; 0 if unknown
     clients: int
-    say: Callable[[str], None]  # shows the progress
+    say: Callable[[str], None]  # function that shows the progress
     flushed_by: str = ""
     not_numbers: int = 0
 
     def run(self, requests: int, others: list[str]) -> Outcome:
-        """Run all rounds. others: the base model and its adapters, without the tested model."""
+        """Run all rounds. others: names of the base model and its adapters, without the tested model."""
         self.say("finding the chunk size")
         self._survey()
         cases = self._compute(list(self.maker.prompts(self.maker.kinds(requests), self.sizes)))
@@ -66,7 +66,7 @@ class Rounds:
         return outcome
 
     def _survey(self) -> None:
-        """Find the chunk size, unless the user has given it. The size of every hit is a multiple of the chunk size."""
+        """Check that the connector has hits. Find the chunk size, which divides every hit, unless the user gave it."""
         sizes = self.sizes._replace(chunk=self.sizes.chunk or self.sizes.block)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
@@ -93,7 +93,7 @@ class Rounds:
             )
 
     def _shared_with(self, cases: list[Case], others: list[str]) -> str:
-        """Return an adapter that has a hit for a prompt which only another adapter has seen; "" if there is none."""
+        """Return one of `others` that has a hit for a prompt which kvfix sent only to the tested model, or ""."""
         hits = [case.prompt for case in cases if case.hits]
         for other in others if hits else []:
             self.flush()
@@ -102,7 +102,7 @@ class Rounds:
         return ""
 
     def _compute(self, prompts: list[Prompt]) -> list[Case]:
-        """Compute all prompts and their controls. Controls run while the GPU's prefix cache still holds the prompts."""
+        """Compute all prompts, then measure controls while the GPU's prefix cache still holds the prompts."""
         cases: list[Case] = []
         for group in self._groups(prompts):
             self.say(f"cold: {len(cases)} of {len(prompts)} prompts")
@@ -133,8 +133,8 @@ class Rounds:
         return int(self.reference.metrics().preemptions - before.preemptions)
 
     def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
-        """Return each (kind of prompt, mode) that has answers above the limit, the largest difference first. If a kind
-        exceeds the limit in both modes, return only (kind, ALONE)."""
+        """Return (kind of prompt, mode) for kinds with differences above the limit, the largest difference first.
+        If a kind exceeds the limit in both modes, return only (kind, ALONE)."""
         worst = {
             kind: (max(case.cached[mode].size for case in cases), mode)
             for mode in (UNDER_LOAD, ALONE)
@@ -167,7 +167,7 @@ class Rounds:
         done = self.reference.reset()
         while done is False and time.monotonic() < until:
             tiny = self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
-            self.reference.ask(tiny, 1)  # the connector ends its stores only in steps, and this request causes steps
+            self.reference.ask(tiny, 1)  # causes engine steps, because a connector completes stores only in a step
             time.sleep(0.1)
             done = self.reference.reset()
         if done:
@@ -188,13 +188,13 @@ class Rounds:
 
     @property
     def fillers(self) -> int:
-        """Number of prompts that together use all blocks of the GPU, and a tenth more."""
+        """Number of prompts that together need 10 % more blocks than the GPU has."""
         return math.ceil(1.1 * self.capacity / (self.sizes.longest - self.sizes.block)) + 1
 
     def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
-        """Send all requests from several clients, and return the answers. aborts: also send requests and abort them."""
+        """Send all requests from several clients, and return the answers. aborts: also abort extra requests."""
         clients = self.clients
-        if aborts and self.can_preempt:  # twice as many requests as fit into the GPU's blocks
+        if aborts and self.can_preempt:  # send twice as many requests at once as fit into the GPU's blocks
             clients = max(clients, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
         with ThreadPoolExecutor(clients) as pool:
             replies = []
@@ -205,7 +205,7 @@ class Rounds:
             return [reply.result() for reply in replies]
 
     def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> Reply:
-        """Return the answer with the number of tokens from the connector, unless other clients hide this number."""
+        """Return the answer, with the number of tokens from the connector unless other clients hide this number."""
         before = self.reference.metrics()
         reply = server.ask(prompt, tokens, model)
         after = self.reference.metrics_after(before)
@@ -214,16 +214,16 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. Without counts: if it has N blocks and a token."""
+        """Return True if no token came from the connector. Without a count, a prompt of N blocks + 1 token suffices."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property
     def can_preempt(self) -> bool:
-        """True if a few dozen requests at once need more blocks than the GPU has."""
+        """True if 24 concurrent requests need more blocks than the GPU has."""
         return 0 < self.capacity <= 24 * self.sizes.longest
 
     def _tokens(self, number: int) -> int:
-        """Return the number of tokens of the answer. Some answers are a block longer, to cause preemptions."""
+        """Return the number of tokens to request. Some answers are a block longer, to cause preemptions."""
         return self.sizes.block + TOKENS if self.can_preempt and number % EVERY == 0 else TOKENS
 
     def _groups(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:

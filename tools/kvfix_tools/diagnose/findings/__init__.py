@@ -1,8 +1,8 @@
-"""Functions that decide if a log shows a problem of knowledge/rules.toml, by the numbers in the log's lines.
+"""Functions that decide, by the numbers in log lines, if a log shows a problem of knowledge/rules.toml.
 
-`@finding def waits_for_load(log, line)` decides the record `[waits-for-load]`, which has the texts. The record's key
-`on` names the kinds of lines and exception texts for which kvfix calls the function; "" is the end of the log. A
-function returns None, or an `Answer` about this case. `@decides` is for a function that decides several records.
+For example, `@finding def waits_for_load(log, line)` decides the record `[waits-for-load]`, which has the texts. The
+record's key `on` names the kinds of lines and exception texts at which kvfix calls the function. "" means the end of
+the log. A function returns None, or an `Answer` about this case. A function with `@decides` decides several records.
 """
 
 import enum
@@ -16,7 +16,7 @@ from kvfix_tools.diagnose.log_line import LogLine
 
 
 class Severity(enum.Enum):
-    """The effects of problems, worst first. NOTE is no problem: perhaps the log only begins or ends at this line."""
+    """The effects of problems, worst first. A NOTE may not be a problem: perhaps the log only begins or ends here."""
 
     CRASH = 0
     WRONG = 1
@@ -32,9 +32,10 @@ class Severity(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """sentence: describes this case with numbers. request: None means the line's request, "" means no request.
+    """A function's decision that the log shows a problem. `sentence` describes the case with numbers.
 
-    sure: False if another cause is possible. evidence: more lines. note: True if perhaps the log begins or ends here.
+    request: None means the line's request, and "" means no request. sure: False if another cause is possible.
+    evidence: further log lines. note: True if the log may only begin or end here, without a problem.
     """
 
     sentence: str
@@ -45,17 +46,17 @@ class Answer(NamedTuple):
 
 
 Decides = TypeVar("Decides", bound=Callable[..., Answer | None])
-#: Pairs (name of a record that the line shows, answer).
+#: Pairs of a record's name and the answer, for records that the line shows.
 Answers = Iterator[tuple[str, Answer]]
 Keeps = Callable[[Any, Any], None]
 
-#: {name of a record: function that decides the record}. `functions()` completes this dictionary.
+#: For each record, the function that decides the record. `functions()` completes this dictionary.
 FUNCTIONS: dict[str, Callable[..., Answer | None]] = {}
 _NOTES: dict[str, list[Keeps]] = {}
 
 
 def finding(decides: Decides) -> Decides:
-    """Register a function that decides the record with the function's name."""
+    """Register a function that decides the record of the same name."""
     FUNCTIONS[decides.__name__.replace("_", "-")] = decides
     return decides
 
@@ -75,7 +76,7 @@ def _answer_of(record: str, answers: Callable[..., Answers], log: Any, line: Any
 
 
 def note(*on: str) -> Callable[[Keeps], Keeps]:
-    """Register a function that keeps facts of these kinds of lines in `log.state`, for other functions."""
+    """Register a function that stores facts from these kinds of lines in `log.state`, for use by other functions."""
 
     def register(keep: Keeps) -> Keeps:
         for kind in on:
@@ -87,13 +88,13 @@ def note(*on: str) -> Callable[[Keeps], Keeps]:
 
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Callable[..., Answer | None]]:
-    """Import all modules of this package, so that FUNCTIONS is complete, and return FUNCTIONS."""
+    """Return FUNCTIONS. First import all modules of this package, so that FUNCTIONS is complete."""
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
     return FUNCTIONS
 
 
 def notes() -> dict[str, list[Keeps]]:
-    """Return {kind of line: functions registered by `note`}. kvfix calls them before the functions that decide."""
+    """Return, for each kind of line, the functions that `note` registered. kvfix calls them before it decides rules."""
     functions()
     return _NOTES

@@ -4,15 +4,15 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
 from kvfix_tools.diagnose.log_line import LogLine
 
-#: Message of `assert len(slot_mapping) == len(token_ids)` in some builds of LMCache.
+#: In some builds of LMCache, `assert len(slot_mapping) == len(token_ids)` has this message.
 _DESYNC = "Slot mapping and token IDs length mismatch"
-#: Source lines of vLLM's calls from the abort of a request down to the connector.
+#: Source lines of vLLM's calls between the abort of a request and the call of the connector.
 _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connector_finished(")
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an AssertionError without a message. source: part of its code. function: a function that must be
-    among the last three frames of the traceback; "" accepts any."""
+    """Return True for an AssertionError without a message whose source line contains `source`. If `function` is given,
+    one of the last three frames must be in this function."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False
@@ -21,7 +21,7 @@ def _asserts(line: LogLine, source: str, function: str = "") -> bool:
 
 
 def _capped(log: Diagnosis, line: LogLine) -> bool | None:
-    """Return True if a capped load explains the mismatch, False if another cause does, None if this is unknown."""
+    """Return True if a capped load explains the mismatch, False if another cause does, or None if unknown."""
     fields = line.fields
     if fields["granted"] != fields["hit"]:
         return True
@@ -84,7 +84,7 @@ def resume_differs(log: Diagnosis, line: LogLine) -> Answers:
 def abort_asserts_engine(log: Diagnosis, line: LogLine) -> Answer | None:
     if _asserts(line, "assert self.lmcache_engine is not None", "request_finished"):
         return Answer("EngineCore died when a client disconnected", "")
-    if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM has no assertions in this code
+    if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM itself has no assertion in this code
         return Answer("an assertion failed during an abort; the traceback is cut before the assertion", "", sure=False)
     return None
 
@@ -114,6 +114,6 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     recent = log.releases.within("lmcache", ">=0.4.1")
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to LMCache 0.3.13
     if recent is False or (recent is None and old):
-        return None  # the cause may be Mooncake's failure KVD801
+        return None  # the cause may instead be KVD801, a failure of Mooncake
     twice = f"{log.counts['double_unpin']} chunks were unpinned twice before the crash"
     return Answer(f"a chunk that LMCache found has no tensor any more; {twice}", "", sure=bool(recent))

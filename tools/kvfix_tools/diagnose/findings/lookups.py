@@ -7,16 +7,16 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding, note
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 
-#: A finding needs lookups of ENOUGH requests. Maximum numbers of requests and engines to remember.
+#: A finding needs lookups of ENOUGH requests. kvfix remembers at most _REQUESTS requests and _ENGINES engines.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
-#: Defaults of `chunk_size` in tokens and of `max_local_cpu_size` in GB, in every release.
+#: The defaults of `chunk_size` (tokens) and of `max_local_cpu_size` (GB) in every LMCache release.
 CHUNK, _CPU_SIZE = 256, 5.0
 #: LMCache 0.3.9 to 0.5.6 logs `kv_shape=(layers, 2, tokens of a chunk, heads, head size)`.
 _SHAPE = re.compile(r"kv_shape=\(\d+, \d+, (\d+)")
 _ENGINE = re.compile(r"model_name='([^']*)'.*?world_size=(\d+).*?kv_dtype=([\w.]+)")
 _SETTING = re.compile(r"'?(\w+)'?(?:: |=)('[^']*'|[^\s,{}()]+)")
 _NOWHERE = re.compile(r"\(?'', '', 0, ''\)?")
-#: The size in a line `Stored ... size: 1.5300 gb` of LMCache 0.3.9 to 0.5.6.
+#: Find the size in a line like `Stored ... size: 1.5300 gb` of LMCache 0.3.9 to 0.5.6.
 _SIZE = re.compile(rb"size: (\d{1,6}(?:\.\d{1,6})?) [gG][bB]")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -27,21 +27,21 @@ class Lookups:
     def __init__(self) -> None:
         self.requests: set[str] = set()
         self.longest = 0
-        #: Tokens of the longest hit in vLLM's own prefix cache.
+        #: Number of tokens of the longest hit in vLLM's own prefix cache.
         self.local = 0
         self.hit = False
         self.loads = self.below = self.most = self.least = 0
         self.stored = 0
         self.askers: set[str] = set()
         self.storers: set[str] = set()
-        #: {process: gigabytes that the process has stored}
+        #: For each process, the gigabytes that the process has stored.
         self.gigabytes: dict[str, float] = {}
         self.chunk = 0
         self.settings: dict[str, str] = {}
-        #: {(model, world size, dtype, chunk size) of a worker: the line with these values}
+        #: For each (model, world size, dtype, chunk size) of a worker, the line that has these values.
         self.engines: dict[tuple[str, str, str, str], LogLine] = {}
         self.shared = self.empty = 0
-        #: Number of lines about a process without PYTHONHASHSEED.
+        #: Number of lines that report a process without PYTHONHASHSEED.
         self.unseeded = 0
 
     @property
@@ -55,14 +55,14 @@ class Lookups:
 
     @property
     def cpu_size(self) -> str:
-        """The value of `max_local_cpu_size`, in GB; "" if the log does not have this setting."""
+        """The value of `max_local_cpu_size` in GB, or "" if the log does not show this setting."""
         found = _NUMBER.match(self.settings.get("max_local_cpu_size", ""))
         return found[0] if found is not None else ""
 
     def take(self, line: LogLine) -> None:
         f = line.fields
         if line.name == "asked":
-            if f.get("hit") is not None:  # None: an asynchronous lookup without an answer yet
+            if f.get("hit") is not None:  # an asynchronous lookup has no `hit` until its answer arrives
                 self._take_lookup(f, line.request, line.process)
         elif line.name == "stored":
             if f["tokens"]:
@@ -96,14 +96,14 @@ class Lookups:
 
 
 class LookupsByFile(dict[str, Lookups]):
-    """{file: the lookups in this file}. Each file is the log of another engine."""
+    """For each file, its lookups. kvfix assumes that each file is the log of a different engine."""
 
     def __missing__(self, file: str) -> Lookups:
         return self.setdefault(file, Lookups())
 
 
 def lookups_of(log: Diagnosis) -> Lookups:
-    """Return the counts and settings of all files together."""
+    """Return the counts and settings of all files, merged."""
     return log.state(Lookups)
 
 
@@ -148,7 +148,7 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 def _hashed_differently(kept: Lookups) -> Answer | None:
-    """Return an answer if different hashes of processes explain that no lookup has a hit, else None."""
+    """Return an answer if no lookup has a hit because the processes hash differently, else None."""
     if not kept.stored or not kept.unseeded:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1

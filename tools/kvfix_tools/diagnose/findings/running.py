@@ -1,4 +1,4 @@
-"""Find problems of an engine that keeps running: wrong or missing KV, or no progress."""
+"""Find wrong KV, missing KV, and missing progress in an engine that keeps running."""
 
 import re
 from typing import Any
@@ -9,12 +9,12 @@ from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 
-#: A request counts as stuck if its lookup had this number of equal answers, and vLLM has not admitted the request.
+#: A request that vLLM has not admitted counts as stuck after this number of equal answers to its lookups.
 POLLS = 1000
 
 
 class _Head:
-    """The request whose lookup vLLM repeats. asked, done: numbers of lookups and transfers at its first lookup."""
+    """The request whose lookup vLLM repeats. asked, done: the log's counts of lookups and transfers at the start."""
 
     fields: Fields = {}
     asked = done = 0
@@ -25,7 +25,7 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     f, head, counts = line.fields, log.state(_Head), log.counts
     done, asked = counts["stored"] + counts["retrieved"], counts["asked"]
     if not head.fields or head.done != done or (head.fields is not f and _answer(head.fields) != _answer(f)):
-        # Restart the count: vLLM asks about another request, or the engine works. A busy engine asks in every step too.
+        # Restart the count for another request, or after a transfer. A busy engine also repeats lookups in every step.
         head.fields, head.asked, head.done = f, asked, done
         return None
     if asked - head.asked < POLLS:
@@ -58,9 +58,9 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
     f = line.fields
     if "what" in f and f["error"]:
         return Answer(f"{f['what']}: {f['error']}")
-    if "what" in f:  # the line has no text of the error
+    if "what" in f:  # the line does not have the text of the error
         return Answer(f"{f['what']}, without a reason", sure=False)
-    # From 0.4.3 on, this line ends a traceback, which has the error.
+    # Since 0.4.3, this line ends a traceback, and the traceback has the error.
     raised = log.last.get("raised")
     if raised is None or raised.process != line.process:
         return Answer("LMCache failed to start; the beginning of the line is not in the log")
@@ -69,7 +69,7 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 class _Waits(dict[str, int]):
-    """{request: number of steps in which the request waited for its load}"""
+    """For each request, the number of engine steps in which the request waited for its load."""
 
 
 @finding
@@ -103,14 +103,14 @@ def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
 
 
 class _TakenForDone(list[LogLine]):
-    """Lines about failed loads. The log does not show if its LMCache reports failed loads as done."""
+    """Lines about failed loads, if the log does not show whether this LMCache reports failed loads as done."""
 
 
 @finding
 def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
     unsure = log.state(_TakenForDone)
     sentence = "the load of this request failed, but was reported as done"
-    if line is None:  # a line of vLLM about a failed load shows that LMCache reported it
+    if line is None:  # if vLLM logged failed loads, LMCache did report them as failed
         if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
             return None
         unsure_sentence = f"{sentence} (if LMCache is older than 0.5.5)"
@@ -119,7 +119,7 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer |
         return None
     if log.releases.within("lmcache", "<0.5.5"):
         return Answer(sentence)
-    if len(unsure) < 4:  # lines that the finding shows
+    if len(unsure) < 4:  # the finding shows at most four lines
         unsure.append(line)
     return None
 
@@ -128,11 +128,11 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer |
 def ranks_with_other_hits(log: Diagnosis, line: LogLine) -> Answers:
     sentence = f"hit tokens by rank: {line.fields['results'][:80]}"
     hits = {int(each) for each in re.findall(r"\d+", line.fields["results"])}
-    if len(hits) > 1 and 0 not in hits:  # every rank has a hit, so the ranks hash in the same way
+    if len(hits) > 1 and 0 not in hits:  # every rank has a hit, so all ranks compute equal hashes
         yield "ranks-evicted-apart", Answer(sentence)
         return
     settings = lookups_of(log).settings
-    # The finding is certain only if the log has the configuration, and prefill/decode disaggregation is off.
+    # The finding is certain only if the log shows LMCache's settings, with prefill/decode disaggregation off.
     without_pd = bool(settings) and all(settings.get(role, "None") == "None" for role in ("pd_role", "nixl_role"))
     yield "ranks-differ", Answer(sentence, sure=without_pd)
 
@@ -144,8 +144,8 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer("requests were preempted, and this LMCache does not wait for stores in flight")
 
 
-#: More tokens than all CacheBlend separators of a prompt have. Lookups count the separators, but stores do not.
-#: CacheBlend loads layer by layer. Its log line about a load has the text `out of total`.
+#: All CacheBlend separators of a prompt together have fewer tokens than this. Lookups count the separators, but stores
+#: do not. CacheBlend loads layer by layer, and then its log line about a load has the text `out of total`.
 _SEPARATORS = 64
 
 
@@ -160,7 +160,7 @@ def load_brings_less(log: Diagnosis, line: LogLine) -> Answers:
     is_layerwise = line.name == "retrieved" and b"out of total" in line.body
     short = Answer(f"{f['tokens']} of {due} tokens were loaded, {missing} are missing")
     if missing > 0 and log.counts["unretrievable"]:
-        evicted = log.releases.within("lmcache", "<0.3.13")  # newer releases look the chunks up again when they load
+        evicted = log.releases.within("lmcache", "<0.3.13")  # since 0.3.13, a load looks up its chunks again
         yield "store-does-not-give-what-it-lists", short._replace(sure=not evicted)
     elif missing > 0 and not (is_layerwise and missing < _SEPARATORS and missing * 50 < due):
         yield "load-comes-short", short

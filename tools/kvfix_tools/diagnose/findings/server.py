@@ -1,4 +1,4 @@
-"""Find problems of the LMCache server in its own log and in the logs of its clients."""
+"""Find problems of the LMCache server, in the server's log and in the logs of the server's clients."""
 
 import re
 
@@ -7,17 +7,17 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
 from kvfix_tools.diagnose.log_line import LogLine
 
-#: The server's first line about a failed handler. The traceback follows within _BELOW lines.
+#: The server's first line about a failed handler. The traceback ends less than _BELOW lines later.
 _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
 _BELOW = 120
-#: Operations whose answer no client needs. If the worker has ended, a failure of these operations is no problem.
+#: Operations whose result no client needs. A failure of such an operation is no problem after the worker has exited.
 _UNASKED = frozenset({"end_session"})
 
 
 class Server:
-    """The state of an LMCache server's log. handler: the line that announces a failed handler's traceback."""
+    """The state of an LMCache server's log. `handler` is the line before the traceback of a failed handler."""
 
     handler: LogLine | None = None
 
@@ -91,5 +91,5 @@ def _failed_handler(head: LogLine, error: str) -> Answer:
 def failed_at_server(log: Diagnosis, line: LogLine) -> Answers:
     if line.fields["what"] == "store":
         yield "store-to-server-failed", Answer("the store of this request failed at the server")
-    elif log.releases.within("lmcache", "<0.5.5") is False:  # before 0.5.5, KVD301 reports the failure
+    elif log.releases.within("lmcache", "<0.5.5") is False:  # KVD301 reports the failure before 0.5.5
         yield "load-from-server-failed", Answer("the load of this request from the server failed")

@@ -1,4 +1,4 @@
-"""Find problems in vLLM's statistics: an engine without progress, low external hit rates, slow transfers."""
+"""Find engines without progress, low external hit rates and slow transfers in vLLM's statistics."""
 
 import re
 from functools import partial
@@ -7,21 +7,21 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import FUNCTIONS, Answer, Answers, decides, finding, note
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 
-#: A finding needs this number of intervals with requests but without a token. vLLM logs statistics every 10 seconds.
+#: A finding needs this number of statistics intervals (10 s each) in which requests exist, but no token is computed.
 IDLE = 3
-#: Connectors of a decode instance that load only the blocks that a request names.
+#: With these connectors, a decode instance loads only the blocks that a request names.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
-#: Connectors that move KV from a prefill to a decode instance, and keep no copy.
+#: These connectors move KV from a prefill instance to a decode instance, and keep no copy.
 _PAIRS = {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
-#: Below ROOM per cent of used KV blocks, no request waits for blocks. Above ALL per cent of external hits, a decode
-#: instance computes no prompt.
+#: If fewer than ROOM per cent of KV blocks are used, no request waits for blocks. If the external hit rate is above ALL
+#: per cent, a decode instance computes no prompt.
 ROOM, ALL = 80.0, 99.0
-#: Records of an engine without progress: requests in the queue, an endless step, requests that wait for prefill.
+#: Records for an engine without progress: requests are queued, an engine step does not end, or prefill sends no KV.
 _QUEUE, _STEP, _PREFILL = "nothing-moves", "step-does-not-end", "decode-waits-for-prefill"
 
 
 class _Still(dict[tuple[str, str], "tuple[int, str, LogLine, str]"]):
-    """{engine: (number of intervals without a token, text of the statistics, last line, name of the record)}"""
+    """For each engine: number of intervals without a token, text of the statistics, last line, name of the record."""
 
 
 @note("stats")
@@ -40,9 +40,9 @@ def _note_standstill(log: Diagnosis, line: LogLine) -> None:
 
 
 def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
-    """Return True for a decode instance with free blocks on which all requests wait for KV of a prefill instance.
+    """Return True if a decode instance has free blocks, but all requests wait for KV of a prefill instance.
 
-    If the log does not name the connector, all waiting requests must be deferred, and nearly all hits external.
+    If the log names no connector, all waiting requests must be deferred, and the external hit rate must exceed ALL.
     """
     of_decode = log.who.connectors <= BY_REQUEST and "kv_producer" not in log.who.roles
     if not log.who.connectors:
@@ -57,14 +57,14 @@ def _engine(line: LogLine) -> tuple[str, str]:
 def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Return an answer if an engine has computed no token for IDLE intervals, and this record fits the engine.
 
-    At the end of a log, fewer intervals are enough for a note. An engine without progress logs its statistics at INFO
-    only once, and later at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
+    At the end of a log, fewer intervals are enough for a note. The reason is that an engine without progress logs its
+    statistics once at INFO, and then at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
     """
     still = log.state(_Still)
     if line is not None:
         count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
         is_still = looks_like == record and count >= IDLE
-        # Without a queue the answer is not certain: a single step may take as long as the intervals.
+        # Only a queue makes the answer certain, because one engine step may take as long as the intervals.
         return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
     for count, what, last, looks_like in still.values():
         if count < IDLE and looks_like == record and not log.failures.closing:
@@ -76,13 +76,13 @@ def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
 FUNCTIONS.update({record: partial(_stands, record) for record in (_QUEUE, _STEP, _PREFILL)})
 
 
-#: Minimum numbers of intervals with prompts for a finding. PROMPTS: for an engine with hits in vLLM's own cache.
-#: INTERVALS: for a decode instance.
+#: A finding needs this number of intervals with prompts: PROMPTS for an engine with hits in vLLM's own cache, and
+#: INTERVALS for a decode instance.
 PROMPTS, INTERVALS = 5, 3
 
 
 class _External:
-    """Number of intervals of vLLM's statistics with prompts, and the highest hit rates in per cent."""
+    """The number of statistics intervals with prompts, and the highest hit rates in per cent."""
 
     intervals = 0
     external = local = 0.0
@@ -120,12 +120,12 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     return Answer(f"vLLM takes all {len(groups)} groups for groups of the draft model", sure=False)
 
 
-#: kvfix judges the rate of transfers of at least LARGE MB. RDMA and NVLink are far faster than SLOW MB/s.
+#: kvfix judges only the rate of transfers of at least LARGE MB. RDMA and NVLink are far faster than SLOW MB/s.
 LARGE, SLOW = 16.0, 1000.0
 
 
 class _Moved:
-    """Number of intervals with large transfers, and the line of the fastest interval."""
+    """The number of statistics intervals with large transfers, and the line of the fastest interval."""
 
     intervals = 0
     best: LogLine | None = None

@@ -1,6 +1,6 @@
 """Find failures at the end of a log that no other finding explains.
 
-The failure is an unknown error, an engine that does not finish its start, or answers with HTTP status 500.
+A failure is an unknown error, an engine that does not finish its start, or a server that answers with HTTP status 500.
 """
 
 from kvfix_tools.diagnose import problems, statements
@@ -12,9 +12,9 @@ from kvfix_tools.diagnose.findings.server import Server
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.problems import Problem
 
-#: Kinds of lines that only an engine after its start logs.
+#: Kinds of lines that an engine logs only after it has started.
 _STARTED = ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
-#: The end of the sentence about an exception that has neither a text nor a traceback.
+#: End of the sentence about an exception without a text and without a traceback.
 _CUT = ", without a message. The last lines of its traceback, before this line, show the cause"
 
 
@@ -29,7 +29,7 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
     ranks = f"{len(last)} processes have" if len(last) > 1 else f"{last[0][0] or 'a process'} has"
     size = lookups_of(log).cpu_size
     if size and not float(size):
-        return None  # LMCache is set to have no CPU buffer
+        return None  # LMCache is configured without a CPU buffer
     room = f"; {len(last)} times {size} GB are {len(last) * float(size):g} GB" if size else ""
     sentence = f"{ranks} no line after `Creating LMCacheEngine`{room}"
     return Answer(sentence, sure=False, evidence=tuple(at for _, at in last[:4]), note=not log.failures.dead)
@@ -61,7 +61,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
-    """Return (general record of the first error or None, answer)."""
+    """Return the general record of the first error or None, and an answer about the error."""
     heading = log.failures.heading if not first.fields.get("frames") else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return general, Answer(
@@ -92,20 +92,20 @@ def _unexplained(log: Diagnosis) -> LogLine | None:
         found.severity is Severity.HANG for found in causes
     ):
         return None
-    # A cause that is more than a risk also explains an error without an exception.
+    # Any finding of a cause explains an error without an exception, unless the finding is only a risk.
     said = first.name == "logged" or is_cut(first)
     return None if said and any(found.severity is not Severity.RISK for found in causes) else first
 
 
 def _is_fatal(log: Diagnosis, first: LogLine) -> bool:
-    """Return True if this error ended an engine, or if it happened in the connector."""
+    """Return True if an engine died, or if an engine, a worker or a connector raised this exception."""
     if not log.who.engine:
         return False
     return log.failures.dead or (first.name == "raised" and is_of_engine(first))
 
 
 def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
-    """Return (record, answer) if the log has no error, but a line quotes a worker's exception or reports a death."""
+    """Return (record, answer) if the log has no first error, but quotes a worker's exception or reports a death."""
     quoted, death = log.failures.quoted, log.failures.death
     if any(found.severity is Severity.CRASH for found in log.findings) or log.failures.first is not None:
         return None, None
@@ -118,14 +118,14 @@ def _of_the_end(log: Diagnosis) -> tuple[Problem | None, Answer | None]:
         return None, None
     if death is None:
         return None, Answer(sentence, "")
-    # If the log's beginning is missing, the API server may have logged this line in an orderly shutdown.
+    # If the log lacks its beginning, the API server may have logged this line during an orderly shutdown.
     echo = b"EngineDeadError" in death.body or b"output_handler failed" in death.body
     sentence = f"{sentence}: {death.evidence.text[:160]}"
     return problems.general(death), Answer(sentence, "", sure=False, evidence=(death,), note=echo)
 
 
 def _sentence(log: Diagnosis, line: LogLine) -> str:
-    """Return a sentence with the error, the package whose code raised it, and the releases that have this code."""
+    """Return a sentence with the error, the package that raised the error, and the releases that have this code."""
     return _what(log, line) + statements.said_of(line, log.releases.one)
 
 
@@ -152,5 +152,5 @@ def _what(log: Diagnosis, line: LogLine) -> str:
 
 
 def _evidence(log: Diagnosis, first: LogLine) -> tuple[LogLine, ...]:
-    """Return the line of the error, then the last line of each process."""
+    """Return the line with the error, then the last line of each process."""
     return (first, *[line for line in log.failures.last.values() if line is not first][:4])
