@@ -1,6 +1,6 @@
-"""Define the command `kvfix`, its subcommands and their options. A slow module is imported when its subcommand runs.
+"""Define the command `kvfix` with its subcommands and options. A subcommand imports slow modules only when it runs.
 
-Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable input, 77 could not be checked here.
+All commands exit with 0 (nothing found), 1 (findings), 2 (wrong usage, unreadable input) or 77 (check impossible).
 """
 
 import os
@@ -88,7 +88,7 @@ def run(
     audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
     """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes."""
-    # The program replaces this process. Return only on failure: 2 for wrong options, 126 or 127 as a shell does.
+    # The program replaces this process. A return means failure: 2 for wrong options, 126 and 127 as in a shell.
     try:
         choice = Config(mode, only, skip, layers, plus, audit)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Options that several commands of `kvfix` have, and short forms for options of one command."""
+"""Define the options that several commands of `kvfix` share, and helpers that define an option of one command."""
 
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ def flag(name: str, does: str) -> Any:
 
 
 def end(code: int | None, **_: Any) -> None:
-    """End with the exit code that a command has returned."""
+    """End the program with the exit code that a command has returned."""
     raise typer.Exit(code or 0)
 
 

@@ -1,8 +1,8 @@
 """Combine the recordings of several processes: assign each recording to its engine and rank, and order the events.
 
-Clocks of two machines differ. `Clock` bounds the difference by two facts: a rank begins a load after the scheduler
-ordered the load, and before the scheduler learns that the load ended. A worker does its loads and stores in the
-scheduler's order. So kvfix can match the records of scheduler and worker without clocks.
+The clocks of two machines differ. `Clock` derives bounds of the difference from two facts. A rank begins a load after
+the scheduler ordered the load, and before the scheduler learns that the load ended. A worker starts loads and stores in
+the order of the scheduler, so kvfix can match the recordings of scheduler and worker without clocks.
 """
 
 from collections import Counter
@@ -35,12 +35,12 @@ class Part(NamedTuple):
 
     @property
     def boot(self) -> str:
-        """Id of the machine's boot. The recorded times are from the monotonic clock, which starts at the boot."""
+        """The machine's boot id. Recorded times are readings of the monotonic clock, which starts at the boot."""
         return str(self.recording.head.get("boot", ""))
 
     @property
     def mono_at_wall_0(self) -> int:
-        """Monotonic time of this process at which the wall clock was 0."""
+        """Reading of the monotonic clock at which the wall clock was 0, in nanoseconds."""
         return int(self.recording.head.get("mono", 0)) - int(self.recording.head.get("wall", 0))
 
     @property
@@ -51,39 +51,39 @@ class Part(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """ahead: nanoseconds by which a machine's monotonic clock is ahead of the scheduler's. low, high: its bounds."""
+    """ahead: nanoseconds by which a machine's clock is ahead of the scheduler's clock. low, high: bounds of `ahead`."""
 
     ahead: int
     low: int | None
     high: int | None
 
     def text(self, other: str) -> str:
-        """Return words for `ahead` relative to the clock that `other` names, and for the bounds."""
+        """Return a text with `ahead` and its bounds. other: name of the clock with which `ahead` compares."""
         low, high = (f"{value / 1e9:+.6f}" if value is not None else "?" for value in (self.low, self.high))
         return f"{self.ahead / 1e9:+.6f} s relative to {other}, between {low} and {high}"
 
     @classmethod
     def within(cls, ahead: int, lows: list[int], highs: list[int]) -> "Clock":
-        """Return a clock. `ahead` comes from the wall clocks. If it is outside the bounds, take the nearest bound."""
+        """Return a clock. ahead: difference by the wall clocks. If it is outside the bounds, use the nearest bound."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
         return cls(ahead if high is None else min(ahead, high), low, high)
 
 
 class Compared(NamedTuple):
-    """The comparison of a scheduler's record and a rank's record."""
+    """The comparison of a scheduler's recording with a rank's recording."""
 
-    pairs: list[tuple[int, int]]  # (index in the scheduler's events, index in the rank's events) of each event in both
-    differs: list[tuple[int, RankDiffers]]  # (index of the scheduler's last event in `pairs`, load of one record only)
-    #: Number of the scheduler's loads that kvfix does not compare: loads before the first or after the last pair, and
-    #: loads that were aborted before the rank started them. With `enable_fault_tolerance`, vLLM aborts all requests and
-    #: goes on after a rank failed (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
+    pairs: list[tuple[int, int]]  # (index in scheduler's events, index in rank's events) of events in both recordings
+    differs: list[tuple[int, RankDiffers]]  # (scheduler index of the previous pair, load that only one side recorded)
+    #: Number of the scheduler's loads that kvfix does not compare. These loads are before the first pair or after the
+    #: last pair, or their request was aborted before the rank started them. With `enable_fault_tolerance`, vLLM aborts
+    #: all requests and continues after a rank has failed (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
     unknown: int
 
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """One connector of one replica. scheduler: None if its recording is missing. ranks: number of ranks; 0: unknown."""
+    """One connector of one replica. scheduler: None if it was not recorded. ranks: number of ranks, 0 if unknown."""
 
     name: str
     connector: str
@@ -101,7 +101,7 @@ class Engine:
 
     @cached_property
     def compared(self) -> dict[int, Compared]:
-        """{rank: comparison with the scheduler}. Empty if the scheduler is missing, or if its record has no loads."""
+        """{rank: comparison with the scheduler}. Empty unless the scheduler's loads were recorded."""
         if self.scheduler is None or not self.scheduler.line.get("sees_loads", True):
             return {}
         ordered = [entry.event for entry in self.scheduler.entries]
@@ -110,7 +110,7 @@ class Engine:
 
     @cached_property
     def clocks(self) -> dict[str, Clock]:
-        """{boot: clock of its machine} for every machine except the scheduler's."""
+        """{boot id: clock of the machine} for every machine except the scheduler's machine."""
         if self.scheduler is None:
             return {}
         boots = dict.fromkeys(part.boot for part in self.parts)
@@ -126,7 +126,7 @@ class Engine:
         return Clock.within(ahead, lows, highs)
 
     def history(self, request: str) -> list[tuple[Part, Entry]]:
-        """Return a request's entries of all processes in order, with `mono` by the scheduler's clock."""
+        """Return the entries of a request from all processes, by time. `mono` is converted to the scheduler's clock."""
         return self._by_request.get(request, [])
 
     @cached_property
@@ -148,9 +148,9 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
         counts: dict[tuple[str, str], int] = {}
         for number, line in recording.connectors.items():
             role = line.get("role")
-            if not role:  # the entry is vLLM's scheduler, not a connector
+            if not role:  # this line is about vLLM's scheduler, not about a connector
                 continue
-            # A MultiConnector may have two connectors of one class. On one GPU both roles are in one process.
+            # A MultiConnector may have two connectors of one class. On one GPU, both roles share one process.
             counts[line["name"], role] = nth = counts.get((line["name"], role), -1) + 1
             name = f"{line.get('engine', '?')}.{line.get('replica', 0)}"
             entries = [entry for entry in recording.entries if entry.connector == number]
@@ -171,7 +171,7 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """Merge the files of each process into one recording. A file has only the last events before kvfix wrote it."""
+    """Merge the files of each process into one recording. Each file has only the last events before it was written."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)
@@ -187,7 +187,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of `ahead`. A request that is not aborted ends after each rank has begun its load."""
+    """Return lower bounds of `ahead`. A request that is not aborted ends only after each rank has begun the load."""
     bounds, ended = [], dict[str, list[int]]()
     for at, entry in enumerate(scheduler.entries):
         if isinstance(entry.event, ev.Finished) and not entry.event.aborted:
@@ -201,7 +201,7 @@ def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> li
 
 
 def compare(rank: int, scheduler: Sequence[ev.Event], worker: Sequence[ev.Event]) -> Compared:
-    """Compare the loads and stores of the scheduler and the rank, in the order of each record."""
+    """Compare the loads and stores that the scheduler and the rank have recorded, in the recorded order."""
     due = [(at, event) for at, event in enumerate(scheduler) if isinstance(event, ev.LoadDue | ev.Stored)]
     started = [(at, event) for at, event in enumerate(worker) if isinstance(event, ev.LoadDue | ev.Stored)]
     anchors = _anchors([_key(event) for _, event in due], [_key(event) for _, event in started])
@@ -225,12 +225,12 @@ def compare(rank: int, scheduler: Sequence[ev.Event], worker: Sequence[ev.Event]
 
 
 def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
-    """Return the fields of an event that both records have. Only the scheduler's record has `covered` of a store."""
+    """Return the fields of an event that both sides record. Only the scheduler records a store's field `covered`."""
     return (type(event).__name__, *map(str, event[:3]))
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return pairs of indexes of equal events; [] if their orders contradict, because the engines then differ."""
+    """Return index pairs of equal events. If their orders differ, return [], because the engines are different."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}
@@ -246,7 +246,7 @@ def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list
                     break
                 found.add((here, there))
                 here, there = here + step, there + step
-    # Pairs may contradict each other, e.g. if one of the records lacks one of two equal loads.
+    # Two pairs may contradict each other, for example if one recording lacks one of two equal loads.
     ones, others = (Counter(pair[side] for pair in found) for side in (0, 1))
     kept = [(one, other) for one, other in sorted(found) if ones[one] == others[other] == 1]
     return kept if all(a[1] < b[1] for a, b in pairwise(kept)) else []

@@ -72,7 +72,7 @@ def _of_rule(rule: Rule | lab_rules.LabRule) -> Entry:
 
 
 def _of_problem(problem: Problem) -> Entry:
-    """Return the entry of a finding in logs. If the record has no cause, use the cause of the first fix."""
+    """Return the entry of a finding in logs. A problem without a cause takes the cause of its first fix."""
     first = catalogue.find(problem.fixes[0]) if problem.fixes else None
     cause = problem.why or (" ".join(first.section("Cause").split()) if first else "")
     facts = {

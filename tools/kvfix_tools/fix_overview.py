@@ -48,7 +48,7 @@ def connectors(fix: Fix) -> frozenset[str]:
 
 
 def concerns(fix: Fix, chosen: frozenset[str]) -> bool:
-    """Return True if the bug can happen with one of these connectors. `chosen` is empty for all connectors."""
+    """Return True if the bug can happen with one of these connectors. An empty `chosen` means all connectors."""
     mine = connectors(fix)
     return not chosen or not mine or bool(mine & chosen)
 
@@ -87,13 +87,13 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=512)
 def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
-    """Return the releases of this distribution that have the bug, among those whose fingerprints kvfix knows."""
+    """Return the releases of this distribution that have the bug. Releases without known fingerprints are left out."""
     wrong = (applicability.wrong_releases(each) for each in fix.targets if each.dist == dist and not each.helper)
     return frozenset[str]().union(*wrong)
 
 
 def first_right(fix: Fix, dist: str) -> str | None:
-    """Return the first known release after the last release with the bug; None if kvfix does not know one."""
+    """Return the first known release after the last release with the bug; None if there is none."""
     wrong = wrong_releases(fix, dist)
     known = applicability.fingerprints()[dist]["releases"]
     return next((each for each in known if wrong and Version(each) > max(map(Version, wrong))), None)

@@ -1,7 +1,7 @@
-"""The ledger with the events and rules that only tools use.
+"""Add the events and rules that only the tools use to the ledger.
 
-No single process of an engine sees these events. Only the lab, or the records of several processes together, show
-them. The decorator `rule` adds the rules to RULES of `kvfix.ledger`. Import RULES from this module to get all rules.
+No single process of an engine sees these events. They come from the lab, or from recordings of several processes. The
+decorator `rule` adds each rule to `kvfix.ledger.RULES`. Import RULES from this module to get the complete list.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class LeaseRead(NamedTuple):
 
     request: str
     reader: str
-    pushed: bool = False  # True: prefill wrote the KV (push). False: the reader read it (pull)
+    pushed: bool = False  # True: prefill wrote the KV to the reader (push). False: the reader fetched the KV (pull)
 
     def text(self) -> str:
         return f"{self.reader} of the peer has loaded the kept blocks"

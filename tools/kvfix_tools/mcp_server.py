@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
 _ROOT = "Read files only below this folder."
-_LIMIT, _LONGEST = 600, 200_000  # time limit of one command in seconds, and size limit of its answer in characters
+_LIMIT, _LONGEST = 600, 200_000  # limits of one command: seconds, and characters of its output
 INSTRUCTIONS = """kvfix explains failures of KV-cache connectors in vLLM (LMCache, NIXL, OffloadingConnector, Mooncake).
 Begin with `diagnose` and brief=true, or with `look` for an engine that hangs now. Look up a code (KVF, KVD, KVR) with
 `explain`, and a description without a log with `search`. A remedy is exact for the releases that the log names: do not
@@ -64,7 +64,7 @@ def make(root: Path) -> "MCPServer[Any]":
         """Find the three fixes, known problems or rules that best match a description, and how to confirm each.
 
         A match is not a diagnosis. For a log use `diagnose`."""
-        return await _run("search", "--json", "--", f"{text}\n")  # with a newline, the text is no file name
+        return await _run("search", "--json", "--", f"{text}\n")  # a text with a newline is never a file name
 
     @server.tool()
     async def status() -> dict[str, Any]:
@@ -93,7 +93,7 @@ def make(root: Path) -> "MCPServer[Any]":
 
 
 async def _run(*arguments: str) -> dict[str, Any]:
-    """Run a kvfix command. Return {"exit_code", "answer": its JSON or text, "errors": its standard error}."""
+    """Run a kvfix command. Return "exit_code", "answer" (JSON or text from stdout), "errors" (from stderr)."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvfix_tools.cli", *arguments,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

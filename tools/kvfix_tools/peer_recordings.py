@@ -1,8 +1,8 @@
-"""Combine the recordings of several engines: find the requests that read blocks which another engine keeps for them.
+"""Combine the recordings of several engines: find each request that reads blocks which another engine keeps for it.
 
 The `kv_transfer_params` of a decode request name the engine and the request whose blocks the decode request reads. The
-event ReadsFrom records both. Two facts order the records without clocks. A lease begins before the router forwards the
-lease's parameters. A decode request arrives before its engine sends the release message for the blocks.
+event ReadsFrom records both names. Two facts order the events without clocks. First, a lease begins before the router
+forwards the parameters of the lease. Second, a decode request arrives before its engine sends the release message.
 """
 
 import functools
@@ -18,9 +18,9 @@ from kvfix.ledger import events as ev
 from kvfix_tools.engine_recordings import Clock, Engine, Part
 from kvfix_tools.ledger import LeaseRead, NotReturned
 
-#: vLLM's id of a request: cmpl-ID-0 or chatcmpl-ID, and a random suffix. ID is the router's X-Request-Id.
+#: vLLM's request id is cmpl-ID-0 or chatcmpl-ID with a random suffix. ID is the router's X-Request-Id.
 _OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
-#: Maximum nanoseconds from sending a release message until an engine that makes steps has read the message.
+#: Maximum nanoseconds between sending a release message and its arrival in an engine that runs steps.
 NOTICE = 1_000_000_000
 
 
@@ -34,13 +34,13 @@ class Link(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A request of the peer that reads kept blocks. Its own engine has recorded these facts."""
+    """A request that reads kept blocks. All fields are from the recording of the reader's own engine."""
 
     request: str
     loaded: bool
-    failed: bool  # the load failed, or the request ended before the push. vLLM then sends no release message
+    failed: bool  # the load failed, or the request ended before the push. In both cases vLLM sends no release message
     #: Latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a load
-    #: is in flight, the request has not ended, or the difference of the clocks has no bound.
+    #: is in flight, the request has not ended, or the clock difference has no known lower bound.
     done: int | None
     pushed: bool  # True: prefill writes the blocks (push)
 
@@ -53,7 +53,7 @@ class RouterLog:
         self._lines = path.read_bytes().splitlines()
 
     def lines(self, request: str) -> list[int]:
-        """Return the numbers of lines with the router's id of a request. vLLM's id contains the router's id."""
+        """Return the numbers of the log lines with the router's id of a request. vLLM's request id contains this id."""
         found = _OF_CLIENT.match(request)
         wanted = (found[1] if found else request).encode()
         return [number for number, line in enumerate(self._lines, 1) if wanted in line]
@@ -70,7 +70,7 @@ class Peers:
         self.engines = engines
         self.router = router
         self.links: list[Link] = []
-        #: {(name of the reading engine, name of an engine without a recording): number of requests}
+        #: {(reading engine, engine without a recording): number of requests that read from the second engine}
         self.missing: Counter[tuple[str, str]] = Counter()
         names = {(engine.name, event.name): event.request for engine in engines for event in _events(engine, ev.Leased)}
         for reads in engines:
@@ -108,7 +108,7 @@ class Peers:
         return Clock.within(there.mono_at_wall_0 - here.mono_at_wall_0, lows, highs)
 
     def findings(self) -> Iterator[tuple[Finding, Engine, list[tuple[str, Entry]]]]:
-        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]), also "unknown" findings."""
+        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]), with "unknown" findings."""
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
@@ -132,7 +132,7 @@ class Peers:
         return Reader(link.reader, bool(loaded), failed, at, pushed)
 
     def history(self, links: Sequence[Link]) -> list[tuple[str, Entry]]:
-        """Return the entries of a kept request and its readers, by the clock of the engine that keeps the blocks."""
+        """Return the entries of a kept request and its readers, in order. `mono` is by the keeping engine's clock."""
         found = [(links[0].keeps, *each) for each in links[0].keeps.history(links[0].kept)]
         for link in links:
             ahead = self.clock(link.reads, link.keeps).ahead
@@ -184,7 +184,7 @@ def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Itera
 
 
 def _lost(readers: Sequence[Reader], until: int) -> Reader | None:
-    """Return a reader whose release message is missing; None if a reader ended less than NOTICE before `until`."""
+    """Return a reader without a release message. Return None if a reader may have ended after `until` minus NOTICE."""
     times = [each.done for each in readers if each.done is not None and not each.failed]
     if not times or len(times) < len(readers) or max(times) + NOTICE >= until:
         return None
@@ -210,7 +210,7 @@ def _first(entries: list[Entry], kind: type) -> Entry | None:
 
 
 def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
-    """Return (end of the lease by the scheduler's clock, True if the lease expired). Only workers record expiry."""
+    """Return (end of the lease by the scheduler's clock, True if it timed out). Only workers record a timeout."""
     ends: list[tuple[Part, Any]] = [each for each in entries if isinstance(each[1].event, ev.LeaseEnded)]
     how = [entry.event.expired for part, entry in ends if not part.is_scheduler]
     expired = True if True in how else False if how and all(each is False for each in how) else None

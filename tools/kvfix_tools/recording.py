@@ -1,4 +1,4 @@
-"""Read recorder files, which kvfix/connector_events/recorder.py writes, and bundles of these files (`kvfix dump`)."""
+"""Read the files that kvfix/connector_events/recorder.py writes, and bundles of recorder files (`kvfix dump`)."""
 
 import tarfile
 import zlib
@@ -12,14 +12,14 @@ from kvfix.connector_events.recorder import SCHEMA, Entry
 from kvfix.ledger import events
 
 LARGEST = 64 << 20  # bytes. No recorder writes a larger file
-#: {name of an event in a file: its type}
+#: {name of an event in a recorder file: class of the event}
 _EVENTS: dict[str, Any] = {
     name: kind for name, kind in vars(events).items() if isinstance(kind, type) and issubclass(kind, tuple)
 }
 
 
 class Recording(NamedTuple):
-    """A recorder file. head: the first line. lines: {kind: its lines}, without the first line and without events."""
+    """A recorder file. head: the first line. lines: {kind: lines of this kind}, without the first line and events."""
 
     path: str
     head: dict[str, Any]
@@ -32,7 +32,7 @@ class Recording(NamedTuple):
 
     @property
     def process(self) -> tuple[str, str, int, int]:
-        """A key that all recordings of one process share, and no other process has."""
+        """A key that identifies the recorded process."""
         head = self.head
         return str(head.get("node", "")), str(head.get("boot", "")), int(head["pid"]), int(head.get("began", 0))
 
@@ -49,7 +49,7 @@ def _check_size(name: str, size: int) -> None:
 
 
 def read_all(path: Path) -> list[Recording]:
-    """Read a file, or all recordings of a bundle without unpacking it. Raise the errors of `read`."""
+    """Read one file, or all recordings in a bundle without unpacking the bundle. Raise the same errors as `read`."""
     found = []
     try:
         if not tarfile.is_tarfile(path):

@@ -23,12 +23,12 @@ def setting(name: str, value: str) -> str:
 
 
 def command(words: Iterable[str]) -> list[str]:
-    """Return a command line without its secrets. If an option is named like a secret, remove its whole value."""
+    """Return a command line without its secrets. If the name of an option suggests a secret, remove the whole value."""
     shown: list[str] = []
     hide = is_first = False
     for word in words:
         option, equals, value = word.partition("=")
-        is_option = option.startswith("--" if is_first else "-")  # a secret may begin with -
+        is_option = option.startswith("--" if is_first else "-")  # the first value may be a secret that begins with -
         if hide and not is_option:
             shown.append(HIDDEN)
             is_first = False
@@ -43,7 +43,7 @@ def command(words: Iterable[str]) -> list[str]:
 
 def _walked(value: Any) -> Any:
     if isinstance(value, dict):
-        named = value.get("name")  # name of an environment variable in a manifest of Kubernetes
+        named = value.get("name")  # in a Kubernetes manifest, the name of an environment variable
         hides = isinstance(named, str) and is_secret(named)
         return {
             name: HIDDEN if each and (is_secret(name) or (hides and name == "value")) else _walked(each)

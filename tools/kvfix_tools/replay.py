@@ -1,8 +1,8 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
-A ledger checks the events of each process. With recordings of several processes, kvfix compares each rank's loads with
-the scheduler's. If both records have a load, only the scheduler's ledger checks the load. A lease is the time for which
-one engine keeps blocks for another engine. Only the scheduler's ledger checks its end (see peer_recordings.py).
+A ledger checks the events of each process. If several processes were recorded, kvfix also compares each rank's loads
+with the scheduler's loads. The scheduler's ledger alone checks a load that both have recorded, and the end of a lease.
+A lease is the time for which one engine keeps blocks for another engine (see peer_recordings.py).
 """
 
 import json as jsonlib
@@ -22,16 +22,16 @@ from kvfix_tools.recording import Recording
 
 
 class Judged(NamedTuple):
-    """A finding, and the entry at which it was found."""
+    """A finding, and the recorder's entry at which the ledger reported it."""
 
     finding: Finding
     entry: Entry
     part: Part | None = None  # the recorded process, if kvfix read several recordings
-    history: list[tuple[str, Entry]] | None = None  # with labels of processes, for a finding about several engines
+    history: list[tuple[str, Entry]] | None = None  # [(process, entry)] for a finding about several engines
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
-    """Print the violations. Return 1 with violations, 2 for an unreadable file or two files of one rank, else 0."""
+    """Print the violations. Return 1 if there are any, 2 for an unreadable file or two files of one rank, else 0."""
     recordings: list[Recording] = []
     for path in paths:
         try:
@@ -48,7 +48,7 @@ def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
 
 
 def judged(found: Recording) -> list[Judged]:
-    """Return the findings of one process in the order of its events, including "unknown" ones."""
+    """Return the findings of one process in the order of its events. Include findings with the verdict "unknown"."""
     ledgers = {number: Ledger(sees_loads=line.get("sees_loads", True)) for number, line in found.connectors.items()}
     findings = []
     for entry in found.entries:
@@ -58,7 +58,7 @@ def judged(found: Recording) -> list[Judged]:
 
 
 def judged_engine(engine: Engine) -> list[Judged]:
-    """Return the findings of the scheduler, of each rank, and of each rank's comparison with the scheduler."""
+    """Return the findings about the scheduler, each rank, and the differences between each rank and the scheduler."""
     compared = engine.compared
     findings = []
     for part in engine.parts:

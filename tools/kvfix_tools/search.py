@@ -1,4 +1,4 @@
-"""`kvfix search`: find the fixes, known problems and rules that have the words of a description."""
+"""`kvfix search`: find the fixes, known problems and rules that share words with a description."""
 
 import json as jsonlib
 import re
@@ -15,9 +15,9 @@ from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.problems import catalogue as known_problems
 from kvfix_tools.ledger import RULES
 
-#: Show this many candidates. Use at most this many words, and this many characters, of the text.
+#: _SHOWN: number of candidates to show. _WORDS, _CHARACTERS: maximum words and characters of the text to use.
 _SHOWN, _WORDS, _CHARACTERS = 3, 200, 64_000
-#: Weights of a word in an entry's title, in its symptom, and in its other text.
+#: Weights of a word in an entry's title, symptom and other text, in this order.
 _WEIGHTS = "3.0, 6.0, 1.0"
 _WORD = re.compile(r"[A-Za-z]{2,}|\d{2,}")
 
@@ -72,7 +72,7 @@ def candidates(text: str) -> list[Candidate]:
 
 
 def _entries() -> Iterator[tuple[Candidate, str, str]]:
-    """Yield (candidate, its symptom in a log, all other words)."""
+    """Yield (candidate, text of its symptom, all other text of its entry)."""
     for fix in fixes.fixes():
         confirm = "kvfix status --probe shows whether this installation has the bug"
         if fix.scenarios:

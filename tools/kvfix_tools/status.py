@@ -17,9 +17,9 @@ from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import fix_overview, screen
 from kvfix_tools.command_options import Json, Names, flag, value
 
-#: Verdicts of a bug that the installation has, if the bug is not fixed in this process.
+#: Verdicts of bugs that the installation has and that are not fixed in this process. They cause exit code 1.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
-#: Verdicts of a bug that the installation has, also if the bug is fixed in this process.
+#: Verdicts of all bugs that the installation has, including bugs that are fixed in this process.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")
 _WIDTH = 80  # columns of the overview and of the rows, also on a wider terminal
 _LINES = 24
@@ -28,7 +28,7 @@ NOTHING_HERE = """\
 Neither vLLM nor LMCache is installed for this Python. Run kvfix status where the engine
 runs (in its container, with its Python).
 Without them you can run: kvfix-diagnose LOG, kvfix explain CODE, kvfix status --released"""
-#: {verdict: the command to type}
+#: {verdict: command or advice for the user}
 _TYPE = {
     "applicable": "kvfix.apply(), or: kvfix run -- CMD",
     "opt-in": 'kvfix.apply(plus=["{code}"]), after: kvfix explain {code}',
@@ -156,7 +156,7 @@ def overview(selected: Selected) -> list[str]:
 
 
 def _not_fixed(others: list[tuple[Fix, FixRow]], room: int) -> list[str]:
-    """Return a line for each bug, the worst effects first, in at most `room` lines."""
+    """Return a line for each bug, at most `room` lines in all. The worst effects come first."""
     others.sort(key=lambda each: (EFFECTS.index(each[0].effect), each[1].code))
     shown = others if len(others) <= room else others[: room - 1]
     texts = [f"  {row.verdict:<10} {row.code}  {fix.title}" for fix, row in shown]
@@ -188,7 +188,7 @@ def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
 
 
 def _print_rows(selected: Selected, everything: bool) -> None:
-    """Print verdict and effect, title, reason and command of each fix. The worst effect comes first."""
+    """Print verdict, effect, title, reason and command of each fix, sorted by verdict and then by effect."""
     rows = [(fix, row) for fix, row in selected.rows if everything or row.verdict in _PRESENT]
     states = applicability.STATES
     rows.sort(key=lambda each: (states.index(each[1].verdict), EFFECTS.index(each[0].effect), each[1].code))

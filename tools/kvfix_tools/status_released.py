@@ -22,16 +22,16 @@ from kvfix.fixes.record import Target
 from kvfix_tools import screen
 
 DISTS = ("lmcache", "vllm")
-#: kvfix reads the wheel for Linux on every machine: all wheels of a release have the same Python code.
+#: kvfix reads the wheel for Linux on every machine, because all wheels of a release have the same Python code.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 _PYTHON = "3.12"
 _LIMIT = 1800  # Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
-#: Changes of a function, the worst first. A fix's row shows its worst function. `unknown`: no comparison is possible.
+#: Changes of a function, the worst first. A fix shows its worst change. `unknown`: kvfix cannot compare.
 CHANGES = ("unknown", "changed", "unchanged")
 
 
 class ReleasedRow(NamedTuple):
-    """A fix on the newest release. change: compared with the newest known release. verdict: as in `kvfix status`."""
+    """A fix on the newest release. change: difference from the newest known release. verdict: as in `kvfix status`."""
 
     code: str
     slug: str
@@ -43,7 +43,7 @@ class ReleasedRow(NamedTuple):
 
 
 def status(json: bool) -> int:
-    """Print a row for each fix. Return 0 without a change, 1 with a change, 77 if pip could not download a wheel."""
+    """Print a row for each fix. Return 0 if no function has changed, 1 if one has, 77 if pip fails."""
     with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
         rows = [row for dist in DISTS for row in survey(dist, _wheel(dist, Path(folder)))]
     if json:

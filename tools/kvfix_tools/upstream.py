@@ -1,8 +1,8 @@
 """`kvfix upstream`: patches for LMCache and vLLM that are ready to send.
 
-`git format-patch` has written `patches/upstream/<slug>/<dist>-<version>.patch`: the change in the function itself, and
-a test that fails without the change. LMCache and vLLM require the submitter's sign-off (DCO). So a stored patch has no
-author, and `export` writes the submitter's name into the patch.
+`git format-patch` wrote each `patches/upstream/<slug>/<dist>-<version>.patch`. A patch has the change of the function
+and a test that fails without the change. LMCache and vLLM require the submitter's sign-off (DCO). Stored patches have
+no author: `export` writes the submitter's name into the patch.
 """
 
 import json as jsonlib
@@ -21,7 +21,7 @@ from kvfix_tools import screen
 from kvfix_tools.command_options import Json, value
 
 app = typer.Typer(no_args_is_help=True, help="List and export patches for LMCache and vLLM.")
-#: Folders of the patches: the first in an installed wheel, the second in a checkout.
+#: Folders of the patches. An installed wheel has the first folder, a checkout has the second.
 FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
 
 
@@ -78,7 +78,7 @@ def export(
         guess = screen.did_you_mean(name, {row.slug for row in ready()})
         return screen.error(f"kvfix upstream export: no patch for {name!r}.{guess} List all: kvfix upstream list")
     submitter: list[str] = []
-    with suppress(OSError):  # no git
+    with suppress(OSError):  # git is not installed
         for key in ("user.name", "user.email"):
             done = subprocess.run(["git", "config", key], capture_output=True, text=True, check=False)
             submitter.append(done.stdout.strip())

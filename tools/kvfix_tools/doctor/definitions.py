@@ -21,7 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: {True for the in-process, False for the multi-process connector: modules of (LMCache, vLLM) that read its keys}
+#: {True for the in-process, False for the multi-process connector: (LMCache's modules, vLLM's module) with its keys}
 READERS = {
     True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     False: (
@@ -31,7 +31,7 @@ READERS = {
 }
 VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
-#: {setting that allows only certain words: (module, name of the table or function of the module that lists the words)}
+#: {setting that allows only certain words: (module, table or function in this module that lists the words)}
 _WORDS = {
     "cache_policy": ("lmcache.v1.storage_backend.cache_policy", "POLICY_MAPPING"),
     "remote_serde": ("lmcache.v1.storage_backend.naive_serde", "CreateSerde"),
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 class Definition(NamedTuple):
-    """A setting. kind: type, usually a key of KINDS. converted: True if LMCache converts the text of its variable."""
+    """A setting. kind: its type, usually a key of KINDS. converted: True if LMCache converts the variable's text."""
 
     name: str
     kind: str

@@ -52,7 +52,7 @@ class Tried(NamedTuple):
 
     torch: dict[str, Any] | None  # facts about torch; None if torch cannot be imported
     errors: dict[str, str]  # {library or module: error; "" if it loads}
-    why: str  # the reason if some library was not tried; else ""
+    why: str  # why kvfix did not try every library; "" if it tried all
 
 
 def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:

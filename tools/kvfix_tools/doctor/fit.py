@@ -25,7 +25,7 @@ class _Import(NamedTuple):
 
 
 def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
-    """Return imports and calls of `other` that fail. start: (package, module). Follow imports inside the package."""
+    """Return failing imports and calls of `other`. start: (package, first module). Follow the package's own imports."""
     package, first = start
     found, seen, waiting = list[Misfit](), set[str](), [first]
     while waiting:
@@ -51,10 +51,10 @@ def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
 
 
 def _imports(body: list[ast.stmt], package: Package, other: Package, inside: bool) -> Iterator[_Import]:
-    """Yield the imports that Python runs when it runs these statements.
+    """Yield the imports that Python executes in these statements.
 
-    If an import in a `try` fails and the `except` part does not raise, yield the imports of the `except` part instead.
-    inside: also yield imports in `__init__` and `if`.
+    If an import in a `try` block fails and the `except` block does not raise, yield only the `except` block's imports.
+    inside: True to yield imports in `__init__` methods and `if` statements too.
     """
     for node in body:
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def _imports(body: list[ast.stmt], package: Package, other: Package, inside: boo
         ):
             yield from _imports(node.body, package, other, inside)
         elif isinstance(node, ast.If) and inside and "TYPE_CHECKING" not in ast.unparse(node.test):
-            # Only a run shows which branch is taken: yield imports that succeed, and ignore imports that fail.
+            # kvfix cannot tell which branch Python takes, so it leaves out imports that fail.
             both = [*_imports(node.body, package, other, inside), *_imports(node.orelse, package, other, inside)]
             yield from (each for each in both if not _is_of(each, other) or not _lacks(each, other))
 
@@ -96,7 +96,7 @@ def _catches(handler: ast.ExceptHandler) -> bool:
 
 
 def _lacks(each: _Import, package: Package) -> str:
-    """Return Python's error message; "" if the import succeeds, or if kvfix cannot tell."""
+    """Return Python's error message; "" if the import succeeds or kvfix cannot decide."""
     if not package.has(each.module):
         return f"No module named '{each.module}'"
     if not each.name or package.has(f"{each.module}.{each.name}"):
@@ -124,7 +124,7 @@ def _names(tree: ast.Module) -> frozenset[str]:
 
 
 def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) -> Iterator[tuple[int, str]]:
-    """Yield (line, Python's error message) for each call that the other package does not accept."""
+    """Yield (line, Python's error message) for each call whose arguments a function of `other` does not accept."""
     signatures = {bound: _signature(other, *where) for bound, where in names.items()}
     for node in ast.walk(tree) if signatures else ():
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):

@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 class Machine:
-    """root: folder that has /proc, /sys and /dev. Tests use another folder than /."""
+    """root: the folder with proc, sys and dev. It is / except in tests."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -28,7 +28,7 @@ class Machine:
         return total, available, "this machine"
 
     def shared_memory(self) -> tuple[int, int] | None:
-        """Return (size, free) of /dev/shm; None if there is none."""
+        """Return (size, free) of /dev/shm; None if /dev/shm does not exist."""
         with suppress(OSError):
             found = os.statvfs(self._root / "dev/shm")
             return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
@@ -75,7 +75,7 @@ class Machine:
 
 
 def port_in_use(host: str, port: int) -> bool:
-    """Return True if another server listens on this port. Return False for a host of another machine."""
+    """Return True if another server listens on this port. Return False if the host is another machine."""
     try:
         with socket.create_server((host, port)):
             return False
@@ -90,7 +90,7 @@ def resolves(host: str) -> bool:
 
 
 def connects(host: str, port: int) -> str:
-    """Open a TCP connection. Return the error; "" if it opens."""
+    """Open a TCP connection. Return the error; "" if the connection opens."""
     try:
         with socket.create_connection((host, port), 3.0):
             return ""

@@ -15,7 +15,7 @@ from kvfix_tools.doctor.command_line import Command, Connector
 from kvfix_tools.doctor.machine import connects
 
 PORT, HTTP_PORT = 5555, 8080  # lmcache/v1/multiprocess/config.py 0.5.6: MPServerConfig, HTTPFrontendConfig
-#: {name in kvfix's answer: name in l1_manager of `/status`} (lmcache/v1/distributed/l1_manager.py 0.4.5 to 0.5.6).
+#: {name in kvfix's JSON: name in `l1_manager` of `/status`} (lmcache/v1/distributed/l1_manager.py 0.4.5 to 0.5.6).
 _L1 = {
     "used_bytes": "memory_used_bytes",
     "total_bytes": "memory_total_bytes",
@@ -34,7 +34,7 @@ class Address(NamedTuple):
 
 
 def addresses(connector: Connector) -> list[Address]:
-    """Return the addresses in server_urls, or else host and port (as in lmcache_mp_connector.py 0.5.6:627-648)."""
+    """Return the addresses in server_urls, or one of host and port (as in lmcache_mp_connector.py 0.5.6:627-648)."""
     urls = connector.extra.get("lmcache.mp.server_urls")
     if isinstance(urls, str):
         urls = urls.split(",")
@@ -120,7 +120,7 @@ def inspect(each: Address, http_given: str) -> Server:
 def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a dictionary for each server that the connectors name: "pid", "port", "answers", "lookups", keys of _L1.
 
-    Servers on another machine or in another container are not found. lookups: lookups whose result was not fetched yet.
+    Servers on another machine or in another container are not found. lookups: lookups without a fetched result.
     """
     ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
     mine = [(pid, command) for pid, command in (local() if ports else ()) if command.number("port", PORT) in ports]

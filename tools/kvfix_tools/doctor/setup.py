@@ -51,7 +51,7 @@ class Setup:
         limit: float = extensions.LIMIT,
         server_http: str = "",
     ) -> None:
-        """environment: of this process. The command's variables win, and for a container only these variables count.
+        """environment: variables of this process. The command's variables win. In a container, only they count.
 
         limit: seconds for loading the compiled extensions. server_http: address of the LMCache server's HTTP port.
         """
@@ -83,7 +83,7 @@ class Setup:
 
     @cached_property
     def transfer(self) -> tuple[dict[str, Any], str]:
-        """(value of --kv-transfer-config, why it cannot be read); {} if there is none or it cannot be read."""
+        """(value of --kv-transfer-config, error). The value is {} if the option is missing or cannot be read."""
         if not self.command.serves:
             return {}, ""
         try:
@@ -117,12 +117,12 @@ class Setup:
 
     @cached_property
     def config_file(self) -> tuple[str, dict[str, Any], str]:
-        """(path, content, why it cannot be read) of LMCACHE_CONFIG_FILE; the path is "" if none is set."""
+        """(path, content, error) of the file in LMCACHE_CONFIG_FILE. The path is "" if the variable is not set."""
         path = self.environment.get("LMCACHE_CONFIG_FILE", "")
         if not path:
             return "", {}, ""
         try:
-            import yaml  # type: ignore[import-untyped]  # LMCache itself needs it
+            import yaml  # type: ignore[import-untyped]  # LMCache depends on PyYAML
         except ImportError:
             return path, {}, "PyYAML is not installed for this Python"
         try:
@@ -135,7 +135,7 @@ class Setup:
 
     @cached_property
     def settings(self) -> list[Setting]:
-        """Settings of the in-process connector. For equal names the last value wins. Unknown variables are left out."""
+        """Settings of the in-process connector. If a name occurs twice, the last value wins. Omit unknown variables."""
         found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
         for name in (*self.definitions.known, *self.definitions.aliases):
             spelled = f"LMCACHE_{name.upper()}"
@@ -177,7 +177,7 @@ class Setup:
         return str(self.setting(name)).strip().lower() in ("true", "1")
 
     def current(self, name: str) -> str:
-        """Return the current name of a setting: for a deprecated name its new name, otherwise the same name."""
+        """Return the new name of a deprecated setting, and every other name unchanged."""
         is_old = name not in self.definitions.known and self.definitions.is_read(name)
         return self.definitions.aliases[name] if is_old else name
 
@@ -192,7 +192,7 @@ class Setup:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """config.json of the model on this machine, or {}. In a multi-modal model, the keys of `text_config` win."""
+        """The model's config.json; {} if it is not on this machine. In a multi-modal model, `text_config` wins."""
         name = "" if self.in_container else self.command.model
         for file in self._model_files(name) if name else ():
             try:

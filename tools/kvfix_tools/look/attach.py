@@ -1,4 +1,4 @@
-"""`kvfix attach`, `kvfix detach` and `kvfix status PID`: the fixes in all processes of a running engine."""
+"""Apply, remove and list the fixes in a running engine (`kvfix attach`, `kvfix detach`, `kvfix status PID`)."""
 
 import inspect
 import json as jsonlib
@@ -17,7 +17,7 @@ from kvfix_tools.look import in_engine, inject, looking
 
 #: _SECONDS: maximum seconds until a main thread returns from C code to Python. _PAUSE: seconds between two tries.
 _SECONDS, _PAUSE = 5.0, 0.03
-#: The code that runs in each process. A new thread imports kvfix, because the import takes a second. `source` is the
+#: Code that runs in each process. A new thread imports kvfix, because the import takes a second. `source` is the
 #: text of in_engine.py. The thread runs this text once, as a module that stays in the process.
 _CODE = """
 import json, sys
@@ -67,7 +67,7 @@ class _Engine:
         self._until = time.monotonic() + wait
 
     def ask(self, pids: list[int], what: str, *arguments: Any, until: tuple[str, ...]) -> None:
-        """Ask each process repeatedly, until its state is in `until` or cannot change any more, or the time is over."""
+        """Call `what` in each process until its answer has a state in `until` or a final state, or the time is over."""
         left = list(pids)
         while left:
             for pid in list(left):
@@ -79,7 +79,7 @@ class _Engine:
             time.sleep(_PAUSE if left else 0)
 
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """Ask once. "without": the process has ended, is not Python, or has not imported vLLM, LMCache or kvfix."""
+        """Ask once. State "without": the process has ended, is not Python, or lacks kvfix or both vLLM and LMCache."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         source = inspect.getsource(in_engine)
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)
@@ -101,7 +101,7 @@ class _Engine:
 
 
 def attach(pid: int, mode: str, only: Names, idle: bool, wait: float, json: bool, plus: Names = None) -> int:
-    """Apply the fixes. Return 0 if every process has them, 1 if not, 2 for wrong usage, 77 if tracing is forbidden."""
+    """Apply the fixes. Return 0 if all processes have them, 1 if not, 2 for wrong usage, 77 if kvfix may not trace."""
     try:
         config = Config(mode, only, None, plus=plus)
         if mode == "strict":
@@ -154,7 +154,7 @@ def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
         return screen.error("\n".join(dict.fromkeys(engine.settings)), 77)
     done = shown and all(answer["state"] == wanted for answer in shown.values())
     rows = [row for answer in shown.values() for row in answer.get("rows", ())]
-    # Exit 1 if a fix is refused or has raised. A fix that only applies at the start is no failure.
+    # Exit 1 if a fix is refused or has raised. A fix that can apply only at the start is not a failure.
     return int(not done or any(row["verdict"] in ("refused", "unknown") or row.get("faults") for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""The command `kvfix look`: read the engine until there is a verdict, or no sign of a problem."""
+"""The command `kvfix look`: read the engine until there is a verdict or no sign of a problem is left."""
 
 import json as jsonlib
 import re
@@ -22,7 +22,7 @@ from kvfix_tools.look import looking, show
 
 SCHEMA = 1
 #: kvfix looks every PAUSE seconds. If the scheduler is inside a step and has no running request, its queues are
-#: incomplete: kvfix then looks again at once, at most AGAIN times.
+#: incomplete. kvfix then looks again immediately, until it has made AGAIN looks.
 PAUSE, AGAIN = 1.0, 30
 _LONGEST = 600  # Time limit in seconds. A core file of an engine has many gigabytes.
 _THREAD = re.compile(r"^Traceback for thread (\d+)")
@@ -65,7 +65,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
 
 
 def enough(looker: looking.Looker) -> list[Look]:
-    """Look at least twice, until there is a verdict, or no sign of a problem."""
+    """Look at least twice, until there is a verdict or no sign of a problem is left."""
     looks = [_between_steps(looker)]
     while seconds_to_look(looks) or len(looks) < 2:
         time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
@@ -74,7 +74,7 @@ def enough(looker: looking.Looker) -> list[Look]:
 
 
 def seconds_to_look(looks: Sequence[Look]) -> float:
-    """Return how many more seconds a sure verdict needs; 0 if there is a verdict, or no sign of a problem."""
+    """Return the seconds that the looks must span for a sure verdict. Return 0 if no further look is needed."""
     if standstill.verdicts(looks):
         return 0.0
     looks = of_these_hooks(looks)
@@ -116,7 +116,7 @@ def _watch(looker: looking.Looker) -> int:
 
 
 def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -> dict[str, Any]:
-    """Return the answer of `--json` and of `--save`. With `--save`, the looks have read the blocks of requests too."""
+    """Return the JSON object for `--json` and `--save`. With `--save`, it also has the blocks of each request."""
     engines = liveness.engines(last.processes)
     return {
         "schema": SCHEMA,

@@ -1,7 +1,7 @@
 """The code that `kvfix attach` sends into an engine, to apply or remove the fixes between two steps of the engine.
 
 The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
-two bytecodes (inject.py). `prepare` would delay the engine, so it runs earlier, in its own thread.
+two bytecodes (inject.py). `prepare` would delay the engine, so `prepare` runs earlier, in a separate thread.
 """
 
 import os
@@ -15,7 +15,7 @@ from kvfix.engine_state import places
 from kvfix.fixes.record import AT_START, NEW_REQUESTS, Fix
 from kvfix.session import session
 
-#: attach and detach change nothing while a thread runs certain functions (see `_unsafe`) of files with these names.
+#: Parts of file paths. attach and detach refuse while a thread runs certain functions of such files (see `_unsafe`).
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/__init__.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
@@ -45,8 +45,8 @@ def ready() -> dict[str, Any]:
 def attach(text: str, idle: bool = False) -> dict[str, Any]:
     """Activate this configuration if the process is at a safe point. Return `state`: "attached", "unsafe" or "busy".
 
-    idle: attach only without requests. The answer has the ids of the scheduler's requests. kvfix passes these ids to
-    `attached` in the other processes. Raises ValueError if the engine's environment switches kvfix off.
+    idle: attach only if the scheduler has no requests. The answer has the scheduler's request ids. kvfix passes them to
+    `attached` in the other processes. Raise ValueError if the engine's environment switches kvfix off.
     """
     config = Config.parse(text)
     if Config.is_off(os.environ.get(activation.ENV)):
@@ -65,8 +65,8 @@ def attach(text: str, idle: bool = False) -> dict[str, Any]:
     watched, applied = session.mode != "fix", _for_new_requests()
     activation.activate(config)
     if _for_new_requests() - applied or (config.mode != "fix" and not watched):
-        # A worker does not know the requests. Until `attached` brings their ids, the worker treats every request as
-        # begun before the attach.
+        # A worker does not know the requests. Until `attached` passes their ids, the worker assumes that every request
+        # began before the attach.
         session.before = frozenset(requests) if scheduler is not None else _Everything()
     if config.mode != "fix":
         watch_connectors()
@@ -122,7 +122,7 @@ def _is_applied(fix: Fix) -> bool:
 
 
 def _unsafe() -> str:
-    """Return the place in a step where the process is now; "" if it is between two steps."""
+    """Return where in an engine step the process is now; "" if it is between two steps."""
     targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
     names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
     stacks = places.stacks()
@@ -140,7 +140,7 @@ def _unsafe() -> str:
 
 
 def _scheduler() -> Any:
-    """Return the process's scheduler, or None. Search the thread's stack: `gc` does not see vLLM's frozen heap."""
+    """Return the process's scheduler, or None. Search the stack, because `gc` does not see vLLM's frozen heap."""
     scheduler_class = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
     if scheduler_class is None:
         return None
@@ -156,8 +156,7 @@ def _scheduler() -> Any:
 
 
 def watch_connectors() -> None:
-    """Watch the classes of existing connectors. vLLM has already called its factory, which kvfix wraps, for
-    these connectors."""
+    """Watch the classes of existing connectors, which vLLM created before kvfix wrapped the connector factory."""
     from kvfix import connector_events
 
     base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)

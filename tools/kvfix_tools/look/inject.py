@@ -1,11 +1,11 @@
 """Run code in the main thread of another Python process, between two bytecodes of the thread.
 
-Between two bytecodes, Python makes the calls in its queue of pending calls (`Py_AddPendingCall`). Adding a call takes
-one short lock, but neither the GIL nor memory, so it is safe wherever the thread has stopped. The pending call is
-`PyRun_SimpleString` with a line that executes a file. Python 3.14 has `sys.remote_exec` for this (PEP 768).
+Between two bytecodes, Python runs the calls that `Py_AddPendingCall` has queued. This function takes one short lock,
+but neither the GIL nor memory, so kvfix can call it wherever the thread has stopped. The queued call is
+`PyRun_SimpleString` with a line that executes a file. Python 3.14 has `sys.remote_exec` for this purpose (PEP 768).
 
 A thread that waits in a system call (a lock, a socket) reaches no bytecode. If the thread waits without the GIL, kvfix
-makes the thread take the GIL and run the line, as a callback from C does. kvfix maps one page of memory for the lines.
+makes the thread take the GIL and run the line, as a callback from C does. kvfix maps a page of memory for such lines.
 """
 
 import os
@@ -22,12 +22,12 @@ from kvfix_tools.look.shared_folder import SharedFolder
 
 #: Prefix of an answer if the code has raised an error. The rest of the answer is the error.
 FAILED = "failed: "
-#: Address of the page in each process (free in all layouts of x86-64 and aarch64), number and size of the page's slots.
+#: Address of the mapped page (free in all layouts of x86-64 and aarch64), then number and size of the page's slots.
 _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
 _LONGEST = 60.0  # time limit in seconds for the code, after it has begun
 _FOLDERS = ("/tmp", "/dev/shm")  # for the script and the answer
 _SCRIPT = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
-#: The script, which runs the code only if it can rename the token file. The caller removes this token after `seconds`.
+#: The script. It runs the code only if it can rename the token file, which the caller removes after `seconds`.
 _CODE = """
 import os
 script, token, code = {script!r}, {token!r}, {code!r}
@@ -51,8 +51,8 @@ else:
             _thread.start_new_thread(again, ())
     os.rename(answer, token + ".answer")
 """
-#: After a timeout the call is still in the queue, so this text replaces the script. The text clears the path in the
-#: page and removes the script, even a new script of a later caller. The later caller notices both changes.
+#: After a timeout the call stays queued, so kvfix replaces the script by this code. The code clears the path in the
+#: page and removes the script, even if a later caller has replaced it. The later caller notices both changes.
 _GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{script!r}})"
 
 
@@ -61,7 +61,7 @@ class Silent(Exception):
 
 
 def run(pid: int, code: str, *, seconds: float) -> str:
-    """Execute the code in the process. Return the text that it wrote to the file ANSWER, or FAILED and its error.
+    """Execute the code in the process. Return the text that the code wrote to ANSWER, or FAILED and the error.
 
     The code must not wait or take a lock, because it may interrupt code that holds the lock. seconds: time for the main
     thread to reach a bytecode. Raise Refused or Silent. After Silent the script stays until the thread reaches a
@@ -154,7 +154,7 @@ def _put(process: Process, script: str, line: str) -> int:
 
 
 def _remote_exec(process: Process, folder: SharedFolder, path: str, line: str) -> bool:
-    """Return True if Python ran the line itself, which needs Python 3.14 in both processes."""
+    """Use `sys.remote_exec`. Return False if it fails. Both processes need the same Python, 3.14 or later."""
     remote_exec = getattr(sys, "remote_exec", None)
     if remote_exec is None or process.python() != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False

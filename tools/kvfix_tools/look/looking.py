@@ -1,4 +1,4 @@
-"""Read the state of all processes of an engine: by code inside of each process, or else by py-spy's stacks."""
+"""Read the state of all processes of an engine, with code inside each process or else from py-spy's stacks."""
 
 import hashlib
 import json
@@ -22,11 +22,11 @@ from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
 PATIENCE = 4.0  # seconds for a main thread to reach a bytecode, longer than LMCache's scheduler waits for a lookup
-#: Patterns that identify a process of vLLM or LMCache: a mapped library, and a word of the command.
+#: Patterns for a mapped library (_LIBRARY) or a word of the command (_PROGRAM) of a vLLM or LMCache process.
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
 INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
-#: The answer of a process that lacks the modules of kvfix.engine_state. kvfix sends the modules once, and they stay.
+#: The answer of a process that lacks the modules of kvfix.engine_state. kvfix then sends the modules, which stay.
 MISSING = "null"
 #: The package itself ("") is last, because it imports the other modules.
 _MODULES = ("places", "reader", "lmcache_readers", "scheduler", "")
@@ -64,7 +64,7 @@ with open(ANSWER, "w") as file:
 
 
 class Way(NamedTuple):
-    """How kvfix read a process. reason: why kvfix could not read it from inside. setting: what the user can change."""
+    """How kvfix read a process. reason: why not from inside. setting: what the user can change."""
 
     pid: int
     name: str
@@ -80,7 +80,7 @@ def engine_of(pid: int) -> list[Process]:
 
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
-    """Return the processes that have loaded vLLM or LMCache, except for kvfix's own process. Stop no process."""
+    """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. Do not stop any process."""
     # A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}
@@ -94,7 +94,7 @@ def with_vllm(tree: list[Process], pid: int) -> list[Process]:
 
 
 def why_none(pid: int) -> str:
-    """Return the reason why no process is read for this process id."""
+    """Return why kvfix finds no process to read for this process id."""
     if not psutil.pid_exists(pid):
         return f"there is no process {pid}. {OTHER_NAMESPACE}"
     name = ""
@@ -133,12 +133,12 @@ def _may_have_vllm(process: Process, maps: str) -> bool:
     """Return True if PyTorch is loaded. Helper processes of multiprocessing, which run no engine, do not count."""
     if any("resource_tracker" in word or "forkserver import main" in word for word in process.command):
         return False
-    return not maps or "/libtorch" in maps  # without maps kvfix has no right to read, and the look shows why
+    return not maps or "/libtorch" in maps  # empty maps: kvfix may not read the process, and the look shows why
 
 
 @cache
 def _sources() -> tuple[str, list[tuple[str, str]]]:
-    """Return (name of the package in the process, which has a digest of the code; [(module, its code)])."""
+    """Return (name for the package in the process, [(module, its code)]). The name has a digest of the code."""
     folder = Path(kvfix.engine_state.__file__).parent
     texts = [(each, (folder / f"{each or '__init__'}.py").read_text(encoding="utf-8")) for each in _MODULES]
     return f"_kvfix_engine_state_{hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]}", texts
@@ -152,7 +152,7 @@ class Looker:
         self._known: set[int] = set()
 
     def look(self) -> Look:
-        """Read all processes at once, in milliseconds, or in seconds if a main thread reaches no bytecode."""
+        """Read all processes in parallel. This takes milliseconds, or seconds if a main thread reaches no bytecode."""
         with ThreadPoolExecutor(max(1, len(self.tree))) as pool:
             read = list(pool.map(self._read, self.tree))
         at = time.monotonic()
@@ -166,7 +166,7 @@ class Looker:
             return self._inside(process), INSIDE, "", ""
         except inject.Refused as refused:
             reason, setting = refused.reason, refused.setting
-            text, _ = gather.recorder(process)  # kvfix in the process writes its state if its mode records
+            text, _ = gather.recorder(process)  # in a mode that records, kvfix in the process writes its state
             lines = [line for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
             if lines:
                 return {**json.loads(lines[-1]), "name": process.name}, RECORDER, reason, setting

@@ -19,11 +19,11 @@ OTHER_NAMESPACE = (
     "--pid=container:NAME."
 )
 _CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")  # names of the files whose functions kvfix calls
-#: Name for a breakpoint instruction in the tables of functions (`_exported`).
+#: Key of a breakpoint instruction in the result of `_exported`.
 TRAP = "breakpoint instruction"
-#: {pid: process}. kvfix reads a process once for all looks, because a process with CUDA has thousands of mappings.
+#: {pid: process}. kvfix reads the mappings of a process only once, because CUDA adds thousands of mappings.
 _PROCESSES: dict[int, "Process"] = {}
-#: {(device, inode, time) of a file: result of `_exported`}. A cache: an engine's processes use the same files.
+#: {(device, inode, time) of a file: result of `_exported`}. The processes of an engine share files.
 _SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
@@ -48,11 +48,11 @@ class Process:
             os.close(self._memory)
 
     def is_alive(self) -> bool:
-        """Return False if no mapping in `_mapped` exists any more: the process has ended, or runs another program."""
+        """Return False if no mapping in `_mapped` exists, because the process has ended or runs another program."""
         return any(map(self.has_mapped, self._mapped.values()))
 
     def python(self) -> str:
-        """Return Python's release, such as "3.11", from the file name of the library or program; "" without one."""
+        """Return Python's release, such as "3.11", from the file name of the library or program; "" if unknown."""
         found = (re.search(r"python(3\.\d+)", path.rpartition("/")[2]) for path in self._mapped)
         return next((each[1] for each in found if each), "")
 
@@ -68,7 +68,7 @@ class Process:
         os.pwrite(self._memory, content, address)
 
     def folder(self, path: str) -> SharedFolder:
-        """Open a folder as the process sees it, even in another container. Raise OSError, for example for a link."""
+        """Open a folder as the process sees it, even in another container. Raise OSError if a part is a link."""
         return SharedFolder(self._opened(path, os.O_PATH | os.O_DIRECTORY), self.user)
 
     def _opened(self, path: str, flags: int) -> int:
@@ -96,8 +96,8 @@ class Process:
     def run_waiting(self, line: int) -> bool:
         """Run a line of Python in the main thread if the thread waits without the GIL. Return True if the line ran.
 
-        A thread in a long wait without the GIL holds no lock of malloc or Python, so it may take the GIL. A thread that
-        has left the wait may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and would wait for itself.
+        A thread in a long wait without the GIL holds no lock of malloc or Python, so it can take the GIL. After the
+        wait, a thread may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and taking the GIL would hang.
         """
         names = "PyGILState_Check", "PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release"
         check, ensure, run, release = map(self.address, names)
@@ -126,8 +126,8 @@ class Process:
     def wait(self) -> str:
         """Return the system call in which the main thread waits (number, arguments, stack, code address), or "".
 
-        Return "" for a wait on a lock of Python itself. A thread that takes the GIL holds the GIL's mutex while it
-        waits for a second mutex (`take_gil`, ceval_gil.h). A call into this thread would wait for the thread itself.
+        Return "" if the thread waits for a lock of the Python runtime. While a thread takes the GIL, it may hold the
+        GIL's mutex and wait for a second mutex (`take_gil`, ceval_gil.h). A call into this thread would then hang.
         """
         before = self._state()
         time.sleep(0.03)
@@ -138,7 +138,7 @@ class Process:
         return "" if int(call.split()[1], 16) in range(runtime, runtime + size) else call
 
     def _state(self) -> tuple[str, str, str]:
-        """Return (state, number of waits, system call) of the main thread. The call is "" outside of a system call."""
+        """Return (state, number of waits so far, system call) of the main thread. The call is "" if there is none."""
         status, call = self.status(), ""
         with suppress(OSError):
             call = (self._proc / "syscall").read_text().strip()
@@ -162,7 +162,7 @@ def process(pid: int) -> Process:
 
 
 def _mapped_files(process: Path) -> dict[str, int]:
-    """Return {path: address of the first mapping} of Python and the C library in a process."""
+    """Return {path: address of its first mapping} for the files of Python and the C library in a process."""
     found: dict[str, int] = {}
     for line in (process / "maps").read_text(errors="replace").splitlines():
         addresses, *_, path = line.split(maxsplit=5)
@@ -183,7 +183,7 @@ def _symbols(handle: int) -> dict[str, tuple[int, int]]:
 
 
 def _exported(content: bytes) -> dict[str, tuple[int, int]]:
-    """Return {name: (offset from the start of the mapping, size)} of an ELF file, for its exported names and TRAP."""
+    """Return {name: (offset from the start of the mapping, size)} for TRAP and each exported name of an ELF file."""
     if content[:5] != b"\x7fELF\x02":
         return {}
     programs, sections = struct.unpack_from("<QQ", content, 32)

@@ -1,11 +1,11 @@
 """Stop a thread of another process for a tenth of a millisecond, and call C functions in it (x86-64 and aarch64).
 
 ptrace stops only this thread, without a signal. Afterwards all registers are restored, including vector registers,
-because the thread may be inside a computation. kvfix writes only a return address below the thread's stack: the address
-of a breakpoint instruction in the process's own code. When the function returns, the thread stops at this instruction.
+because the thread may be inside a computation. Below the thread's stack, kvfix writes only a return address. This
+address has a breakpoint instruction of the process's own code, so the thread stops when the function returns.
 
-The tracing process must stay alive. Without it the thread hits the breakpoint, and the process dies. So each call has
-its own tracing process, which completes the call if the user ends kvfix.
+If the tracing process died during a call, the breakpoint would end the traced process. So each call has its own tracing
+process, which completes the call even if the user ends kvfix.
 """
 
 import ctypes
@@ -29,13 +29,13 @@ _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT, _GETSIGMASK, _SETSIGMASK = 0x4204, 0
 _WALL = 0x40000000  # option of waitpid to wait for threads too
 _REGISTERS, _FLOATING = 1, 2  # NT_PRSTATUS, and NT_PRFPREG for machines without wide vectors
 _LARGEST = 32768
-_BELOW = 128 + 128  # bytes below the stack: the 128 that the x86-64 ABI lets a function use, and a margin
-#: Flags that a function expects to be clear: direction of string instructions (x86-64), kind of jump target (aarch64).
+_BELOW = 128 + 128  # bytes to skip below the stack: the red zone of x86-64, and a margin of 128 bytes
+#: Flags that must be clear at a function call: direction of string instructions (x86-64), branch type (aarch64).
 _FLAGS = 0xC00
 #: Signals with which a called function ends: SIGTRAP at the breakpoint, all others at a crash.
 _ENDS = {signal.SIGTRAP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _libc = ctypes.CDLL(None, use_errno=True)
-#: Work in a stopped thread. Its argument `call` calls a C function in the thread: call(address, *arguments).
+#: A function that works in a stopped thread. `call(address, *arguments)` calls a C function in the thread.
 Work = Callable[[Callable[..., int]], int]
 Registers: TypeAlias = "array[int]"
 
@@ -50,7 +50,7 @@ class Refused(Exception):
 
 
 class Machine(NamedTuple):
-    """Indexes of registers in NT_PRSTATUS, of 8 bytes each, and other differences between types of machines."""
+    """Indexes of registers in NT_PRSTATUS (8 bytes each), and other properties of a processor architecture."""
 
     arguments: tuple[int, ...]
     answer: int
@@ -59,12 +59,12 @@ class Machine(NamedTuple):
     flags: int
     number: int  # register with the number of a system call
     called: tuple[int, ...]  # registers with the arguments of a system call
-    forgets: bool  # True if a system call number of -1 stops the kernel from restarting a system call
+    forgets: bool  # True if the number -1 stops the kernel from restarting an interrupted system call
     returns: int | None  # the return address; None if it is on the stack
     vectors: int  # the register set with all vector registers
     trap: re.Pattern[bytes]  # the breakpoint instruction
     multiple: int  # alignment of the breakpoint instruction in bytes
-    back: int  # bytes from the program counter of a thread in a system call to the address to which this call returns
+    back: int  # bytes by which the kernel may set the program counter back before it restarts a system call
 
 
 _BRK = re.compile(rb"(?s)[\0 @`\x80\xa0\xc0\xe0].[ -?]\xd4")  # the instruction brk with any number
@@ -77,7 +77,7 @@ _MACHINES = {
         (0, 1, 2, 3, 4, 5, 6, 7), 0, 32, 31, 33, 8, (0, 1, 2, 3, 4, 5), False, 30, 0x405, _BRK, 4, 4
     ),
 }  # fmt: skip
-MACHINE = _MACHINES.get(platform.machine())  # None for any other machine
+MACHINE = _MACHINES.get(platform.machine())  # None for other architectures
 
 
 class _Vector(ctypes.Structure):
@@ -86,12 +86,12 @@ class _Vector(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _cores() -> threading.Semaphore:
-    """Limit the threads that are stopped at once to the number of cores. So no stopped thread waits for a core."""
+    """Allow only as many stopped threads as there are cores, so that no stopped thread waits for a core."""
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop the thread and do the work in it. Return None if the thread is not in the system call `wait` ("": any)."""
+    """Stop the thread and run `work` in it. Return None if the thread is not in the system call `wait` ("": any)."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()
@@ -120,7 +120,7 @@ def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         for at in {int(name) for name in os.listdir("/proc/self/fd")} - {pipe.fileno()}:
             with suppress(OSError):  # `at` may be the closed descriptor of /proc/self/fd
-                os.close(at)  # otherwise a reader of kvfix's output would wait for this process
+                os.close(at)  # otherwise a reader of kvfix's output would wait until this process ends
         pipe.send(_performed(*work))
     finally:
         os._exit(0)
@@ -149,7 +149,7 @@ def _is_in(machine: Machine, registers: Registers, call: str) -> bool:
 
 
 def _call(machine: Machine, thread: int, trap: int, before: Registers, function: int, *arguments: int) -> int:
-    """Call a C function. Return the lower 32 bits of its result. Raise OSError if it crashes."""
+    """Call a C function. Return the lower 32 bits of its result. Raise OSError if the function crashes."""
     registers = before[:]
     for at, argument in zip(machine.arguments, arguments, strict=False):
         registers[at] = argument & 2**64 - 1
@@ -181,7 +181,7 @@ def _stopped(thread: int, machine: Machine) -> Iterator[Registers]:
         _wait(thread, lambda _, event: bool(event))
         registers, vectors, blocked = _get(thread, _REGISTERS), _vectors(thread, machine), ctypes.c_uint64()
         _ptrace(_GETSIGMASK, thread, 8, ctypes.addressof(blocked))
-        # A breakpoint while SIGTRAP is blocked would unblock SIGTRAP permanently.
+        # If SIGTRAP stayed blocked, the breakpoint would make the kernel unblock SIGTRAP permanently.
         _block(thread, blocked.value & ~(1 << signal.SIGTRAP - 1))
         try:
             yield array("Q", registers)

@@ -1,4 +1,4 @@
-"""A folder, such as /tmp, in which kvfix and the process that it reads exchange files.
+"""Exchange files with the process that kvfix reads, in a folder such as /tmp.
 
 kvfix may be root, and the user of the process may replace a file by a link at any time. So kvfix opens each folder of
 the path once, without following a link. kvfix creates, reads and removes files through the descriptor of the folder.
@@ -24,7 +24,7 @@ def opened(root: int, path: str, flags: int) -> int:
 
 
 def content(handle: int) -> bytes:
-    """Read an open file, and close it. Raise OSError for a pipe or a device, because it might never end."""
+    """Read an open file, and close it. Raise OSError for a pipe or a device, because reading might never end."""
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError("not a regular file")
@@ -32,7 +32,7 @@ def content(handle: int) -> bytes:
 
 
 class SharedFolder:
-    """folder: descriptor of the folder, which this object closes. The methods use only the file name of a path."""
+    """folder: descriptor of the folder. This object closes it. The methods use only the last part of a path."""
 
     def __init__(self, folder: int, user: int) -> None:
         self._here, self._user = folder, user
@@ -46,7 +46,7 @@ class SharedFolder:
         return False
 
     def write(self, path: str, text: str) -> None:
-        """Write a file that belongs to the user of the process. An existing file is replaced."""
+        """Write a file that belongs to the user of the process. Replace an existing file."""
         part = f"{os.path.basename(path)}.{os.getpid()}-{time.monotonic_ns()}.new"
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self._here)
         with os.fdopen(handle, "w") as file:

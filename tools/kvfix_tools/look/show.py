@@ -1,4 +1,4 @@
-"""The text of `kvfix look`: verdicts, requests and what they wait for, transfers, and how the engine was read."""
+"""Format the text of `kvfix look`: verdicts, requests and their waits, transfers, and how kvfix read the engine."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ _NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 
 
 def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the codes of the fixes for a verdict that the running releases need and that are not applied yet."""
+    """Return the codes of fixes for a verdict. The engine's releases need them, and no process has them."""
     applied = {code for each in processes for code in (each.get("kvfix") or {}).get("fixes", ())}
     versions = {dist: version for each in processes for dist, version in (each.get("versions") or {}).items()}
     return [
@@ -132,7 +132,7 @@ def waited(row: dict[str, Any]) -> float:
 
 
 def waits_for(engine: Engine, row: dict[str, Any]) -> str:
-    """Return what the request waits for: who acts next, and on what."""
+    """Return what the request waits for: the part of the engine that must act, and its task."""
     queue, name = row["queue"], row["id"]
     if queue == "ended":
         ranks = engine.ranks_with(name, "stores", *liveness.KINDS)
@@ -153,7 +153,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
         return "the scheduler: to handle its failed load"
     needs, free = row["needs"], engine.scheduler["pool"]["free"]
     first = next(each for each, kind in liveness.waits(engine) if kind == PLACE)
-    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # all wait for the queue's head
+    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # all wait for the queue's first
         return f"{first['id']}, which is before it in the queue"
     if needs is None:
         return "the scheduler: to be scheduled in a step"
@@ -229,7 +229,7 @@ def _some(names: Iterable[str], most: int = 5) -> str:
 
 
 def way_lines(ways: Collection[Way]) -> Iterable[str]:
-    """Yield how kvfix read each process, and what the user can change so that kvfix reads it from inside."""
+    """Yield how kvfix read each process, and which setting would let kvfix read the process from inside."""
     if inside := [each for each in ways if each.how == INSIDE]:
         yield f"read from inside: {', '.join(f'{each.name} ({each.pid})' for each in inside)}"
     for each in ways:

@@ -1,4 +1,4 @@
-"""Check one cell (see matrix.py): compare each copy with the definition of its layout (steps: docs/roundtrip.md)."""
+"""Check one cell (see matrix.py): compare each copy with its layout's definition. docs/roundtrip.md lists the steps."""
 
 import time
 from collections.abc import Callable
@@ -122,7 +122,7 @@ class CellCheck:
         return found
 
     def loaded(self, generation: int, skip: int | None = None) -> Expected:
-        """Return the content of a poisoned KV cache after a right load: tokens in their slots, and poison elsewhere."""
+        """Return the content that a load must give a poisoned KV cache: tokens in their slots, and poison elsewhere."""
         token_in = self.token_in(self.cell.skipped if skip is None else skip)
 
         def expected(at: Coordinates) -> Identity:
@@ -134,7 +134,7 @@ class CellCheck:
         return expected
 
     def store(self, transfer: Transfer) -> None:
-        """Store, and keep the time of the fastest store."""
+        """Store, and record the time if this store is the fastest."""
         taken = seconds(lambda: transfer.store(self.source), self.device)
         self.result.store = min(taken, self.result.store or taken)
 
@@ -155,7 +155,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @lru_cache(maxsize=512)
 def plain(size: int, device: torch.device) -> tuple[float, float]:
-    """Return seconds of the fastest plain copy of this size to pinned memory, and back. First copies do not count."""
+    """Return (seconds to pinned memory, seconds back) of the fastest plain copies. The first copies do not count."""
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)

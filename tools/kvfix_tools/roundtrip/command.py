@@ -1,4 +1,4 @@
-"""The command `kvfix roundtrip`: its options, and the cases (cells) that it tests. argparse needs no package."""
+"""The command `kvfix roundtrip`: its options, and the cases (cells) that it tests. argparse is part of Python."""
 
 import argparse
 import contextlib
@@ -145,7 +145,7 @@ def fixes(wanted: bool) -> Iterator[None]:
 
 
 def _warnings(record: logging.LogRecord) -> bool:
-    """Hide lines about applied fixes, because the report names them."""
+    """Return True for warnings and errors. Lower levels report applied fixes, which the report names anyway."""
     return record.levelno >= logging.WARNING
 
 
@@ -172,7 +172,7 @@ def check_cell(one: Backend, fault: str | None, device: torch.device, result: Re
 
 
 def guarded(result: Result, job: Job) -> Result:
-    """Run a job. If it raises, return its findings so far with the error in one line."""
+    """Run a job. If the job raises, return the findings so far, with the error in one line."""
     try:
         return job(result)
     except Exception as error:  # noqa: BLE001 - any error of the backend is reported
@@ -211,7 +211,7 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
 
 
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
-    """Return the cells of a backend. A whole engine is one cell. Raise ValueError for impossible sizes."""
+    """Return the cells of a backend. A whole-engine backend has one cell. Raise ValueError for impossible sizes."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
     made = pairs(one.name, axes, options.seed)
     if options.full:

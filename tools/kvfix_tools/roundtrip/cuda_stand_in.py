@@ -35,7 +35,7 @@ class Stream:
 
 
 Event = Stream
-#: The parts of `torch.cuda` and of vLLM's `current_platform` that the code uses.
+#: The parts of `torch.cuda` and of vLLM's `current_platform` that the tested code uses.
 CUDA = SimpleNamespace(
     Event=Event,
     Stream=Stream,
@@ -57,7 +57,7 @@ class Torch:
 
 
 class _Assertions(ast.NodeTransformer):
-    """Removes assertions that a tensor or device is on CUDA."""
+    """Remove assertions that a tensor or a device is on CUDA."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         test = ast.unparse(node.test)
@@ -78,7 +78,7 @@ def on_cpu(module: ModuleType, **names: Any) -> None:
 
 
 def _take_code(old: Any, new: Any) -> None:
-    """Replace the code of a function, or of each function of a class. The decorators stay."""
+    """Replace the code of a function, or of each function of a class. Decorators stay in place."""
     if isinstance(new, type):
         for name, value in vars(new).items():
             _take_code(vars(old)[name], value)

@@ -1,9 +1,9 @@
-"""The content of each KV element: its identity, mixed by a bijection.
+"""Encode the identity of each KV word as the content of the word.
 
-Eight bytes are one word. The 63 bits of a word's identity (generation, layer, K or V, slot, head, place in the row) go
-through a bijection of 64 bits. So two words differ in about half of their bits, and every pattern of a float occurs
-(NaN, -0.0, denormals). If a word is in a wrong place, decoding the word gives its identity. No search is needed.
-Elements of 8 and 16 bits are too short for an identity, so they share the identity of their word.
+A word has eight bytes. Its identity has 63 bits: generation, layer, K or V, slot, head, and index in the row. A 64-bit
+bijection maps the identity to the content. So two words differ in about half of their bits, and every pattern of a
+float occurs (NaN, -0.0, denormals). Decoding a misplaced word gives the word's identity without a search. An element
+is shorter than a word and too short for an identity, so the elements of a word share one identity.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ WORD = 8  # bytes of one word
 #: {field: bits}, most significant first. The sum is 63, so that an identity is never negative.
 BITS = {"generation": 6, "layer": 10, "kv": 1, "slot": 26, "head": 8, "word": 12}
 _SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumerate(BITS)}
-#: Generations: 0 for content from before the check, 1 and higher for content that the check writes and compares.
+#: Generations. 0 marks content from before the check. The check writes and compares content with 1 and higher.
 STALE, FIRST, SECOND, OTHER = 0, 1, 2, 3
 POISON, HOST_POISON, GUARD = 60, 61, 62
 _A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd, so they have an inverse modulo 2**64
@@ -22,7 +22,7 @@ _S1, _S2 = 32, 29
 
 
 class Identity(NamedTuple):
-    """An identity, as numbers or tensors. word: place in the row, in words. kv: 0 is K (or MLA's latent), 1 is V."""
+    """An identity, as numbers or tensors. word: index of the word in its row. kv: 0 is K (or MLA's latent), 1 is V."""
 
     generation: Any
     layer: Any
@@ -40,7 +40,7 @@ class Identity(NamedTuple):
 
 
 def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:
-    """Return why identities of these sizes do not fit, or None."""
+    """Return why an identity cannot hold these sizes, or None if it can."""
     for name, size in (("layer", layers), ("slot", slots), ("head", heads), ("word", words)):
         if size > 1 << BITS[name]:
             return f"{size} {name}s are too many: the limit is {1 << BITS[name]}"
@@ -72,7 +72,7 @@ def rows(numbers: torch.Tensor, words: int, seed: int) -> torch.Tensor:
 
 
 def _seed(seed: int) -> int:
-    """Map a seed to 62 bits, so that a different seed gives different words for every identity."""
+    """Map a seed to 62 bits. Different seeds give different words for every identity."""
     return (seed * _A + _B) % (1 << 62)
 
 

@@ -1,7 +1,7 @@
 """The layouts of KV in memory, each defined by the order of its axes.
 
-The innermost axis has the elements of one head. These elements are a *row*, which is contiguous in every layout of vLLM
-and LMCache. So a layout is an order of rows. The coordinates of a row define its content.
+The elements of one head, on the innermost axis, are a *row*. A row is contiguous in every layout of vLLM and LMCache,
+so a layout is an order of rows. The coordinates of a row define the content of the row.
 """
 
 import math
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
     name: str
     axes: tuple[str, ...]  # order in memory, outermost first, without the row's elements
-    tensor: tuple[str, ...]  # the axes of the engine's tensor; `a*b` is one axis
+    tensor: tuple[str, ...]  # the axes of the engine's tensor. `a*b` is one axis that joins a and b
 
     @property
     def one_tensor(self) -> bool:
@@ -55,17 +55,17 @@ LAYOUTS = {
         _layout("nhd-block-first", "block kv offset head"),
         _layout("hnd", "kv block head offset"),
         _layout("hnd-block-first", "block kv head offset"),
-        # vLLM 0.26 and later (PR 44455): V of a head follows its K.
+        # vLLM 0.26 and later (PR 44455): the V row of a head follows its K row.
         _layout("packed", "block offset head kv", "block offset head kv*element"),
         _layout("packed-hnd", "block head offset kv", "block head offset kv*element"),
-        # vLLM for the CPU has the shape of `packed-hnd` with another order: the K rows of a head, then its V rows.
+        # vLLM for the CPU. The shape is as in `packed-hnd`, but all K rows of a head come before its V rows.
         _layout("packed-cpu", "block head kv offset", "block head offset kv*element"),
-        # With two KV heads this has the shape of `packed` with another order (LMCache PR 4467).
+        # With two KV heads, `kv-inside` has the shape of `packed`, but another order of rows (LMCache PR 4467).
         _layout("kv-inside", "block offset kv head", "block offset kv head*element"),
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
-        # The pool of hybrid models, and vLLM's BLNHC. Between two blocks of a layer lies KV of the other layers.
+        # The pool of hybrid models, and vLLM's layout BLNHC. KV of other layers is between two blocks of a layer.
         _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }
@@ -105,7 +105,7 @@ class Geometry(NamedTuple):
         return tokens * self.layers * self.planes * self.heads * self.row_bytes
 
     def sizes(self, chunk: int = 0) -> dict[str, int]:
-        """Return the size of each axis. `token` is the axis of a host chunk."""
+        """Return the size of each axis. chunk: tokens of a host chunk, which is the size of the axis `token`."""
         return {
             "layer": self.layers, "kv": self.planes, "block": self.blocks, "offset": self.block, "head": self.heads,
             "token": chunk,

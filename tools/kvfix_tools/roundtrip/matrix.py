@@ -1,4 +1,4 @@
-"""The matrix: axes and cells. A run checks all cells, or some cells in which each pair of values still occurs."""
+"""The matrix: axes and cells. A run checks all cells, or a selection with each pair of values of two axes."""
 
 import itertools
 import random
@@ -9,8 +9,8 @@ import torch
 
 from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
-#: {axis: its values}. tokens: names of token counts, or numbers. skip: tokens at the beginning of a load that the
-#: engine already has: none, a part of a block, more than a chunk.
+#: {axis: its values}. tokens: names of token counts, or numbers. skip: first tokens that a load leaves out, because
+#: the engine already has them: none, a part of a block, or more than a chunk.
 AXES: dict[str, tuple[str, ...]] = {
     "layout": tuple(LAYOUTS),
     "dtype": tuple(DTYPES),
@@ -22,7 +22,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": ("none", "part", "chunk"),
 }
 PRIME = 211
-#: Minimum bytes of each layer's K. LMCache's layerwise connector rounds its buffer for K up to 4 KiB, so K is larger.
+#: Minimum bytes of each layer's K. LMCache's layerwise connector rounds its K buffer up to 4 KiB, so kvfix uses more.
 LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 
@@ -58,20 +58,20 @@ class Cell:
 
     @property
     def skipped(self) -> int:
-        """Number of tokens that a load skips, less than `count`."""
+        """Number of tokens that a load skips. It is always less than `count`."""
         wanted = {"none": 0, "part": int(self.block) // 2 + 1, "chunk": int(self.chunk) + int(self.block) // 2}
         return min(wanted[self.skip], self.count - 1)
 
     def geometry(self) -> Geometry:
         layout, block = LAYOUTS[self.layout], int(self.block)
         heads = 1 if layout.latent else int(self.heads)
-        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # loads go to half of the blocks
+        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # loads need half of the blocks
         plane = block * heads * self.head_size * DTYPES[self.dtype].itemsize
         blocks = max(blocks, -(-LEAST // plane))
         return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)
 
     def mappings(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots to store from and the slots to load into: [tokens] int64 each, without a common slot."""
+        """Return the slots to store from and the slots to load into: two int64 tensors [tokens] with no common slot."""
         slots, tokens = self.geometry().slots, self.count
         if self.slots == "random":
             shuffled = torch.randperm(slots, generator=torch.Generator().manual_seed(self.seed))

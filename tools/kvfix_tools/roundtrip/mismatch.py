@@ -28,7 +28,7 @@ _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 class Mismatch(NamedTuple):
     stage: str
     first: str  # text about the first wrong word
-    address: int  # byte of the first wrong word in the region
+    address: int  # offset of the first wrong word in the region, in bytes
     classes: Counter[str]  # number of words of each class
 
     @property
@@ -41,7 +41,7 @@ class Mismatch(NamedTuple):
 
 
 def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = False) -> Mismatch | None:
-    """Classify and count the wrong words of a region. source: True if nothing may be written to the region."""
+    """Classify and count the wrong words of a region. source: True if the copy may only read the region."""
     found, first = Counter[str](), ""
     for part in wrong:  # in the order of addresses
         kinds = classify(region, part, source)
@@ -52,7 +52,7 @@ def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = Fal
 
 
 def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
-    """Return [n]: the index in CLASSES of each wrong word. The last matching class wins."""
+    """Return [n]: the index in CLASSES of each wrong word. If several classes match, the last one wins."""
     expected, number = Identity.of(wrong.expected), decode(wrong.found, region.seed)
     held, known = Identity.of(number), _known(region, number)
     kinds = torch.full_like(wrong.found, CLASSES.index("unknown"))
@@ -123,7 +123,7 @@ def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Return True for each number that is an identity of the region. A random word is one in 2**30 cases at most."""
+    """Return True for each number that is an identity of the region. At most one of 2**30 random words passes."""
     who, sizes = Identity.of(numbers), region.geometry
     generation = (who.generation <= OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (
@@ -134,7 +134,7 @@ def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
-    """Return True for each wrong word if a known word begins at its second byte or later."""
+    """Return True for each wrong word in which a known word begins at the second byte or later."""
     next_one = (wrong.address + 1).clamp(max=len(region.words) - 1)
     behind = region.words[next_one.to(region.words.device)].cpu()
     found = torch.zeros_like(wrong.found, dtype=torch.bool)

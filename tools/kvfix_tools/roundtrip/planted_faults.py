@@ -1,4 +1,4 @@
-"""Planted faults (`--inject`), which damage the host buffers, or the KV cache if the backend has no visible buffer."""
+"""Plant faults (`--inject`) in the host buffers, or in the KV cache if the backend does not expose host buffers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer, every
 from kvfix_tools.roundtrip.element import FIRST, POISON, STALE, Identity, rows
 from kvfix_tools.roundtrip.region import Coordinates
 
-#: {fault: the class (mismatch.py) that the tool must find}
+#: {fault: class of wrong words (mismatch.py) that the check must report}
 FAULTS = {
     "swap-kv": "K and V swapped",
     "shift-slot": "wrong slot",
@@ -22,7 +22,7 @@ FAULTS = {
 
 
 def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
-    """Make a transfer give some rows a wrong identity. Raise Refused if the cell has no row for this fault."""
+    """Make a transfer write wrong identities into some rows. Raise Refused if the cell has no row for this fault."""
     geometry, cell = check.geometry, check.cell
     if fault == "swap-kv" and geometry.layout.latent:
         raise Refused("MLA has no K and V to swap")

@@ -1,4 +1,4 @@
-"""Races: a transfer runs at the same time as other work. Events order them, unless a planted fault removes events."""
+"""Races: a transfer runs at the same time as other work. Events order both, unless a planted fault removes events."""
 
 import contextlib
 from collections import deque
@@ -22,7 +22,7 @@ from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 @dataclass
 class DeferredStream:
-    """A stand-in for a stream: a queue of work. `Race.finish` runs the fast streams first, which is the worst order."""
+    """A CUDA stream's stand-in that queues work. `Race.finish` runs the fast streams first, which is the worst case."""
 
     slow: bool
     queue: deque[Work] = field(default_factory=deque)
@@ -66,13 +66,13 @@ class Race(CellCheck):
         return stream
 
     def after(self, stream: Any, earlier: Any) -> None:
-        """Make later work of `stream` wait for the queued work of `earlier`, by an event. A race tests this event."""
+        """Let later work of `stream` wait for the queued work of `earlier`, by an event, if the race has events."""
         event = earlier.record()
         if self.events:
             stream.wait(event)
 
     def finish(self, until: Any = None) -> None:
-        """Run all work, or run work until the stream `until` has no more."""
+        """Run all work, or run work until the stream `until` is empty."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return
@@ -98,7 +98,7 @@ class Race(CellCheck):
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
     ) -> None:
-        """Write the expected content into the region's rows that `where` selects, as the other work of a race."""
+        """Queue the race's other work: write the expected content to the rows that `where` selects."""
         for section, into in zip(region.sections, region.tensors(), strict=True):
             at = section.coordinates(0, section.rows, self.device)
             chosen = where(at).nonzero()[:, 0]
@@ -111,15 +111,15 @@ class Race(CellCheck):
 
 
 class ConnectorRace(Race):
-    """A race with LMCache's connectors V2 and V3 instead of the tool's own copy.
+    """A race with LMCache's connector V2 or V3 instead of kvfix's own copy.
 
-    LMCache needs no events of the race: a store or a load returns when it is complete. On a GPU, LMCache uses the
-    streams of the race. On the CPU, the stand-in defers LMCache's operations until LMCache calls `synchronize`. Without
-    events, `synchronize` does nothing.
+    LMCache needs no events of the race, because a store or a load returns only when it is complete. On a GPU, LMCache
+    uses the streams of the race. On the CPU, the stand-in defers LMCache's operations until LMCache calls
+    `synchronize`. If a planted fault removes events, `synchronize` does nothing.
     """
 
     def transfer(self) -> Any:
-        """Make the connector without a buffer on the device, because the stand-in does not defer copies from it."""
+        """Make the connector without a buffer on the device, because the stand-in cannot defer copies of a buffer."""
         if self.device.type == "cuda" and not self.events:
             raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)
@@ -169,13 +169,13 @@ def early_reuse(race: Race) -> None:
 
 
 def neighbours(race: Race) -> None:
-    """During a store and a load, write to all slots that they do not use, even to slots in the same blocks."""
+    """During a store and a load, write to all slots that neither of them uses, even to slots in the same blocks."""
     race.cache.fill(everywhere(FIRST))
     copier, hostile, loader = race.stream(slow=True), race.stream(), race.stream()
     both = torch.cat([race.source, race.target])
     race.store_on(copier)
     race.write(hostile, race.cache, everywhere(OTHER), lambda at: ~torch.isin(at["slot"], both))
-    race.after(loader, copier)  # the writes need no event
+    race.after(loader, copier)  # the other writes need no event
     race.load_on(loader)
     race.finish()
     loaded = race.loaded(FIRST, 0)

@@ -1,4 +1,4 @@
-"""A real vLLM engine with a small random model. run() starts a program. The program makes the engine and writes its own
+"""Run a real vLLM engine with a small random model. run() starts a program, which makes the engine and writes the
 result to a file."""
 
 import json
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # otherwise scheduler and worker hash differently, and no lookup has a hit
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The model is small: more threads would mostly wait, and keep cores busy that other processes use.
+    # The model is small, so more threads would mostly wait and occupy cores that other processes need.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "LMCACHE_TRACK_USAGE": "false",
@@ -50,7 +50,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 def make(model: Path, transfer: Json | None, dtype: str = "float32", config: Json | None = None, **more: Any) -> Any:
-    """Make an LLM with the small model in the folder `model`. config: changes of MODEL. more: arguments of LLM."""
+    """Make an LLM with the small model in the folder `model`. config: overrides MODEL. more: arguments of LLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -63,7 +63,7 @@ def make(model: Path, transfer: Json | None, dtype: str = "float32", config: Jso
 
 
 def write_model(folder: Path, dtype: str, config: Json) -> None:
-    """Write a model with random weights, larger than vLLM's dummy weights, so that wrong KV changes the answers."""
+    """Write a model with random weights. They exceed vLLM's dummy weights, so that wrong KV changes the answers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,13 +91,13 @@ def greedy(tokens: int, **more: Any) -> Any:
 
 
 def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-    """Return the answers to requests (prompt, number of tokens) with greedy sampling. Then empty the prefix cache."""
+    """Run requests (prompt, number of tokens) with greedy sampling, empty the prefix cache, and return the answers."""
     prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
     outputs = engine.generate(prompts, [greedy(tokens) for _, tokens in requests], use_tqdm=False)
     client = engine.llm_engine.engine_core
     until = time.monotonic() + STORING
     while not engine.reset_prefix_cache() and time.monotonic() < until:
-        if hasattr(client, "engine_core"):  # an engine in this process makes a step only in this call
+        if hasattr(client, "engine_core"):  # an engine in this process runs a step only in this call
             client.get_output()
         time.sleep(0.01)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -149,7 +149,7 @@ def server(
 def started(
     command: list[str], log: Path, environment: dict[str, str], popen: Any = subprocess.Popen, **more: Any
 ) -> Iterator[Any]:
-    """Start a program in a session of its own, and kill all its processes at the end. popen: starts the program."""
+    """Start a program in a session of its own, and kill all its processes at the end. popen: how to start it."""
     settings = {**environment, **ENVIRONMENT}
     with open(log, "wb") as file:
         process = popen(command, env=settings, stdout=file, stderr=file, start_new_session=True, **more)
@@ -177,7 +177,7 @@ def run(
     while_it_runs: Callable[[Any], None] | None = None,
     popen: Callable[..., Any] = subprocess.Popen,
 ) -> Ended:
-    """Run a Python program with this job, plus the keys `model` and `out`. folder: for all files. limit: seconds."""
+    """Run a Python program with `job` and the added keys `model` and `out`. folder: for all files. limit: seconds."""
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]
@@ -200,7 +200,7 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float)
 
 
 def free_port() -> int:
-    """Return a free port below the range of outgoing connections. A connection could take a port of this range."""
+    """Return a free port below the range from which the kernel takes ports for outgoing connections."""
     while True:
         port = random.randrange(20000, 32768)
         with socket.socket() as taken, suppress(OSError):

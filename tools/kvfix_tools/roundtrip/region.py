@@ -12,10 +12,10 @@ from kvfix_tools.roundtrip.element import GUARD, WORD, Identity
 from kvfix_tools.roundtrip.layout import Geometry
 
 BAND = 512  # words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors
-AT_ONCE = 1 << 20  # number of rows to make or compare at once. This limits the memory of kvfix
+AT_ONCE = 1 << 20  # number of rows to make or compare at once, which limits the memory that kvfix needs
 KEPT = 1 << 16  # Maximum number of wrong words to classify in one part. Further wrong words are only counted.
 Coordinates = dict[str, torch.Tensor]
-#: A function that maps the coordinates of rows (with `slot` or `token`) to the identities of their first words.
+#: A function that maps row coordinates, which include `slot` or `token`, to the identity of each row's first word.
 Expected = Callable[[Coordinates], Identity]
 
 
@@ -25,7 +25,7 @@ class Section(NamedTuple):
     start: int
     axes: tuple[str, ...]
     sizes: dict[str, int]
-    fixed: dict[str, int]  # {"layer": the layer of all rows} if layer is not an axis
+    fixed: dict[str, int]  # {"layer": the layer of all rows} if layer is not an axis, else {}
     token: int | None  # the first token of a host buffer; None in a KV cache
 
     @property
@@ -33,7 +33,7 @@ class Section(NamedTuple):
         return math.prod(self.sizes[axis] for axis in self.axes)
 
     def coordinates(self, first: int, last: int, device: torch.device) -> Coordinates:
-        """Return {axis: coordinate} of rows by their place in memory. The order of the axes defines a layout."""
+        """Return {axis: coordinates} of rows `first` to `last` - 1 in memory, by the order of the layout's axes."""
         rows = torch.arange(first, last, dtype=torch.int64, device=device)
         nothing, inner = torch.zeros_like(rows), 1
         found = dict.fromkeys(("layer", "kv", "head"), nothing)
@@ -53,7 +53,7 @@ class WrongWords(NamedTuple):
     address: torch.Tensor  # in words, from the beginning of the region
     expected: torch.Tensor  # numbers of identities
     found: torch.Tensor  # words
-    more: int  # number of further wrong words
+    more: int  # number of wrong words that the tensors leave out
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Region:
             self.words[start : start + len(right)].copy_(right)
 
     def compare(self, expected: Expected) -> Iterator[WrongWords]:
-        """Compare every word of the region, with guard bands, and yield the wrong words."""
+        """Compare every word of the region and its guard bands, and yield the wrong words."""
         for guard, start, right in self._parts(expected):
             held = self.words[start : start + len(right)].to(self.device, non_blocking=True)
             self.verified += len(right) * WORD
@@ -92,7 +92,7 @@ class Region:
                 yield WrongWords(guard, (start + at).cpu(), numbers.cpu(), held[at].cpu(), more)
 
     def locate(self, address: int) -> dict[str, int]:
-        """Return the coordinates of the row of a word. Raise ValueError in a guard band."""
+        """Return the coordinates of the row with this word. Raise ValueError for a word of a guard band."""
         for section in self.sections:
             row = (address - section.start) // self.geometry.row_words
             if 0 <= row < section.rows:

@@ -21,7 +21,7 @@ BAD = ("failed", "crashed")
 
 
 class KnownBug(NamedTuple):
-    """A known bug. fix: code of its fix. If this fix is applied, another bug causes failures. remedy: what to do."""
+    """A known bug. fix: code of its fix. If the fix is applied, a failure has another cause. remedy: what to do."""
 
     bug: str
     effect: str
@@ -255,7 +255,7 @@ def gb_per_second(result: Result) -> dict[str, float | None]:
 
 
 def rates(results: list[Result]) -> str:
-    """Return GB/s of the median cell in both directions, and percent of a plain copy of this size."""
+    """Return the median GB/s of stores and loads, and the median percentage of a plain copy's speed."""
     timed = [result for result in results if result.verdict == "passed" and result.plain_load]
     if not timed:
         return ""

@@ -91,7 +91,7 @@ def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
 
 
 def _with_defaults(url: str) -> str:
-    """Complete a Redis URL by localhost and 6379, as Redis's client does (redis/connection.py 8.1.0)."""
+    """Add the defaults localhost and 6379 to a Redis URL, as Redis's client does (redis/connection.py 8.1.0)."""
     scheme, _, rest = url.partition("://")
     if not scheme.startswith("redis"):
         return url

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.setup import Setup
 
-_BLOCKS = (16, 32, 64, 128)  # vLLM's usual block sizes in tokens: 16, and 32, 64, 128 for some attention backends
+_BLOCKS = (16, 32, 64, 128)  # vLLM's block sizes in tokens. Some attention backends use 32, 64 or 128
 
 
 @check("chunk-size")

@@ -122,7 +122,7 @@ def _buffer(setup: Setup) -> Iterator[Line]:
 
 
 def bytes_per_token(setup: Setup) -> float | None:
-    """Return the KV bytes of one token in one worker; None if config.json does not have the numbers."""
+    """Return the KV bytes of one token in one worker; None if config.json lacks a number for this."""
     model = setup.model
     layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int) or not heads:

@@ -10,8 +10,8 @@ from kvfix_tools.doctor.setup import Setup
 #: Bytes of /dev/shm that several processes of vLLM need for messages: ten chunks of 24 MiB
 #: (vllm/distributed/device_communicators/shm_broadcast.py, VLLM_MQ_MAX_CHUNK_BYTES_MB). Docker's default is 64 MiB.
 _MESSAGES = 240 * 2**20
-#: Values of UCX_TLS with which UCX may use RDMA: empty, a list of transports that UCX must not use ("^"), and a list
-#: with a transport over RDMA, such as `ib`, `rc_x`, `ud_mlx5`, `srd`.
+#: UCX may use RDMA if UCX_TLS is empty, lists the transports to exclude ("^"), or lists a transport over RDMA, such as
+#: `ib`, `rc_x`, `ud_mlx5` or `srd`.
 _RDMA = re.compile(r"|\^.*|(?:.*,)?(?:all|ib|rdma|srd|(?:rc|ud|dc|gga)(?:_\w+)?)(?::\w+)?(?:,.*)?")
 
 

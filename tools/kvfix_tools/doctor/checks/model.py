@@ -87,7 +87,7 @@ def parallel(setup: Setup) -> Iterator[Line]:
 
 
 def _context(setup: Setup, context: int) -> Iterator[Line]:
-    """Check decode context parallelism: without support a worker dies (vllm_v1_adapter.py 0.5.6:1159, :815)."""
+    """Check decode context parallelism. If LMCache lacks it, a worker dies (vllm_v1_adapter.py 0.5.6:1159, :815)."""
     for connector in setup.lmcache_connectors if context > 1 and setup.lmcache else ():
         module = "vllm_v1_adapter" if connector.is_v1 else "lmcache_mp_connector"
         is_copy = connector.is_mp and setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
@@ -101,7 +101,7 @@ def _context(setup: Setup, context: int) -> Iterator[Line]:
 
 
 def _servers(setup: Setup) -> Iterator[Line]:
-    """Check several servers as LMCacheMPConnector does at its start (lmcache_mp_connector.py 0.5.6:656-705)."""
+    """Check a list of servers as LMCacheMPConnector checks it at its start (lmcache_mp_connector.py 0.5.6:656-705)."""
     count = len(servers.addresses(setup.mp)) if setup.mp else 1
     if count < 2:
         return
@@ -118,7 +118,7 @@ def _servers(setup: Setup) -> Iterator[Line]:
 
 
 def _ports(setup: Setup) -> Iterator[Line]:
-    """Check that lists have a port for each worker: worker N takes port N (pd_backend.py 0.5.6:146)."""
+    """Check that lists have a port for each worker. Worker N takes the port at index N (pd_backend.py 0.5.6:146)."""
     if setup.v1 is None:
         return
     uses = {

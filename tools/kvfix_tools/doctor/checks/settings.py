@@ -10,7 +10,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
-#: {setting: (minimum, maximum, unit)} of 0.5.6, from the setting's description or use. LMCache checks few ranges.
+#: {setting: (minimum, maximum, unit)} of 0.5.6, by the setting's description or use. LMCache itself checks few ranges.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "chunk_size": (1, math.inf, "tokens"),
     "max_local_cpu_size": (0, math.inf, "GiB for each worker"),
@@ -131,7 +131,7 @@ def _range(name: str, each: Setting) -> Iterator[Line]:
 
 def _word(setup: Setup, name: str, each: Setting) -> Iterator[Line]:
     known = words(name, setup.packages)
-    # LMCache takes the name of a policy in small letters too (cache_policy/__init__.py 0.5.6:37).
+    # LMCache also accepts the name of a policy in lower case (cache_policy/__init__.py 0.5.6:37).
     value = str(each.value).upper() if name == "cache_policy" else str(each.value)
     if known and each.value is not None and value not in known:
         near = nearest(value, {word.lower(): word for word in known})
@@ -153,7 +153,7 @@ def twice(setup: Setup) -> Iterator[Line]:
 
 
 def _plain(value: Any) -> str:
-    """Return one text for equal values: `true`, True and "True" are equal, and so are 256, 256.0 and "256"."""
+    """Return the same text for equal values, such as `true`, True and "True", or 256, 256.0 and "256"."""
     text = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else str(value).strip().lower()
     try:
         return f"{float(text):g}"

@@ -79,7 +79,7 @@ def _is_file(setup: Setup, module: str) -> bool:
 
 
 def _fields(packages: Packages) -> dict[str, list[str]]:
-    """Return {field of KVTransferConfig: its choices, [] for any}; {} if it cannot be read."""
+    """Return {field of KVTransferConfig: allowed values, or [] for any value}; {} if the class cannot be read."""
     tree = packages.tree("vllm.config.kv_transfer")
     node = defined(tree, "KVTransferConfig")
     return {
@@ -90,7 +90,7 @@ def _fields(packages: Packages) -> dict[str, list[str]]:
 
 
 def _choices(node: ast.AST, module: ast.Module | None) -> Iterator[str]:
-    """Yield the choices of an annotation such as `Literal[...] | None`, or of an alias for it (KVRole)."""
+    """Yield the values that an annotation allows: a type such as `Literal[...] | None`, or an alias such as KVRole."""
     for each in ast.walk(node):
         if isinstance(each, ast.Subscript) and ast.unparse(each.value).endswith("Literal"):
             constants = (one.value for one in ast.walk(each.slice) if isinstance(one, ast.Constant))

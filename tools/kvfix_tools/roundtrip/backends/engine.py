@@ -33,7 +33,7 @@ ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
 #: (`loaded=N`) and the number of blocks whose load failed (`failed=N`).
 LOADS = "kvfix.loads"
 KINDS = ("loaded", "failed")
-#: {kind: (LMCache's connector in vLLM, the class of engine_connector.py that logs its loads)}
+#: {kind: (LMCache's connector in vLLM, its subclass in engine_connector.py that logs the loads)}
 CONNECTORS = {"mp": ("LMCacheMPConnector", "MultiProcess"), "v1": ("LMCacheConnectorV1", "InProcess")}
 
 
@@ -103,7 +103,7 @@ def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
-    """Run an engine. Return its answer and the violations in its log. Raise RuntimeError if it dies or hangs."""
+    """Run an engine. Return its answers and the violations in its log. Raise RuntimeError if it dies or hangs."""
     engine = real_engine.ON_CUDA if device == "cuda" else {}
     job = {"loads": str(folder / "loads"), "transfer": transfer, "engine": engine}
     here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from this folder
@@ -124,7 +124,7 @@ def cause(log: str) -> str:
 def ask(job: dict[str, Any]) -> None:
     engine = real_engine.make(
         Path(job["model"]), job["transfer"], num_gpu_blocks_override=BLOCKS, max_model_len=1024,
-        distributed_executor_backend="uni",  # no process for the worker, as on one GPU
+        distributed_executor_backend="uni",  # the worker runs in the engine's process, as on one GPU
         **job["engine"],
     )  # fmt: skip
     answer = {}
@@ -146,7 +146,7 @@ def loads(file: Path) -> dict[str, int]:
 
 
 def tokens_to_load(request: Any) -> int:
-    """Return the number of tokens that the worker loads for a request in the connector's metadata."""
+    """Return how many tokens the worker must load for one request of the connector's metadata."""
     if hasattr(request, "op"):  # multi-process
         skipped = getattr(request.op, "skip_first_n_tokens", 0)
         return int(request.op.end - request.op.start - skipped) if request.direction == "RETRIEVE" else 0

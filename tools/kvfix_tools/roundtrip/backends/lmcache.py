@@ -1,8 +1,8 @@
-"""Backends for the installed LMCache (docs/roundtrip.md). Its compiled operations or its torch fallback move the bytes.
+"""Backends that copy with the installed LMCache, by compiled operations or its torch fallback (docs/roundtrip.md).
 
-- `lmcache-engine`: kvfix cannot see the host memory. It checks the loaded KV, and the number of tokens that the cache
-  engine returns.
-- `lmcache-mp`: packed layouts must pass, because LMCache issue 4463 (wrong KV of these layouts) is not in this mode.
+- `lmcache-engine`: kvfix cannot see the host memory, so it checks the loaded KV, and the number of tokens that the
+  cache engine returns.
+- `lmcache-mp`: packed layouts must pass, because this mode does not have LMCache issue 4463 (wrong KV).
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class Connector(Transfer):
                 mover.send(objects)
             deque(mover, maxlen=0)
             return
-        # The load begins with the chunk of the first token that the engine lacks (0.5.6 vllm_v1_adapter.py).
+        # A load begins at the chunk that has the first token that the engine lacks (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
         wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
         self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)

@@ -1,4 +1,4 @@
-"""The reference backend `torch`, which indexes tensors by their shape, without the arithmetic of layout.py."""
+"""The reference backend `torch`. It indexes tensors by their shape and does not use the arithmetic of layout.py."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -36,7 +36,7 @@ class CudaStream:
                 torch.cuda._sleep(SLEEP)
 
     def submit(self, work: Work, host: bool = False) -> None:
-        """Submit work. host: wait for all earlier work of the stream, then run this work on the host."""
+        """Submit work. host: True to wait for all earlier work of the stream, and then run this work on the host."""
         if host:
             self.native.synchronize()
             work()
@@ -96,7 +96,7 @@ class TorchCopy(Transfer):
             tensor[block, offset] = held[layer, skip:]
 
     def run(self, work: Iterable[Work]) -> None:
-        """Run the work of the chunks on the streams in turn, and wait until it is done. On the CPU, run it directly."""
+        """Run the chunks' work on the streams in turn, and wait until all is done. On the CPU, run it directly."""
         for number, each in enumerate(work):
             if self.streams:
                 self.streams[number % IN_FLIGHT].submit(each)

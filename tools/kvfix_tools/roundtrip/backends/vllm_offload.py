@@ -1,4 +1,4 @@
-"""`vllm-simple`, `vllm-offload`: vLLM's own CPU offload, as its worker uses it, for whole blocks only."""
+"""`vllm-simple`, `vllm-offload`: copy with the code of vLLM's own CPU offload, for whole blocks only."""
 
 import ctypes
 import functools
@@ -133,7 +133,7 @@ def block_ids(slots: torch.Tensor, block: int) -> list[int]:
 
 
 def _batch_memcpy(to: int, source: int, sizes: int, count: int, *_: Any) -> int:
-    """Copy as cuMemcpyBatchAsync does. The arguments are addresses of arrays: two of addresses, one of sizes."""
+    """Copy as cuMemcpyBatchAsync does. Three arguments are addresses of arrays: targets, sources, sizes."""
     cuda_stand_in.copy_all(*((ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)))
     return 0
 
