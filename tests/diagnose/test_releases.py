@@ -63,9 +63,8 @@ def test_other_files_and_lines_say_nothing() -> None:
 
 @pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
-    """`grammar.TABLES` has a range of releases for each file. Only these releases have the file with code in it.
-
-    A file of at most 20 lines only re-exports names."""
+    """`grammar.TABLES` has a range of releases for each file. Only releases in the range have the file with code in
+    it. A file of at most 20 lines only re-exports names."""
     for release, packages in vllm_releases().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
@@ -83,9 +82,8 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
-    """Diagnose a log that shows this problem, as if kvfix-diagnose knew no other problem.
-
-    release: the release that the log names, or ""."""
+    """Diagnose a log that shows this problem, as if kvfix-diagnose knew no other problem. release: the release that the
+    log names, or ""."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())

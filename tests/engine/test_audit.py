@@ -35,8 +35,8 @@ WRONG, OTHER = prompt(200, 77), prompt(200, 78)
 ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 257, "max_num_batched_tokens": 352}
 TRANSFER = {**start.v1(64), "kv_connector": "Copied", "kv_connector_module_path": "kvfix_engine_verify"}
 ENVIRONMENT = {**start.ONE_PROCESS, "KVFIX_TEST_REAL_CONNECTOR": "1"}
-#: {fault of the plugin: (number of wrong chunks, the first wrong chunk, that chunk's first wrong layer, K or V, the token
-#: with the largest error)}. With `other_weights`, the test changes the model's weights after LMCache stored the chunks.
+#: {fault of the plugin: (number of wrong chunks; of the first one: position, first wrong layer, K or V, token with the
+#: largest error)}. With `other_weights`, the test changes the model's weights after LMCache stored the chunks.
 FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
     "two_chunks_swapped": (2, 0, 0, "K", None),
     "chunk_of_another_prompt": (1, 0, 0, "K", None),
@@ -123,7 +123,7 @@ class Engine:
 
 
 def healthy(engine: Engine) -> dict[str, Any]:
-    """Ask all 25 prompts four times, in both orders and with both ways to sum. That makes 100 hits."""
+    """Ask all 25 prompts four times, in both orders and with both ways to sum, which makes 100 hits."""
     cold = [engine.ask([each])[0] for each in PROMPTS]
     compared, right = [], True
     for order in (1, -1, 1, -1):

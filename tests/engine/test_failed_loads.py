@@ -54,8 +54,7 @@ class Case(NamedTuple):
 LONG = prompt(720, 9)
 CASES = {
     "healthy": Case(prompt(200, 3), {"load": 192}),
-    # Both steps compute from failed blocks and store wrong KV. The first answer of `load` is right without kvfix too,
-    # because no generated token was in flight.
+    # Both steps compute from failed blocks and store wrong KV. `load` is right, as no generated token was in flight.
     "long": Case(LONG, {"load": 704}, [{"other": 1, "load": 256}, {"other": 1, "load": 256}], (set(), {"load"})),
     "sharer": Case(
         LONG, {"load": 704, "sharer": 256}, [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],

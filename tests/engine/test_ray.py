@@ -1,5 +1,4 @@
-"""A real vLLM engine has two workers, which are Ray actors on two nodes. kvfix runs in each actor, and joins the
-recordings of all actors.
+"""A real vLLM engine has two workers, Ray actors on two nodes. kvfix runs in each actor, and joins the recordings.
 
 vLLM's Ray executor, the cluster of two nodes on one machine, and LMCache are real. Stand-ins replace LMCache's GPU
 connector and the platform (plugin/kvfix_engine_ray.py). The cluster starts without kvfix's settings. vLLM sends them.

@@ -96,8 +96,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
     """Play a setup with a fault. Return the codes and messages of the findings, the counters, and the hits.
 
-    Reports of kvfix are findings too. name: the fault, or "" for none. If `planted` is False, play the schedule of the
-    fault without the fault.
+    Reports of kvfix are findings too. name: the fault, or "" for none. planted: if False, play only its schedule.
     """
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})

@@ -105,10 +105,10 @@ def other_fails(_: Any) -> None:
 
 
 def shared(*parts: Any) -> list[str]:
-    """Play a step in which a load fails, and which computes `sharing` from token 64 on.
+    """In one step a load fails, and `sharing` is computed from token 64 on. vLLM has its first 64 tokens, LMCache none.
 
-    vLLM has the first 64 tokens of `sharing`, LMCache none. The worker does not store the computed tokens, and vLLM
-    rolls `sharing` back to token 64. parts: the next steps. Return the findings without FAILED."""
+    The worker does not store the computed tokens, and vLLM rolls `sharing` back to token 64. parts: the next steps.
+    """
     findings = found(
         OPTIONS,
         [do.store("first", prompt(160)), do.serve("before", prompt(64)), do.fail_load("failing")],
@@ -190,9 +190,7 @@ def replaced(fix: Fix, target: Target) -> Iterator[None]:
 
 
 def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
-    """Yield fixes that wrap several functions in one copy of the code. Fixes with scenarios come last.
-
-    The lab replaces a class when it plays a scenario."""
+    """Yield fixes that wrap several functions of a copy. Fixes with scenarios come last: the lab replaces a class."""
     for fix in sorted(catalogue.fixes(), key=lambda each: bool(each.scenarios)):
         for copy, targets in fix.groups if fix.fixable else ():
             wrong = [each for each in targets if applicability.judge(each).state == "applicable"]

@@ -46,7 +46,7 @@ def play_all(release: str) -> list[dict[str, Any]]:
 
 
 def acted(scenario: Scenario, code: str) -> int:
-    """Return how often the fix acted. If the fix did not act beside the other fixes, play with this fix only."""
+    """Return how often the fix acted. If the fix did not act together with other fixes, play with this fix only."""
     if not metrics.of(code).acted:
         runner.play(scenario, fixes=True, only=[code])
     return metrics.of(code).acted

@@ -1,4 +1,4 @@
-"""`make drill` reports a violation that occurs only with the fixes if it is worse than all violations without fixes."""
+"""Some violations occur only with the fixes. `make drill` reports one if it is worse than all without fixes."""
 
 import pytest
 

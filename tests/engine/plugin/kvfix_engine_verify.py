@@ -5,7 +5,7 @@ GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. In vLLM for the CP
 and then V (float32). So this module copies KV between the two layouts.
 
 K includes the position of the token (RoPE). So answers do not change if K and V of two tokens are swapped together. The
-faults therefore move only K, or lose rows. The file KVFIX_TEST_FAULT names the fault. If it is empty, there is no fault.
+faults therefore move only K, or lose rows. The file KVFIX_TEST_FAULT names the fault, or is empty.
 """
 
 import os
@@ -135,7 +135,7 @@ def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
         v += float(share) * v @ down @ up.T
 
 
-#: {fault: function}. Each function changes the loaded `kv` [K and V, layers, tokens, ...] in place. Its last argument is
+#: {fault: function that changes the loaded `kv` [K and V, layers, tokens, ...] in place}. The last argument of each is
 #: the text after `NAME:` in the file, or, without a text, the number of requests for which the step loads.
 FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "two_chunks_swapped": two_chunks_swapped,
