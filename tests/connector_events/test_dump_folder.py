@@ -1,4 +1,4 @@
-"""kvfix writes dumps into a private folder of the user. The parent folder may be shared. kvfix keeps its mode."""
+"""kvfix writes dumps into a private folder of the user. kvfix does not change the mode of the parent folder."""
 
 import os
 import stat

@@ -2,7 +2,7 @@
 
     python -m tests.diagnose.mutate --count 100000 [--first N]
 
-The logs consist of lines of the real logs in logs/. `draw` makes a log that fails again from the log's number.
+The logs consist of lines of the real logs in logs/. To make a log that fails again, call `draw` with the log's number.
 """
 
 import gzip

@@ -77,7 +77,7 @@ def test_the_site_is_small_and_takes_nothing_from_elsewhere(site: Path) -> None:
 
 
 def found(site: Path, queries: list[str]) -> list[list[str]]:
-    """Return for each query the pages that the search of the site shows. The best page comes first."""
+    """Return for each query the pages that the search of the site shows. The best comes first."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed: the search of the site runs in it")

@@ -1,4 +1,4 @@
-"""Engines with options that production uses, in mode `check`, give the same answers as plain vLLM.
+"""Engines in mode `check`, with options that production uses, give the answers of plain vLLM.
 
 The engines use speculative decoding (ngram), two ranks, or a model with sliding windows. LMCache runs in process or as
 a real `lmcache server`. The test empties the server's L1 between rounds, so that chunks come from the L2. Stand-ins
@@ -150,7 +150,7 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """Doctor reads release and options of the running server. Then this last test stops it, and doctor reports this."""
+    """Doctor reads release and options of the running server. Then the test stops the server, and doctor reports it."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)

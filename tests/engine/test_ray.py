@@ -28,7 +28,7 @@ pytest.importorskip("ray", reason="ray is not installed here: its engine is not 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RANKS = 2
-#: Variables of all processes. Without AUTH_MODE, a token in ~/.ray would make the head node refuse the other node.
+#: Variables of all processes. Without RAY_AUTH_MODE, a token in ~/.ray makes the head node refuse the other node.
 RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 

@@ -30,7 +30,7 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    shows: tuple[str, ...]  # the lab must find one: the code of a rule, and a part of the message
+    shows: tuple[str, ...]  # the lab must find one of these texts: a rule's code, then a part of the message
     plant: Plant
     options: dict[str, Any] = {}  # changed options of the setup
     schedule: Plant | None = None  # replaces the schedule of the setup
@@ -96,7 +96,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
     """Play a setup with a fault. Return the codes and messages of the findings, the counters, and the hits.
 
-    Reports of kvfix are findings too. name: the fault, or "" for none. planted: if False, play only its schedule.
+    Reports of kvfix are findings too. name: the fault ("": none). planted: if False, only play the fault's schedule.
     """
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})

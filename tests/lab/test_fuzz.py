@@ -130,7 +130,7 @@ def test_each_drawn_feature_happens(connector: str, outcomes: dict[str, Any]) ->
 
 
 def test_an_engine_is_released_when_its_run_is_over(outcomes: dict[str, Any]) -> None:
-    """LMCache's metrics may still refer to the last engines. But v1 alone has played more than 200 engines."""
+    """v1 alone has played more than 200 engines. LMCache's metrics may keep only the last few of them alive."""
     assert outcomes["engines"] < 10
 
 

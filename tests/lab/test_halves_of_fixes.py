@@ -105,7 +105,7 @@ def other_fails(_: Any) -> None:
 
 
 def shared(*parts: Any) -> list[str]:
-    """In one step a load fails, and `sharing` is computed from token 64 on. vLLM has its first 64 tokens, LMCache none.
+    """In one step a load fails, and `sharing` is computed from token 64 on. vLLM has the first 64 tokens, LMCache none.
 
     The worker does not store the computed tokens, and vLLM rolls `sharing` back to token 64. parts: the next steps.
     """

@@ -66,7 +66,7 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
     if not find(slug).fixes:
-        # The bug has no fix, so the outcome is equal with and without fixes. But without fixes another bug may end it.
+        # The bug has no fix, so fixes do not change the outcome. But without fixes another bug may end the schedule.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each

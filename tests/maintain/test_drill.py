@@ -1,4 +1,4 @@
-"""Some violations occur only with the fixes. `make drill` reports one if it is worse than all without fixes."""
+"""If a violation occurs only with the fixes and is worse than all others, `make drill` reports the violation."""
 
 import pytest
 

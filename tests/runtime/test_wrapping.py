@@ -262,7 +262,7 @@ class TestParameters:
 
 
 class Role(NamedTuple):
-    """An instance for which `only` of a wrapper decides."""
+    """A class with a hook. `only` decides by `is_worker` whether a wrapper acts on an instance."""
 
     is_worker: Any
 

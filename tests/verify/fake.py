@@ -32,7 +32,7 @@ class Engine:
     wrong: Callable[[list[int], int, int], bool] = lambda prompt, hit, together: False
     keeps: int = 1 << 30  # number of prompts that the connector can keep
     others: bool = False  # each request comes together with a request of another client
-    spreads_nan: bool = False  # the first answer with a hit is NaN, and after it every third answer
+    spreads_nan: bool = False  # the first answer with a hit is NaN, and so is every third answer after it
     has_counts: bool = True  # /metrics counts the requests
     connector: bool = True
     stores: bool = True

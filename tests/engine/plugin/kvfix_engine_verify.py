@@ -5,7 +5,7 @@ GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. In vLLM for the CP
 and then V (float32). So this module copies KV between the two layouts.
 
 K includes the position of the token (RoPE). So answers do not change if K and V of two tokens are swapped together. The
-faults therefore move only K, or lose rows. The file KVFIX_TEST_FAULT names the fault, or is empty.
+faults therefore change only K or only V, or lose rows. The file KVFIX_TEST_FAULT names the fault, or is empty.
 """
 
 import os
