@@ -223,7 +223,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # theirs() does not load pytest_asyncio. With it, vLLM's tests of MooncakeConnector end early without a message.
+    # theirs() does not load this plugin, because with it vLLM's tests of MooncakeConnector end early without a message.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 
@@ -257,7 +257,7 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
     os.chdir(folder)
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
     wanted = [option for plugin in ("pytest_asyncio", "pytest_mock", "pytest_timeout") for option in ("-p", plugin)]
-    # Without this call, the garbage collector visits all older objects after each test (parallel_state.py 0.32.0:2516).
+    # vLLM calls gc.unfreeze after each test (parallel_state.py 0.32.0:2516). Then the collector visits all old objects.
     with mock.patch.object(gc, "unfreeze"):
         pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
     for name in list(filter(_is_test, sys.modules)):
