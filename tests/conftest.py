@@ -30,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 RELEASES = Path(os.environ.get("KVFIX_TEST_RELEASES", ROOT / ".cache/lmcache"))
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
-#: A test starts without these variables, which change kvfix, vLLM or their metrics. LMCache sets the last variable in
-#: each process that imports LMCache. A server with the last variable shows the metrics of other processes.
+#: A test starts without these variables, because they change kvfix, vLLM or their metrics. Each process that imports
+#: LMCache sets the last variable. A server with the last variable shows the metrics of other processes.
 _OURS = ("KVFIX", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "PROMETHEUS_MULTIPROC_DIR")
 
 
@@ -40,7 +40,7 @@ def release_names() -> list[str]:
 
 
 def release(name: str) -> Path:
-    """Return the folder of an unpacked LMCache release, to be put first on sys.path."""
+    """Return the folder of an unpacked LMCache release. The caller puts it first on sys.path."""
     path = RELEASES / name
     assert (path / "lmcache").is_dir(), f"{path} is missing: run `make install`"
     return path
@@ -57,7 +57,7 @@ def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
 
 
 class Fresh:
-    """Runs code in a fresh interpreter, at most `limit` seconds. The code assigns its answer (JSON) to `result`."""
+    """Runs code in a fresh interpreter for at most `limit` seconds. The code assigns its JSON result to `result`."""
 
     def __init__(self, limit: float | None = 300) -> None:
         self._limit = limit
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make kvfix forget its earlier errors, because it reports each error once per process. Return the error counts."""
+    """Make kvfix forget its earlier errors, as kvfix reports an error once per process. Return the error counts."""
     from kvfix.session import session
 
     for name in ("faults", "reported", "lines", "tallies"):
@@ -111,7 +111,7 @@ def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) 
 
 
 class ForkServer:
-    """A process that has imported vLLM and torch, but not LMCache or kvfix. Each call runs in a separate fork."""
+    """A process that has imported vLLM and torch, but not LMCache or kvfix. It runs each call in a separate fork."""
 
     def __init__(self, first: str = "", **settings: str) -> None:
         """first: Python code to run before the first fork. settings: variables of the process's environment."""
@@ -138,7 +138,7 @@ class ForkServer:
 
 
 def run_forked(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in a fork of a process that has imported vLLM. folder: gets the program's output."""
+    """Run a Python program in a fork of a process that has imported vLLM. folder: folder for the program's output."""
     files = [folder / "stdout", folder / "stderr"]
     with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
         process = forks.Forked(command, env=clean_environment(**environment), stdout=stdout, stderr=stderr, cwd=ROOT)
@@ -154,7 +154,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
-    """Return code that prepares the lab and calls this function. torch uses one thread, because a fork has one."""
+    """Return code that prepares the lab and calls this function. torch uses one thread, as a fork has one thread."""
     return f"""
 import torch
 torch.set_num_threads(1)
@@ -165,7 +165,7 @@ with runner.quiet():
 """
 
 
-#: The newest release. The process of most cases imports it before all forks, which saves a second of each fork.
+#: The newest release. Most cases run in forks of a process that has imported it, which saves a second per fork.
 NEWEST = RELEASES / "0.5.6"
 WARM = f"""
 from kvfix_tools.lab import runner
@@ -178,7 +178,7 @@ with runner.quiet():
 
 
 class Once:
-    """Run a function in a fork once for all processes of pytest. Return its answer, or fail with its error."""
+    """Run a function once, in a fork, for all processes of pytest. Return its result, or fail with its error."""
 
     def __init__(self, fork_server: ForkServer, warm: ForkServer, answers: Path) -> None:
         """warm: a process that has imported NEWEST. answers: the folder for the answers of this run of pytest."""
@@ -212,7 +212,7 @@ class Once:
 @pytest.fixture(scope="session")
 def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Once]:
     shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of a worker is inside the folder of the run
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of an xdist worker is inside the folder of the pytest run
         shared = shared.parent
     answers = shared / "answers"
     answers.mkdir(exist_ok=True)
@@ -222,11 +222,11 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Turn a function into a test: the function runs in a fork, and must return the expected answer.
+    """Turn a function into a test. The test runs the function in a fork and compares the result with `expected`.
 
-    expected: one answer, or two answers: the first without fixes, the second with fixes.
-    also: more parameters of the test, separated by spaces: `fixes`, `release`, and `answer` if `expected` is empty.
-    fixed: `fixes` and `release`, if not in `also`. Default: 0.5.6 without fixes; for a second answer, all fixes.
+    expected: the result; or two results, without fixes and with fixes; or nothing if `also` has `answer`.
+    also: names of parametrized arguments, separated by spaces: `fixes`, `release`, `answer`.
+    fixed: `fixes` and `release`, if `also` lacks them. Default: release 0.5.6, no fixes; for a second result all fixes.
     """
 
     def make(case: Callable[..., Any]) -> Any:
@@ -249,5 +249,5 @@ def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, once: Once) -> Any:
-    """Return the answer of the function `play_all` of the test's module, with the newest LMCache."""
+    """Return the result of the function `play_all` of the test's module, with the newest LMCache."""
     return once(request.module.play_all, NEWEST)

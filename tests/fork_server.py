@@ -1,8 +1,8 @@
-"""Fork a process that has imported vLLM (preloaded.py). A fork runs one program, or it serves further forks.
+"""Fork a process that has imported vLLM (preloaded.py). A fork runs one program, or it starts further forks.
 
 A fork saves the 12 s of processor time that the imports take. EngineCore and the workers of an engine are forks too, as
-on a GPU. By default, vLLM for the CPU starts new processes (cpu.py 0.32.0:409). The plugin kvfix_engine_test.py lets
-vLLM fork after an import of LMCache. Programs that must start and end like a user's program are not forked.
+on a GPU, although vLLM for the CPU starts new processes by default (cpu.py 0.32.0:409). The plugin kvfix_engine_test.py
+lets vLLM fork after an import of LMCache. Programs that must start and end like a user's program are not forked.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ CONTEXT = multiprocessing.get_context("forkserver")
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 #: The folder of the models that upstream's tests look up.
 HUB = Path(__file__).parent.parent / ".cache/peers/hub"
-#: With this variable in a program's environment, the processes that vLLM starts are forked too.
+#: If a program's environment has this variable, vLLM forks its processes too.
 FORK_WORKERS = "KVFIX_TEST_FORK"
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
     """Start a fork that runs `target`, a function of this module."""
     quick.skip()
-    from maintain import peers  # not at the top: the process to be forked must not import kvfix
+    from maintain import peers  # not at the top, because the process to be forked must not import kvfix
 
     with mock.patch.dict(os.environ, {**ENVIRONMENT, **peers.hub(HUB)}):
         CONTEXT.set_forkserver_preload(["tests.preloaded"])
@@ -108,7 +108,7 @@ def serve(connection: Connection, first: str, environment: dict[str, str]) -> No
     with contextlib.redirect_stdout(sys.stderr):
         exec(first, {})
     gc.collect()
-    gc.freeze()  # otherwise a collection in a fork would visit all objects, and so copy their memory
+    gc.freeze()  # without it, a garbage collection in a fork visits all objects, and so copies their memory
     with contextlib.suppress(EOFError):
         while True:
             connection.send(_forked(connection.recv()))
@@ -120,7 +120,7 @@ def set_environment(environment: dict[str, str]) -> None:
 
 
 def _forked(job: dict[str, str]) -> dict[str, Any]:
-    """Run the job's `code` in a fork, with `lmcache` first on sys.path. Return its result (JSON), error and output."""
+    """Run the job's `code` in a fork, with `lmcache` first on sys.path. Return the code's result, error and output."""
     here, there = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryFile() as printed:
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Helpers for tests that play a schedule twice: a fix or a patch must not change the events of a healthy schedule."""
+"""Helpers for tests that play a healthy schedule twice. A fix or a patch must not change the schedule's events."""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,7 @@ from tests.conftest import ADAPTER
 
 
 def changing(connector: str) -> list[str]:
-    """Return codes of fixes that also change healthy schedules of this connector, in a way that no rule checks."""
+    """Return codes of fixes that also change healthy schedules of this connector. No rule checks these changes."""
     return [fix.code for fix in catalogue.fixes() if connector in fix.changes_healthy]
 
 

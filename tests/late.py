@@ -1,4 +1,4 @@
-"""Names and modules of the lab that import vLLM. A fork imports them at their first use. pytest itself imports none."""
+"""Names and modules of the lab that need vLLM. A fork imports each at its first use. pytest itself imports none."""
 
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,7 @@
-"""Import all modules of vLLM that an engine and the lab need, but not LMCache. Tests are forked from this process.
+"""Import all modules of vLLM that an engine and the lab need, but not LMCache. Tests run in forks of this process.
 
-Without the garbage collector the imports take a third less time. After `gc.freeze`, a collection in a fork does not
-visit the imported objects, and so does not copy their memory.
+Without the garbage collector the imports take a third less time. After `gc.freeze`, the garbage collector of a fork
+does not visit the imported objects, and so does not copy their memory.
 """
 
 import gc

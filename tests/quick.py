@@ -1,8 +1,8 @@
 """`make quick` (pytest --quick) leaves out each test that imports torch, or starts a program that imports torch.
 
 vLLM and LMCache import torch first. So no list of the tests that use vLLM or LMCache is necessary. The module
-without_torch/torch.py replaces torch. If pytest's own process imports this module, the test is skipped. A program that
-the test starts ends when it imports this module, and then the test is skipped too.
+without_torch/torch.py replaces torch. A test is skipped if pytest's own process imports the replacement. If a program
+of the test imports the replacement, the program ends and the test is skipped too.
 """
 
 import os
@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 WHY = "imports torch, vLLM or LMCache"
-#: Tests that are not even collected. Some install kvfix, run or examine engines and other programs, or build the
-#: documentation or a patched release. Some read all of vLLM, all releases or an endless log.
+#: pytest does not even collect these tests. Some install kvfix, run or examine engines and other programs, or build
+#: the documentation or a patched release. Some read all of vLLM, all releases or an endless log.
 LEFT_OUT = (
     "docs", "dump", "engine", "look", "release", "upstream", "commands/test_mcp.py", "diagnose/test_memory.py",
     "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",
 )  # fmt: skip
-#: This variable has the path of a file. A program makes the file when it imports torch. The path ends in pytest's pid.
+#: This variable is the path of a file that a program makes when it imports torch. The path ends in pytest's pid.
 VARIABLE = "KVFIX_TEST_WANTS_TORCH"
 #: The folder that comes first on PYTHONPATH in programs that tests start.
 SITE = Path(__file__).with_name("without_torch")
@@ -58,7 +58,7 @@ def skip_if_wanted() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip a test that started a program by itself, and failed because the program ended at the import of torch."""
+    """Skip a test that failed because a program, which the test itself started, ended at the import of torch."""
     try:
         yield
     finally:

@@ -1,11 +1,11 @@
-"""`make bench` (__main__.py)."""
+"""The benches that `make bench` runs (__main__.py)."""
 
 from math import inf
 from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """A promise and its measured value, in `unit`. context: other values of the run, for example to compare with."""
+    """A promise and its measured value, in `unit`. context: other values of the run, for comparison."""
 
     what: str
     measured: float

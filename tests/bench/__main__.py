@@ -1,9 +1,9 @@
-"""`make bench`: measure every speed that kvfix promises, relative to another tool or the unpatched code, in one run.
+"""`make bench` measures every speed that kvfix promises, relative to another tool or to unpatched code, in one run.
 
     python -m tests.bench [NAME ...]
 
-A bench is a module of this folder with `measure()`, which yields rows, without a time limit. If a bench fails, the
-results of the other benches are still shown. Exit 1 if a bench failed, or a promise was not kept.
+A bench is a module of this folder with `measure()`. This function yields rows and has no time limit. If a bench fails,
+the other benches still show their results. Exit 1 if a bench failed, or a promise was not kept.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measure kvfix-diagnose: its time on one core, relative to a search in Python for the same needles, and its memory.
+"""Measure the memory of kvfix-diagnose, and its time on one core relative to a Python search for the same needles.
 
 A "life" is the log of an engine from start to end. kvfix-diagnose reads lives, a sparse log and a stream of 200 MB. In
 the sparse log, 99 of 100 lines mean nothing to kvfix-diagnose. The start of Python does not count as processor time.
@@ -26,7 +26,7 @@ FIXTURES = ("healthy-0.5.6", "crash-0.3.10", "mp-0.5.6", "degraded-0.5.6")
 OWN = re.compile(rb"(\b\d+-[0-9a-f]{8}\b(?!-)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 MEGABYTES = 48
 ROUNDS = 5
-#: Limits of the time for lives of engines, and for a sparse log. The unit is the time of the search in Python.
+#: Limits of the time for lives of engines, and for a sparse log. The unit is the time that the Python search takes.
 REAL, SPARSE = 4, 0.5
 GIGABYTES = 0.2
 #: Lines that mean nothing to kvfix-diagnose: vLLM's access log, and its log of requests.
@@ -63,7 +63,7 @@ def measure() -> Iterator[Row]:
         for what, (blocks, most) in logs.items():
             with log.open("wb") as file:
                 file.writelines(blocks)
-            # Another program on the machine can only slow a run down, so the fastest run counts.
+            # Another program on the host can only slow a run down, so the fastest run counts.
             runs = [(read(log), search(log)) for _ in range(ROUNDS)]
             found = min((found for found, _ in runs), key=itemgetter("cpu"))
             assert ("KVD101" in found["codes"]) == ("crash" in what)

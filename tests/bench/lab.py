@@ -1,7 +1,7 @@
-"""Measure the lab with all checks on one core, after imports: its time, its memory, and the time of a shrink.
+"""Measure the time and memory of the lab with all checks, on one core and after imports, and the time of a shrink.
 
 The unit of the lab's time is the time that vLLM's scheduler with LMCache's connector takes for the same steps. The unit
-of the time of a shrink is the time of one play of the schedule.
+of a shrink's time is the time of one play of the schedule.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ with runner.applied(False), patched:
     measured(range(10**6, 10**6 + 10))
     result = measured(range({schedules}))
 """
-#: Memory is measured after each of these numbers of steps. The first steps fill caches and the allocator.
+#: The bench measures memory after each of these numbers of steps. The first steps fill caches and the allocator.
 FEW, MANY = 10_000, 40_000
 #: This code measures memory in a run with the fixes in mode `check`, like the nightly run.
 MEMORY = """

@@ -1,7 +1,7 @@
-"""Measure `kvfix look`: a thousand looks, one a second, at a loaded engine that was started without kvfix.
+"""Measure `kvfix look`. It looks once a second, a thousand times, at an engine under load that runs without kvfix.
 
-No look may find anything wrong, and every round of the same requests must have the same answers. Engine and looker have
-one core each, and the engine has one thread for its kernels. The bench measures how long a look stops a thread of the
+No look may find anything wrong, and every round of the same requests must have equal answers. Engine and `kvfix look`
+have one core each, and the engine has one thread for kernels. The bench measures how long a look stops a thread of the
 engine, without waits for a core. It also measures the processor time that the engine's main thread spends on kvfix.
 """
 
@@ -26,7 +26,7 @@ LOOKS = 1000
 PAUSE = 1.0
 #: Numbers of the engine's core and of the looker's core.
 ENGINE, LOOKER = 0, 1
-#: This code replaces the injected program in the engine. It runs the injected program, and writes the time of the run.
+#: The engine runs this code in place of the injected program. It runs the injected program, and writes how long it ran.
 _TIMED = """
 import time
 began = time.thread_time()

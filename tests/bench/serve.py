@@ -1,12 +1,12 @@
 """Measure the workload of the first bug report: `vllm serve` with LMCache on the CPU, and eight clients at a time.
 
-vLLM preempts requests: prompts are random, blocks are few, and prefill is chunked. A server in mode `strict` has to
-answer every request. Then the clients ask three servers in turn: without kvfix, in mode `fix`, in mode `check`. A step
-takes 8 ms with the small model, and 10 to 50 ms with a real model. The time of kvfix does not depend on the model. The
+vLLM preempts requests, because prompts are random, blocks are few, and prefill is chunked. A server in mode `strict`
+must answer every request. Then the clients ask three servers in turn: without kvfix, in mode `fix`, in mode `check`. A
+step takes 8 ms with the small model, and 10 to 50 ms with a real model. kvfix's time does not depend on the model. The
 scheduler and the worker are in one process, as with one GPU.
 
-The four servers take nine minutes on two cores that must be idle otherwise. Each server computes with one thread.
-Several threads would spin while they wait for one another, and the bench would mostly measure these waits.
+The four servers take nine minutes on two otherwise idle cores. Each server computes with one thread. Several threads
+would spin while they wait for one another, and the bench would mostly measure these waits.
 """
 
 import json
@@ -28,15 +28,15 @@ from tests.engine.vllm_server import Server, ask_all
 
 #: Number of prompts for the server in mode `strict`.
 PROMPTS = 96
-#: Number of prompts in a run of the clients, and number of measured runs of each server. An earlier run warms it up.
-#: The speed of a shared machine changes by a third within seconds. So the servers take turns in many short runs.
+#: Number of prompts in a run of the clients, and number of measured runs of each server. An earlier run warms each up.
+#: The speed of a shared host changes by a third within seconds. So the servers take turns in many short runs.
 SHORT, TURNS = 16, 60
 #: Number of tokens of a prompt, and of generated tokens. 32 blocks of 32 tokens hold three requests of this size.
 INPUT, OUTPUT = 300, 40
 SIZES = {"num-gpu-blocks-override": 33, "max-num-batched-tokens": 352}
 
 PREEMPTIONS = "vllm:num_preemptions_total"
-#: Percent of the time that kvfix may take, in each mode.
+#: Maximum percent of the time that kvfix may take, in each mode.
 BUDGET = {"fix": 1, "check": 3}
 #: All orders of the servers, because a server that has just run is faster than a server that has rested.
 ORDERS = list(permutations(("", *BUDGET)))
@@ -99,7 +99,7 @@ def in_all_orders(runs: list[float]) -> list[float]:
 
 @contextmanager
 def running(folder: Path, mode: str, **settings: str) -> Iterator[Server]:
-    """Yield a running server with kvfix in this mode; "": without kvfix. settings: variables of its environment."""
+    """Yield a running server with kvfix in this mode ("": without kvfix). settings: variables of the environment."""
     server = Server(
         folder / (mode or "plain"), in_process(64), mode, ["--no-scheduler-reserve-full-isl"], subprocess.Popen,
         KVFIX_TEST_REAL_CONNECTOR="", **settings,

@@ -1,4 +1,4 @@
-"""Measure `kvfix.apply()` in a new process, and the time of kvfix while a process imports the modules of an engine."""
+"""Measure `kvfix.apply()` in a new process, and kvfix's time while a process imports the modules of an engine."""
 
 import subprocess
 import sys
@@ -12,8 +12,8 @@ from tests.conftest import Fresh, clean_environment
 PAIRS = 25
 IMPORTS = 3
 
-#: This code measures the processor time of kvfix and of the whole process. It times every call into kvfix, because the
-#: times of two processes differ by more than the time of kvfix.
+#: This code measures the processor time of kvfix and of the whole process. It times every call into kvfix, because two
+#: equal processes differ by more than kvfix's time.
 WHOLE = """
 from time import thread_time
 from tests.engine.plugin.kvfix_engine_times import timed
@@ -32,7 +32,7 @@ result = [sum(own), thread_time() - started]
 
 
 def measure() -> Iterator[Row]:
-    # in turn, so that a slow moment of the machine slows down both
+    # run both in turn, so that a slow moment of the host slows down both
     times = [(run("pass"), run("import kvfix; kvfix.apply()")) for _ in range(PAIRS)]
     bare, with_kvfix = map(median, zip(*times, strict=True))
     yield Row("import kvfix; kvfix.apply()", with_kvfix - bare, "ms", f"python -c pass {bare:.1f} ms", at_most=15)

@@ -1,7 +1,7 @@
 """Measure the processor time that kvfix adds in each mode to a step of vLLM's scheduler with 256 running requests.
 
 A step calls `schedule()` and `update_from_output()`. The connector is LMCache's, OffloadingConnector (a step begins and
-ends eight store jobs), or NixlConnector (a step ends a lease). A real step takes milliseconds more, for the model.
+ends eight store jobs), or NixlConnector (a step ends a lease). A real step also runs the model, for milliseconds.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ with runner.quiet():
     assert not dumps, dumps
 """
 
-#: This code measures a layer hook. The connector's adapter does nothing. All other figures are without `layers`.
+#: This code measures a layer hook. The connector's adapter does nothing. The other measurements do not use `layers`.
 LAYER = """
 import timeit
 from types import SimpleNamespace
@@ -118,16 +118,16 @@ with runner.quiet():
 """
 
 
-#: {mode: percent of a step at most}
+#: {mode: maximum percent of a step's time}
 BUDGET = {"fix": 2, "observe": 2, "check": 5}
-#: {connector of the lab: (name of its steps, their budget)}. With leases each step admits and ends a request, which
-#: `observe` records with about six events.
+#: {connector of the lab: (name of its steps, budget of the steps)}. With leases, each step admits and ends a request.
+#: Mode `observe` records about six events for this.
 STEPS = {
     "v1": ("scheduler steps", BUDGET),
     "offloading": ("steps with OffloadingConnector's jobs", BUDGET),
     "nixl-pull": ("steps with NixlConnector's leases", {**BUDGET, "observe": 3}),
 }
-#: Maximum of calls through kvfix in a step. A call takes 0.1 us or more, so no fix may wrap what runs per request.
+#: Maximum number of calls through kvfix in a step. A call takes at least 0.1 us, so no fix may wrap per-request code.
 CALLS = 24
 
 

@@ -15,7 +15,7 @@ from kvfix_tools.search import candidates, search
 
 ENTRIES = list(explain.entries())
 RETIRED_CODES = {**RETIRED, **problems.knowledge().retired}
-#: {code: finding} of the findings that a function detects (field `on`). A text in the log detects the others.
+#: {code: finding} for findings that a function detects (field `on`). A log text detects each other finding.
 FINDINGS = {each.code: each for each in problems.catalogue() if each.on}
 
 

@@ -1,4 +1,4 @@
-"""`kvfix mcp`, tested with a client of the official SDK. The client starts the server and talks to it over pipes."""
+"""Test `kvfix mcp` with a client of the official SDK. The client starts the server and talks to it over pipes."""
 
 import asyncio
 import json

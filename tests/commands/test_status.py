@@ -1,4 +1,4 @@
-"""`kvfix status`: one screen, the requested rows, JSON, and exit codes. tests/runtime tests it on released code."""
+"""`kvfix status` shows one screen, the requested rows, or JSON. tests/runtime tests the status of released code."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypat
 
 
 def test_the_counts_are_those_of_the_fixes() -> None:
-    """A bug of two distributions counts once. A bug of another connector does not count."""
+    """A bug in two distributions counts once. A bug of another connector does not count."""
     lines = overview("applicable", connector="NixlConnector")
     mine = [fix for fix in FIXES if not fix_overview.connectors(fix) or "NixlConnector" in fix_overview.connectors(fix)]
     assert lines[-1] == f"SUMMARY: {len(mine)} to be fixed by kvfix.apply()"

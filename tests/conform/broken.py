@@ -1,4 +1,4 @@
-"""Connectors with one planted fault each, made from the connector of the documentation."""
+"""Variants of the documentation's connector. Each variant has one planted fault."""
 
 import sys
 from collections import deque
@@ -64,7 +64,7 @@ class ResetsNothing(FolderConnector):  # its reset does nothing and reports succ
         return True
 
 
-class ForgetsAborted(FolderConnector):  # a load takes two steps, and is not reported if its request ends meanwhile
+class ForgetsAborted(FolderConnector):  # a load takes two steps; if the request ends in between, it is not reported
     def get_finished(self, finished_req_ids):
         waiting = self.__dict__.setdefault("waiting", deque([set(), set()]))
         waiting.append(super().get_finished(finished_req_ids)[1])

@@ -49,7 +49,7 @@ def commanded(name: str) -> Any:
 
 
 def faults() -> Any:
-    """Return for each connector: violations of its rule in a scenario, and the number of steps of the scenario."""
+    """Return for each faulty connector the violations of the rule it breaks, and the scenario's number of steps."""
     found = {}
     with command.chosen(fixes=True):
         for name, rule in FAULTS.items():
@@ -81,7 +81,7 @@ def says() -> Any:
 
 
 def test_connector_of_the_documentation_keeps_all(once: Once) -> None:
-    """The connector breaks no rule. For a rule that is not applicable, the report gives the reason."""
+    """The connector breaks no rule. If a rule is not applicable, the report gives the reason."""
     good = once(commanded, NEWEST, "FolderConnector")
     assert (good["violations"], good["code"], good["seeds"]) == ([], 0, 6)
     assert [each["rule"] for each in good["verdicts"]] == [rule.slug for rule in verdicts.RULES]
@@ -164,7 +164,7 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-#: Contents of a block in TensorMemory.
+#: Contents of a block in the lab's TensorMemory.
 CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]
 #: {fault: a function that changes block 1 of the first layer}
 WRONG: dict[str, Callable[[Any, Any], Any]] = {

@@ -25,11 +25,11 @@ def violated(verdicts: dict[str, str]) -> set[str]:
 
 
 def test_each_connector_that_vllm_ships_is_in_the_table() -> None:
-    """Each connector has a verdict for each rule, and no text has a path of this machine."""
+    """Each connector has a verdict for each rule, and no text has a path of this host."""
     factory = site_packages() / "vllm/distributed/kv_transfer/kv_connector/factory.py"
     shipped = re.findall(r'KVConnectorFactory\.register_connector\(\s*"(\w+)"', factory.read_text())
     named = {each.partition("[")[0] for each in connectors.SUBJECTS}
-    assert {*shipped} - named == {"NixlConnector"}  # alias of NixlPullConnector
+    assert {*shipped} - named == {"NixlConnector"}  # an alias of NixlPullConnector
     assert [each.name for each in connectors.load()] == list(connectors.SUBJECTS)
     for said in connectors.load():
         assert list(said.verdicts) == [rule.slug for rule in verdicts.RULES], said.name

@@ -15,7 +15,7 @@ class Replayed:
         self._capsys = capsys
 
     def engines(self, paths: Iterable[Path]) -> list[dict[str, Any]]:
-        """Return the JSON of each engine, with its violations as `violated`, and the number of its other findings."""
+        """Return the JSON of each engine. Add its violations as `violated`, and the number of other findings."""
         self._capsys.readouterr()
         code = replay.replay(list(paths), json=True)
         answer: Any = json.loads(self._capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Test the audit's arithmetic, its reading of vLLM's layouts, and its choice of engines. tests/engine runs engines."""
+"""Test how the audit computes errors, reads vLLM's layouts, and chooses engines. tests/engine runs real engines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ def chunk(parts: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def in_vllm(kv: torch.Tensor, layout: str) -> list[torch.Tensor]:
-    """Return vLLM's tensors with this KV in the slots SLOTS, as the torch backend of `kvfix roundtrip` stores it."""
+    """Return vLLM's tensors with this KV in the slots SLOTS. The torch backend of `kvfix roundtrip` writes the KV."""
     heads = 1 if layout == "mla" else HEADS
     sizes = Geometry(LAYOUTS[layout], kv.dtype, LAYERS, BLOCKS, BLOCK, heads, HEADS * WIDTH // heads)
     caches = [torch.randn(sizes.tensor_shape()).to(kv.dtype) for _ in range(LAYERS)]
@@ -59,11 +59,11 @@ NAN = float("nan")
         (4.0, {"k1": NAN}, (1, "K", 1, 1e9), True),
         (0.0, {"k1": 1.0}, (1, "K", 1, 1e9), True),
         (0.0, {}, (0, "K", 0, 0.0), False),
-        (NAN, {"k1": NAN}, (0, "K", 0, 0.0), False),  # not wrong: vLLM itself computed NaN
+        (NAN, {"k1": NAN}, (0, "K", 0, 0.0), False),  # this is not wrong, because vLLM itself computed NaN
     ],
 )
 def test_the_difference_is_a_share_of_the_norm(of: float, off: dict[str, float], found: Any, is_wrong: bool) -> None:
-    """Compare a chunk of two layers. of: squared norm of each token. off: {"k0": squared difference of K, layer 0}."""
+    """Compare a chunk of two layers. of: squared norm of each token. off: {"k0": squared error of K in layer 0}."""
     squares = torch.zeros(2, 2, 3)
     for name, value in off.items():
         squares[int(name[1]), "kv".index(name[0]), 1] = value

@@ -1,4 +1,4 @@
-"""kvfix watches every connector that vLLM registers and can import here, also the children of MultiConnector."""
+"""kvfix watches every connector that vLLM registers and can import here, and the children of MultiConnector."""
 
 import inspect
 import os
@@ -20,7 +20,7 @@ from tests.conftest import ForkServer, answers
 
 
 def play_all() -> dict[str, dict[str, list[str]]]:
-    """Return for each connector: all hooks, hooks not watched exactly once, and hooks still watched after a revert."""
+    """Return for each connector all hooks, hooks not watched exactly once, and hooks still watched after a revert."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -55,8 +55,8 @@ def play_all() -> dict[str, dict[str, list[str]]]:
 def test_hooks_of_layers_are_watched_on_request_only() -> list[Any]:
     """Return whether the hooks are wrapped: first without `layers`, then with `layers`, and last after a revert.
 
-    With `layers` there are three calls, of which the last raises. Return the hook that runs in each call, the number of
-    calls, the recorded exceptions, and the hooks that still run afterwards.
+    With `layers`, make three calls. The last call raises. Return the hook that runs in each call, the number of calls,
+    the recorded exceptions, and the hooks that still run afterwards.
     """
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
@@ -106,8 +106,8 @@ def test_every_hook_of_every_connector_is_watched_once(outcomes: dict[str, Any])
 
 @answers([[128, 128, 128], [None, 128, 0], [128, 128, 128], [[], 128]])
 def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found() -> list[Any]:
-    """A request waits for blocks. The server answers, then is silent, then answers again. For each state, return the
-    hit that kvfix's reader sees, the tokens that the adapter has found, and the promised tokens."""
+    """A request waits for blocks. The server answers, then is silent, then answers again. Return for each of the three
+    states the hit that kvfix's reader sees, the tokens that the adapter has found, and the promised tokens."""
     engine, said = late.LabEngine(Options(connector="mp", delay=0)), []
     engine.do("stored_elsewhere", prompt(128))
     engine.keep_blocks(0)

@@ -1,4 +1,4 @@
-"""kvfix writes dumps into a private folder of the user. The parent folder may be shared, and keeps its mode."""
+"""kvfix writes dumps into a private folder of the user. kvfix does not change the mode of the parent folder."""
 
 import os
 import stat
@@ -70,7 +70,7 @@ def test_a_child_removes_nothing_of_its_parent(shared: Path) -> None:
 
 
 def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process of a crash loop has a new pid, so only the limit for the files of all processes helps."""
+    """Each process of a crash loop has a new pid, so a limit per process does not help. A limit for all files does."""
     monkeypatch.setattr(recorder, "FILES_OF_ALL", 6)
     own = shared / OWN
     own.mkdir(mode=0o700)

@@ -47,7 +47,7 @@ def on_node(
 
 
 def assert_between(clock: Any, true: float) -> None:
-    """Check that the bounds from common events contain `true`, the seconds by which the clock is ahead."""
+    """Check the bounds that follow from common events. They must contain `true`, the seconds the clock is ahead."""
     assert clock.low <= clock.ahead <= clock.high
     assert clock.low <= int(true * 1e9) <= clock.high
 
@@ -56,7 +56,7 @@ class Split:
     """Writes the lines of one recording as files of separate processes: the scheduler and the ranks."""
 
     def __init__(self, text: str) -> None:
-        """Give all connectors the same engine name, because in the lab the two roles may have two names."""
+        """Give all connectors one engine name, because in the lab the two roles may have two names."""
         self._lines: list[Lines] = [json.loads(line) for line in text.splitlines()]
         self._connectors: dict[str, Lines] = {
             line["role"]: {**line, "engine": "e", "replica": 0}
@@ -98,7 +98,7 @@ def engine_of(paths: list[Path]) -> engine_recordings.Engine:
 
 
 def test_a_whole_engine(files: dict[str, Path], split: Split, replayed: Replayed) -> None:
-    """kvfix checks the loads of each rank with the scheduler's events, so no verdict is "unknown"."""
+    """kvfix uses the scheduler's events to check each rank's loads, so no verdict is "unknown"."""
     found = replayed(files.values())
     assert (found["violated"], found["unknown"], found["missing"]) == ([], 0, [])
     assert found["unknown_loads"] == {"0": 0, "1": 0}
@@ -115,7 +115,7 @@ def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
 
 
 def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -> None:
-    """The wall clocks alone would order a rank's loads seconds before the scheduler's steps, or long after them."""
+    """By the wall clocks alone, a rank's loads come seconds before the scheduler's steps, or long after the steps."""
     engine = engine_of(list(files.values()))
     for boot, clock in engine.clocks.items():
         assert_between(clock, CLOCKS[boot.rpartition(" ")[2]][0] - CLOCKS["n0"][0])
@@ -204,7 +204,7 @@ def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], 
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Return events. A: request A loads. a: request a stores. 2: request B is aborted. -: an event of one role only."""
+    """Return events. "A": request A loads. "a": request a stores. "2": request B is aborted. "-": one role's event."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":
@@ -216,7 +216,7 @@ def sequence(text: str) -> list[ev.Event]:
     return made
 
 
-#: (case, scheduler's events, rank's events, paired events, [(event that differs, RankDiffers.told)], unknown loads)
+#: (case, scheduler's events, rank's events, paired events, [(differing event, RankDiffers.told)], unknown loads)
 CASES = [
     ("the same", "AaBb", "AaBb", "AaBb", [], 0),
     ("other events between", "-Aa--B-b", "A-aBb-", "AaBb", [], 0),

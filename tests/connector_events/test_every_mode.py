@@ -1,4 +1,4 @@
-"""Modes, dumps, reports and `kvfix replay`, on the real scheduler with the LMCache of the reported bug."""
+"""Modes, dumps, reports and `kvfix replay`, on the real scheduler with the LMCache that has the reported bug."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def play_all(path: str) -> dict[str, Any]:
 
 
 def bounded(play: Any, folder: Path) -> Any:
-    """Record too many events, and write too many files. Return the numbers and sizes that are left."""
+    """Record too many events, and write too many files. Return the numbers of events and files left, and sizes."""
     play("observe", "bounded")
     from kvfix.connector_events import recorder
     from kvfix.ledger import events
@@ -122,11 +122,11 @@ def of_check(folder: Path, ending: str) -> list[Path]:
     [
         ("alone", MISMATCH, 0, 0),
         ("fix", MISMATCH, 0, 0),
-        ("observe", MISMATCH, 1, 0),  # one file: the exception
+        ("observe", MISMATCH, 1, 0),  # one file, for the exception
         ("check", MISMATCH, 2, 2),  # two violations, each with a file and a report
         ("suppressed", MISMATCH, 0, 0),
         ("strict", f"kvfix {CHANGED}", 1, 1),  # kvfix raises at the first violation
-        ("fixed", "", 0, 0),  # mode `strict` with the fix: no violation
+        ("fixed", "", 0, 0),  # mode `strict` with the fix has no violation
     ],
 )
 def test_end_and_files_of_each_mode(mode: str, died: str, recorders: int, reports: int, played: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def test_end_and_files_of_each_mode(mode: str, died: str, recorders: int, report
 
 
 def test_a_revert_restores_hooks_factory_and_signal(played: dict[str, Any]) -> None:
-    """kvfix handles the signal only if the process has no other handler for it."""
+    """kvfix handles the signal only if the process has no other handler for the signal."""
     assert played["reverted"] == [[False] * 3, [True] * 3]
     assert (played["signals"], played["ready left"]) == ([True, True], [])
 
@@ -172,7 +172,7 @@ def test_the_report(folder: Path, played: dict[str, Any]) -> None:
 
 
 def test_no_token_is_written(folder: Path, played: dict[str, Any]) -> None:
-    """No file has a list of eight or more numbers. So no file has a prompt, because each prompt is longer."""
+    """No file has a list of more than seven numbers. So no file has a prompt, because each prompt is longer."""
     for path in [*folder.rglob("*.jsonl"), *folder.rglob("*.txt")]:
         assert not re.search(r"(\d+, ?){8}", path.read_text()), path
 
@@ -229,7 +229,7 @@ CRASH = Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl"
 def test_the_lab_plays_a_record_again(
     crash: Path | None, request_id: str, option: str, folder: Path, played: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Without the fix, a replay has the findings of the recording. With the fix, it has none."""
+    """Without the fix, a replay has the findings of the recording. With the fix, the replay has no finding."""
     path = crash or of_check(folder, ".jsonl")[-1]
     command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
     done = run_forked([*command, "--lmcache-path", str(RELEASES / "0.3.10")], tmp_path)

@@ -1,4 +1,4 @@
-"""kvfix records each exception of a hook once, for any id and thread, also if the exception leaves several hooks."""
+"""kvfix records each exception of a hook once, for any id and thread, and if the exception leaves several hooks."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from kvfix import applying, connector_events
 from kvfix.config import Config
 from kvfix.session import session
 
-#: Number of exceptions. On any machine, some of them get the id of an earlier exception.
+#: Number of exceptions. On any host, some of these exceptions get the id of an earlier exception.
 MANY = 64
 
 
@@ -60,7 +60,7 @@ def recorded() -> list[str]:
 
 
 def test_many_exceptions_in_a_row() -> None:
-    """Python frees each exception before it creates the next exception, which then often gets the old id."""
+    """Python frees each exception before it creates the next exception. The next one often gets the old id."""
     connector, ids = Parent(), set()
     for number in range(MANY):
         with suppress(ValueError):
@@ -73,7 +73,7 @@ def test_many_exceptions_in_a_row() -> None:
 
 
 def test_an_exception_that_is_raised_again_is_recorded_twice_and_not_kept_alive() -> None:
-    """A future raises its exception at each call. Each of these calls has failed, so each is recorded."""
+    """A future raises its exception at each call. Each of these calls fails, so kvfix records each call."""
     error: Any = Weak("held")
     kept = weakref.ref(error)
     for _ in range(2):

@@ -36,7 +36,7 @@ class Odd:
 
 
 def play_all() -> dict[str, Any]:
-    # without drafts and pauses, the two schedules have more events
+    # the two schedules have more events without drafts and pauses
     schedules = [draw(3, connector, plain=True, lacks=("drafter", "pause")) for connector in ("v1", "mp")]
 
     def decided() -> list[Any]:
@@ -86,7 +86,7 @@ def reader(kind: str, method: str, replacement: Any = fails) -> Any:
 
 @contextmanager
 def violated(*more: Any) -> Iterator[None]:
-    """Make every Asked event a violation. more: contexts that plant faults in the code that handles the finding."""
+    """Make every Asked event a violation. more: contexts that plant faults in the code that handles the violation."""
 
     def feed(self: Any, event: Any) -> list[Any]:
         asked = isinstance(event, events.Asked)
@@ -118,7 +118,7 @@ def backwards(clock: str) -> Any:
 
 #: The lab calls `get_transfer_results` only with several KV groups, which the two schedules do not have.
 HOOKS = [name for name in vars(WatchedConnector) if name.startswith(("before_", "after_")) and "results" not in name]
-#: Faults that also plant a finding, which kvfix logs in a separate line.
+#: Faults that also plant a finding. kvfix logs this finding in a separate line.
 WITH_FINDING: dict[str, Callable[[], Any]] = {
     "a violation": violated,
     "odd object in an event": odd_event,
@@ -149,7 +149,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "signal in a hook": lambda: ledger(signal_at_a_lookup),
     **WITH_FINDING,
 }
-#: Faults without an error in kvfix: it handles clocks that go back, signals, and objects that JSON cannot encode.
+#: Faults that cause no error in kvfix. kvfix handles clocks that go back, signals, and objects that JSON cannot encode.
 HARMLESS = (
     "nothing", "a violation", "odd object in an event", "clock goes back", "wall clock goes back", "signal in a hook"
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Join recordings of the lab's prefill and decode engines. They show the blocks that prefill keeps for decode."""
+"""Join recordings of the lab's prefill and decode engines. Together they show the blocks prefill keeps for decode."""
 
 import json
 import os
@@ -31,7 +31,7 @@ CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
 def lose_notice(pair: Any) -> None:
-    """Lose the notice with which decode tells prefill that it has read the blocks of request b."""
+    """Lose the notice with which decode tells prefill that decode has read the blocks of request b."""
 
     def make(original: Any, *arguments: Any, notif_msg: bytes) -> Any:
         return original(*arguments, notif_msg=b"" if notif_msg.startswith(b"b-") else notif_msg)
@@ -52,12 +52,12 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Play a pair with this fault ("": none), and `seconds` more. Return the recorder file's text. A lease is 30 s."""
+    """Play a pair with this fault ("": none), and `seconds` more. Return the recorder file's text. Leases last 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix_tools.lab.engine.lab_engine import STEP
 
     with runner.quiet():
-        # Apply no fix: with the fixes, a read fails if its lease has ended.
+        # Apply no fix, because with the fixes a read fails if its lease has ended.
         kvfix.apply("check", only=[])
         now = SimpleNamespace(monotonic_ns=lambda: int(clock.now() * 1e9), time_ns=lambda: int(clock.now() * 1e9))
         recorder.time = now  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ def peers_of(files: dict[str, Path]) -> Peers:
 
 
 def test_the_order_comes_from_messages_between_the_engines(files: dict[str, Path]) -> None:
-    """The wall clocks alone would order decode's reads before the start of prefill."""
+    """By the wall clocks alone, decode's reads come before the start of prefill."""
     peers = peers_of(files)
     keeps, reads = peers.links[0].keeps, peers.links[0].reads
     assert_between(peers.clock(reads, keeps), CLOCKS["decode"][0] - CLOCKS["prefill"][0])

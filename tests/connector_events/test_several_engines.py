@@ -1,4 +1,4 @@
-"""Each engine has its own record, also in threads, in forks, and with several engines in a process."""
+"""Each engine has its own recording, also in threads, in forks, and with several engines in a process."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class Playing:
         self._steps = iter(schedule.steps)
 
     def moves(self) -> bool:
-        """Make the next step of the schedule. Return False if there is none."""
+        """Make the next step of the schedule. Return False if no step is left."""
         step = next(self._steps, None)
         if step is not None:
             late.move(self._engine, step)
@@ -86,7 +86,7 @@ def forked(alone: list[str]) -> dict[str, Any]:
 
 
 def test_each_engine_has_its_own_record(outcomes: dict[str, Any]) -> None:
-    """A forked child starts with an empty record, and the parent's engine continues. No engine has a finding."""
+    """A forked child starts with an empty recording, and the parent's engine continues. No engine has a finding."""
     assert min(outcomes["alone"]) > 20
     assert outcomes["in turn"]
     assert outcomes["threads"]
@@ -112,7 +112,7 @@ result = prometheus_client.generate_latest(registry).decode()
 
 
 def test_counts_of_all_processes_are_merged(fresh: Fresh, tmp_path: Path) -> None:
-    """prometheus_client adds the counts of the workers to those of the process that serves the metrics."""
+    """prometheus_client adds the workers' counts to the counts of the process that serves the metrics."""
     for _ in range(2):
         fresh(COUNT, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     found = fresh(ANSWER, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))

@@ -31,13 +31,13 @@ STARTS = "(EngineCore_DP0 pid=276) INFO 12-03 01:24:36 [core.py:7] Initializing 
 
 
 def finding_logs(kind: str) -> dict[str, list[str]]:
-    """Return the texts of each finding in finding_logs.toml, of the kind `found`, `alike` or `says`."""
+    """Return {code: texts} from finding_logs.toml. kind: `found`, `alike` or `says`."""
     known = tomllib.loads(Path(__file__).with_name("finding_logs.toml").read_text())
     return {code: [expanded(log) for log in logs.get(kind, ())] for code, logs in known.items()}
 
 
 def expanded(log: str) -> str:
-    """Repeat each line that begins with, for example, `12 x ` 12 times. {n} becomes the number of the repetition."""
+    """Repeat a line that begins with `12 x ` 12 times. Replace {n} in the line by the number of the repetition."""
 
     def repeat(lines: re.Match[str]) -> str:
         block = re.sub(r"^\d+ x ", "", lines[0], flags=re.MULTILINE)
@@ -51,7 +51,7 @@ def real(name: str) -> bytes:
 
 
 def filled(template: str, given: tuple[Any, ...] = ()) -> tuple[str, list[str]]:
-    """Fill the template with these values, and then with distinct numbers. Return the text and all values in it."""
+    """Fill the template with these values, then with distinct numbers. Return the text and all used values."""
     used: list[str] = []
     values: Iterator[Any] = iter((*given, *(number for number, _ in zip(count(12), template, strict=False))))
 
@@ -66,14 +66,14 @@ def filled(template: str, given: tuple[Any, ...] = ()) -> tuple[str, list[str]]:
 
 
 def printed(release: str, row: Statement, *values: Any) -> str:
-    """Return the line of this statement, in the format of LMCache's logger."""
+    """Return the line that this log statement prints, in the format of LMCache's logger."""
     at = f"{row.file}:{row.lines[release][0]}:lmcache.{row.file.removesuffix('.py')}"
     text, _ = filled(row.template, values)
     return f"\x1b[32;20m[2026-11-21 01:41:27,007] LMCache {row.level.upper()}:\x1b[0m {text} \x1b[3m({at})\x1b[0m\n"
 
 
 def logged(release: str, message: str, *values: Any, which: str = "") -> str:
-    """Return the line of the first statement in this release that logs this message. which: part of its template."""
+    """Return the line of this release's first statement that logs this message. which: part of the template."""
     for row in statements.known()["lmcache"]:
         if row.message == message and release in row.lines and which in f"'{row.template}'":
             return printed(release, row, *values)

@@ -2,7 +2,7 @@
 
     python -m tests.diagnose.mutate --count 100000 [--first N]
 
-The logs are made of lines of the real logs in logs/. A log that fails can be made again from its number.
+The logs consist of lines of the real logs in logs/. To make a log that fails again, call `draw` with the log's number.
 """
 
 import gzip
@@ -33,7 +33,7 @@ RUBBISH = [
 
 @lru_cache(maxsize=1)
 def corpus() -> list[bytes]:
-    """Return lines of the real logs with a needle of the scanner, from the beginning and the end of each log."""
+    """Return lines from the beginning and the end of each real log that contain a needle of the scanner."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
         texts = gzip.decompress(path.read_bytes()).split(b"\n")
@@ -46,7 +46,7 @@ def draw(number: int) -> bytes:
     """Return the log with this number. A fifth of the logs are only cut off."""
     dice = random.Random(f"0:{number}")
     lines = corpus()
-    if dice.random() < 0.5:  # lines that follow one another in a real log make a history
+    if dice.random() < 0.5:  # consecutive lines of a real log make a history
         first = dice.randrange(len(lines))
         picked = lines[first : first + dice.randint(1, 40)]
     else:

@@ -46,7 +46,7 @@ def test_the_file_has_what_the_release_has(dist: str) -> None:
         (failed("Lazy offload is enabled but no GPU block pool is bound", "_process_lazy_offload_store_requests",
                 "lmcache/integration/vllm/lmcache_mp_connector.py"),
          "LMCache has this code from 0.5.4 to 0.5.5, but not in 0.5.6, which may still have the cause"),
-        # kvfix-diagnose finds an assertion without a text by its code, and a line without frames by its text.
+        # kvfix-diagnose finds an assertion without a text by its source line, and a line without frames by its text.
         (asserted(), "; vLLM has this code from 0.12.0 to "),
         (f"{CORE}ValueError: {RAISED[2]}\n", "because this was true: `not spec_str`"),
     ],
@@ -60,7 +60,7 @@ def test_it_names_the_releases_and_the_condition(log: str, says: str) -> None:
     [
         failed(function="another"), failed("another text"), failed(file="lmcache/v1/another.py"), failed(file="x.py"),
         asserted(function="another"), asserted("target_block_size == 0"),
-        STARTS.format("0.11.0") + asserted(),  # this release does not have the check: the user has changed the code
+        STARTS.format("0.11.0") + asserted(),  # this release lacks the check, so the user has changed the code
     ],
 )  # fmt: skip
 def test_near_misses(log: str) -> None:

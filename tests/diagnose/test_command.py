@@ -1,4 +1,4 @@
-"""The command `kvfix-diagnose`: exit codes, stdout and stderr, JSON, page, trace, one request, a stream."""
+"""Test the command `kvfix-diagnose`: exit codes, stdout and stderr, JSON, HTML page, trace, one request, a stream."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_a_log_that_tells_nothing(run: Run, tmp_path: Path, line: str, says: str
 
 
 def test_the_summary_names_each_crash_once(run: Run, tmp_path: Path) -> None:
-    """A restarted engine dies of the same error again, with another request."""
+    """A restarted engine dies of the same error as before the restart, but with another request."""
     life = real("crash-0.3.10")
     again = re.sub(rb"(\d+-)([0-9a-f]{8})\b", rb"9\1\2", life)
     assert again != life
@@ -118,7 +118,7 @@ def test_a_kind_of_failure_is_not_presented_as_its_cause(run: Run, tmp_path: Pat
 
 
 def test_json_is_as_documented(run: Run, tmp_path: Path) -> None:
-    cut = tmp_path / "cut.log"  # the code of its finding has four digits
+    cut = tmp_path / "cut.log"  # the code of this log's finding has four digits
     cut.write_text(
         f"{CORE}Traceback (most recent call last):\n"
         f'{CORE}  File "/opt/nowhere/model.py", line 5, in forward\n{CORE}    return self.layer(x)\n'
@@ -180,12 +180,12 @@ def shown_by(terminal: int) -> bytes:
     """Return the next output, or "" at the end. A terminal holds 4 KB, and a full terminal would stop the program."""
     try:
         return os.read(terminal, 1 << 16)
-    except OSError:  # On Linux this error means that no process writes any more.
+    except OSError:  # on Linux this error means that no process has the terminal open
         return b""
 
 
 def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
-    """vLLM logs a request's tokens when a step fails. kvfix-diagnose removes them from the lines that it shows."""
+    """vLLM logs a request's token ids when a step fails. kvfix-diagnose removes token ids from the lines it shows."""
     (tmp_path / "log").write_text(logged(NEWEST, "degraded", f"bad input {[*range(9001, 9031)]}"))
     for options in ({"json": True}, {"everything": True}, {"html": str(tmp_path / "page")}):
         _, out, _ = run(str(tmp_path / "log"), **options)
@@ -329,7 +329,7 @@ def test_options_of_the_command_line(logs: dict[str, str], fresh: Fresh) -> None
 
 
 def test_a_finding_that_follows_stands_below_its_cause(run: Run) -> None:
-    """The server does not support the worker's type of message. The death of the worker follows from this."""
+    """The server does not support the worker's type of message, so the worker dies."""
     _, out, _ = run(*(str(LOGS / f"mode-0.5.6{each}.log.gz") for each in ("", ".server")))
     assert out.index(" hang  KVD206") < out.index("  follows from KVD206 KVD116 server-silent-at-start")
     assert out.count("Do now: ") == 1

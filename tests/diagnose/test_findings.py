@@ -1,4 +1,4 @@
-"""kvfix-diagnose makes each finding from its logs, and not from similar logs (finding_logs.toml)."""
+"""kvfix-diagnose reports each finding for the finding's own logs, but not for similar logs (finding_logs.toml)."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_a_crash_without_its_lookup_is_found() -> None:
 
 
 def test_what_the_level_hides_is_unknown() -> None:
-    """From 0.3.13 on stores are logged at DEBUG only."""
+    """From 0.3.13 on, LMCache logs stores only at DEBUG."""
     debug = logged(NEWEST, "storing", 256, 512, 256, "cmpl-1")
     load, store = "KVR004 load-differs-from-grant", "KVR007 store-leaves-hole"
     for release, more, hidden in ((NEWEST, "", [load, store]), (NEWEST, debug, []), ("0.3.12", "", [load])):
@@ -54,7 +54,7 @@ def test_what_the_level_hides_is_unknown() -> None:
 
 
 def test_the_ledger_judges_log_lines() -> None:
-    """LMCache issue 4508 in a log: the tokens between the hit and the store are never stored."""
+    """The log shows LMCache issue 4508. The tokens between the hit and the store are never stored."""
     hole = logged("0.3.12", "storing", 512, 2048, 1536, "cmpl-1")
     (found,) = diagnose(asked("0.3.12", 4096, 0, 512, 512), hole).findings
     assert (found.rule.code, found.rule.fixes) == ("KVR007", ("KVF102",))
@@ -72,7 +72,7 @@ def test_the_ledger_judges_log_lines() -> None:
 
 
 def test_a_history_has_each_event_with_its_line() -> None:
-    """vLLM asks about a waiting request at every step. A repeated answer is no new event."""
+    """vLLM looks up a waiting request in every step. The history omits a lookup with an unchanged result."""
     ask = asked(NEWEST, 900, 64, 256, 192)
     diagnosis = diagnose(
         ask, ask, logged(NEWEST, "due", 256, 64, "cmpl-1"),

@@ -1,4 +1,4 @@
-"""A log has the same findings in every format in which people paste it, whatever surrounds its lines."""
+"""A log yields equal findings in every format in which people paste it, whatever text surrounds the lines."""
 
 import builtins
 import json
@@ -19,7 +19,7 @@ def each(log: bytes, prefix: str) -> bytes:
 
 
 def as_json(log: bytes, key: str, end: str = "", many: int = 1, **more: Any) -> bytes:
-    """Return the log as written by a JSON logger that gets `many` lines of the output at once."""
+    """Return the log as a JSON logger writes it. The logger gets `many` lines of the output at once."""
     found = log.decode().splitlines()
     groups = ["\n".join(found[at : at + many]) + end for at in range(0, len(found), many)]
     return "".join(json.dumps({key: group, **more}) + "\n" for group in groups).encode()
@@ -65,7 +65,7 @@ def test_a_crash_is_explained_in_every_format(name: str) -> None:
 
 
 def test_a_group_of_exceptions_is_what_its_members_are() -> None:
-    """The finding names the first member's error. If the log ends before the members, it names the group's error."""
+    """The finding names the first member's error, or the group's error if the log ends before the members."""
 
     def failed(kind: type[Exception], text: str) -> Exception:
         try:
@@ -106,7 +106,7 @@ ASSERTED = (
     ],
 )  # fmt: skip
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
-    """torch, torchrun, Ray, Docker, srun and pdsh put a prefix before each line, in place of the logger's."""
+    """torch, torchrun, Ray, Docker, srun and pdsh put a prefix before each line, in place of the logger's prefix."""
     rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
     assert codes(diagnose("\n".join(rows))) == ["KVD849"]
     assert codes(diagnose("\n".join(rows[1:]))) == ["KVD849"], "cut off above"
@@ -120,7 +120,7 @@ def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
 
 
 def test_tracebacks_of_two_ranks_are_taken_apart() -> None:
-    """torch mixes the lines of all ranks."""
+    """torch mixes the lines of all ranks in one log."""
     ranks = (
         ("first", "assert issubclass(connector_cls, KVConnectorBase)", "AssertionError"),
         ("second", "raise ValueError(text)", "ValueError: another"),

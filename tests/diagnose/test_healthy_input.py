@@ -1,4 +1,4 @@
-"""Healthy input gives no finding, but may give a note: logs of working engines, their parts, and other texts."""
+"""Logs of working engines, parts of these logs, and other texts give no finding. They may give a note."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +16,14 @@ HEALTHY = (
 )  # fmt: skip
 #: {lines of an excerpt: lines from the start of one excerpt to the start of the next}
 WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}
-#: Harmless errors: a request is refused, a client is gone, a library fails.
+#: Harmless errors. For example, a request is refused, a client is gone, or a library fails.
 ERRORS = (
     b"(APIServer pid=7) ERROR 11-21 10:01:10 [serving_chat.py:257] Error in preprocessing prompt inputs\n",
     b"[2026-11-21 10:01:10,123] LMCache ERROR: Failed to send heartbeat once (x.py:7:lmcache.v1.x)\n",
     b"ERROR:    Exception in ASGI application\n",
     b"ValueError: This model's maximum context length is 8192 tokens.\n",
 )
-#: Texts that are no engine log: settings, manifests, logs of other programs; and kvfix's own pages.
+#: Texts that are no engine log, for example settings, manifests, logs of other programs, and kvfix's own pages.
 FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 
@@ -39,7 +39,7 @@ def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
 
 
 def found(text: bytes, general: bool = False) -> list[str]:
-    """Return the codes of findings that are no notes. general: also of notes from `general` records."""
+    """Return the codes of findings that are not notes. general: also return codes of notes from `general` records."""
     return [
         each.rule.code
         for each in diagnosed(text).findings
@@ -49,7 +49,7 @@ def found(text: bytes, general: bool = False) -> list[str]:
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_log_has_no_finding(name: str) -> None:
-    """A part of the log has no finding either, even if it only has lines of the engine's start."""
+    """A part of the log has no finding either, even if the part has only lines of the engine's start."""
     whole = real(name).splitlines(keepends=True)
     for part in (whole, *parts(whole, 5)):
         assert found(b"".join(part), general=True) == [], (whole.index(part[0]), len(part))
@@ -70,5 +70,5 @@ def test_what_is_no_log_of_an_engine_has_no_finding(path: Path) -> None:
     assert found(b"".join(whole)) == []
     for part in parts(whole, 10):
         assert found(b"".join(part)) == [], part[0]
-    for line in whole if path not in PAGES else ():  # our pages quote messages, and a message alone is a finding
+    for line in whole if path not in PAGES else ():  # kvfix's pages quote messages, and a message alone is a finding
         assert found(line) == [], line

@@ -1,4 +1,4 @@
-"""The records of known problems: their schema, their signs in the released source, and one remedy for each line."""
+"""Test the records of known problems: their schema, their signs in released source, and one remedy for each line."""
 
 import re
 from collections.abc import Mapping
@@ -100,17 +100,17 @@ def test_a_mistake_names_the_file_and_the_record(line: str, says: str, tmp_path:
     assert maintained.records(file)[0]["name"] == "it-fails"
 
 
-#: The first releases that the records cover. All releases of LMCache are installed, and one of vLLM. For the other
-#: releases of vLLM, checks.json has the exceptions and assertions.
+#: The first releases that the records cover. All releases of LMCache are installed, but only one release of vLLM. For
+#: the other releases of vLLM, checks.json has the exceptions and assertions.
 FIRST = {"lmcache": Version("0.3.9"), "vllm": Version("0.11.2")}
 #: The characters between two literals of one string.
 _JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")
-#: The minimum length of a needle. Shorter texts are in every source.
+#: The minimum length of a needle. A shorter text could be in any source.
 _SHORTEST = 6
 
 
 def needle(sign: Sign) -> str:
-    """Return what the source must have: a part of the sign's text, its source line, or the head of its function."""
+    """Return the text that the source must have: a part of the sign's text, or its source line or function head."""
     if sign.text:
         return _plain(max(PLACE.split(sign.text)[::2], key=len))
     if sign.form in ("logged", "died"):
@@ -162,7 +162,7 @@ def _source(package: Path) -> str:
 
 @EVERY
 def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem) -> None:
-    """Each release has one of the signs, unless a library prints them or the record says why they are missing."""
+    """Each release has a sign of the record, unless a library prints the signs or the record says why none is there."""
     if problem.said_by or problem.unanchored:
         return
     found = [anchors().get(needle(sign), {}) for sign in problem.shows]
@@ -189,7 +189,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("pattern", COMPILED)
 def test_signs_of_a_library_stand_in_it(pattern: str) -> None:
-    """NIXL's agent prints the function before a message, and UCX the level. The library does not have these parts."""
+    """NIXL's agent prints a function name before a message, and UCX a level. These prefixes are not in the library."""
     libraries = sorted(site_packages().glob(pattern))
     if not libraries:
         pytest.skip("nixl is not installed here, so that there is no library to look into")
@@ -237,7 +237,7 @@ _VERSION = re.compile(r"\d[\w.]*")
 
 
 def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return True if a release is in both ranges. The lowest release of one range is then in the other range."""
+    """Return True if a release is in both ranges. Then the lowest release of one range is in the other range."""
     for dist in one.keys() & other.keys():
         bounds = ["0", *_VERSION.findall(one[dist]), *_VERSION.findall(other[dist])]
         ranges = [SpecifierSet(each[dist], prereleases=True) for each in (one, other)]
@@ -247,7 +247,7 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def second(problem: Problem, log: str) -> list[str]:
-    """Return the codes of the other findings in this log of one line, without records of other releases."""
+    """Return the other findings in this log of one line, without records that share no release with this problem."""
     known = {each.code: each for each in catalogue()}
     records = {code: known.get(code) for code in codes(diagnose(log)) if code != problem.code}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]
@@ -259,5 +259,5 @@ def test_a_line_is_one_record(problem: Problem) -> None:
     head = RAN.format(problem.connectors[0]) if problem.named else ""
     for sign in problem.shows:
         if sign == Sign("raised", text=sign.text) and Sign("logged", text=sign.text) in problem.shows:
-            continue  # the sign `logged` with this text is tested too
+            continue  # the sign `logged` with the same text is tested too
         assert second(problem, head + shown(problem, sign)) == [], sign

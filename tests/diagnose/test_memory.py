@@ -1,4 +1,4 @@
-"""The memory for an endless log stops growing, for any kind of lines."""
+"""The memory that kvfix-diagnose uses for an endless log stops growing, whatever lines the log has."""
 
 import gc
 import types
@@ -29,7 +29,7 @@ def kept(*roots: object) -> int:
 
 
 def requests(first: int, many: int) -> Iterator[bytes]:
-    """Yield for each request the lines of a lookup, of a load, and of a worker whose traceback breaks off."""
+    """Yield for each request the lines of a lookup, of a load, and of a worker's traceback that breaks off."""
     for number in range(first, first + many):
         yield (
             b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "
@@ -43,7 +43,7 @@ def requests(first: int, many: int) -> Iterator[bytes]:
 
 
 def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read about 50 MB. With lower limits, even one object that is kept per request is noticed."""
+    """Read about 50 MB. Lower the limits, so that the test notices even one object per request that stays in memory."""
     for module in (diagnosis, ledger_events):
         monkeypatch.setattr(module, "REQUESTS", 200)
     for name in ("_REQUESTS", "_ENGINES"):
@@ -67,5 +67,5 @@ def test_crashes_without_end() -> None:
     log = diagnosis.diagnosed(b"".join(lives("crash-0.3.10", 36 << 20)))
     assert FINDINGS <= len(log._found) < FINDINGS + 10
     assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
-    # However many requests crash, a rule that a crashed request also violates is not a finding of its own.
+    # A crashed request also violates a rule. This is no separate finding, however many requests crash.
     assert {found.rule.code for found in log.findings} == {"KVD101"}

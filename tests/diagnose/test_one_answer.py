@@ -1,4 +1,4 @@
-"""A failure has the same finding in the whole log, in its end and in its decisive line, and with renumbered records."""
+"""A failure has one finding: in the whole log, in the log's end, in its decisive line, and with renumbered records."""
 
 import random
 from functools import lru_cache
@@ -24,7 +24,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """A certain finding in a part is also found in the whole log. A symptom or an unknown line is no contradiction."""
+    """The whole log has each certain finding of a part. A symptom or an unknown line in a part is no contradiction."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)
@@ -47,7 +47,7 @@ def shown(log: Diagnosis, codes: dict[str, str]) -> list[tuple[object, ...]]:
 
 
 def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All records get codes in another order. Each log keeps its findings."""
+    """The test gives all records codes in another order. Each log keeps its findings."""
     before = [shown(diagnosed(log), {}) for log in known()]
     records = problems.catalogue()
     codes = [each.code for each in records]
@@ -59,7 +59,7 @@ def test_other_codes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(problems, "catalogue", lambda: renumbered)
     for name, kept in vars(problems).items():
-        if hasattr(kept, "cache_clear"):  # functions that cache what they read from the records
+        if hasattr(kept, "cache_clear"):  # the function caches data of the records
             monkeypatch.setattr(problems, name, lru_cache(maxsize=None)(kept.__wrapped__))
     old = {code: each for each, code in new.items()}
     assert [shown(diagnosed(log), old) for log in known()] == before

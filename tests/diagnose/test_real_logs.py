@@ -1,7 +1,7 @@
-"""Whole logs of real engines on the CPU (tests/engine/start.py), without the paths of the machine.
+"""Whole logs of real engines on the CPU (tests/engine/start.py), without paths of the host that ran the engines.
 
 With LMCache in process, a stand-in replaces LMCache's GPU connector; all else is real. The archive planted.tar.xz has
-logs of engines in which a fault was planted, and of their healthy twins (tests/engine/planted_logs.toml).
+logs of engines with a planted fault, and logs of their healthy twins (tests/engine/planted_logs.toml).
 `python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
 """
 
@@ -33,10 +33,10 @@ def diagnose(*names: str) -> Diagnosis:
         (["crash-0.3.10"], ["KVD101"]),  # a small version of LMCache issue 2158, with LMCache 0.3.10
         (["healthy-0.5.6-debug"], []),  # the first round of healthy-0.5.6 at DEBUG, cut off in the middle
         (["min-retrieve-0.5.6"], ["KVD103"]),  # six requests that preempt one another, with min_retrieve_tokens
-        (["deaf-0.5.6"], ["KVD203"]),  # the worker does not answer lookups
+        (["deaf-0.5.6"], ["KVD203"]),  # the worker answers no lookups
         # LMCache fails to start in the worker. The lookups of three requests time out.
         (["degraded-0.5.6"], ["KVD393", "KVD207", "KVD203"]),
-        # Multi-process mode: a working engine, a server in the wrong mode, no server.
+        # Multi-process mode: the logs of a working engine, of a server in the wrong mode, and of no server.
         (["mp-0.5.6", "mp-0.5.6.server"], []),
         (["mode-0.5.6", "mode-0.5.6.server"], ["KVD206", "KVD116"]),
         (["mode-0.5.6.server"], ["KVD206"]),
@@ -54,7 +54,7 @@ def test_real_logs(names: list[str], found: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["healthy-0.5.6", "crash-0.3.10"], ["crash-0.3.10", "healthy-0.5.6"]])
 def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
-    """A finding names the release that ran at that time. The log has five healthy engines, and one that crashes."""
+    """The log has five healthy engines and one that crashes. The finding names the release of the crashed engine."""
     diagnosis = diagnosed(b"".join(real(name) * (5 if "healthy" in name else 1) for name in names))
     assert codes(diagnosis) == ["KVD101"]
     remedy, alone = (advice.remedy(each, each.findings[0]) for each in (diagnosis, diagnose("crash-0.3.10")))
@@ -63,7 +63,7 @@ def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
 
 
 def test_a_recording_is_left_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of kvfix's recorder, alone, in a bundle of `kvfix dump`, and together with a log."""
+    """kvfix-diagnose gets a recorder file alone, in a bundle of `kvfix dump`, and together with a log."""
     file, bundle = LOGS / "recorder.jsonl", tmp_path / "kvfix-dump-7.tar.gz"
     with tarfile.open(bundle, "w:gz") as archive:
         archive.add(file, "kvfix-dump-7/a.jsonl")
@@ -90,7 +90,7 @@ def test_the_history_of_a_crash() -> None:
 
 
 def test_why_a_worker_goes_on_without_lmcache() -> None:
-    """The reason is a traceback in the middle of the line."""
+    """The log has the reason as a traceback in the middle of a line."""
     found = diagnose("degraded-0.5.6").findings[1]
     assert found.sentence == "LMCache failed to start: RuntimeError: No supported cpu connector found."
     assert [line.line for line in found.evidence] == [90, 89]
@@ -106,7 +106,7 @@ def test_a_debug_log_hides_nothing() -> None:
 
 
 def test_the_innermost_frames_of_a_deep_fault_are_kept() -> None:
-    """faulthandler prints the innermost frame first. This frame crashed."""
+    """faulthandler prints the innermost frame, which crashed, first."""
     rows = "".join(f'  File "/opt/app/x.py", line {number} in f{number}\n' for number in range(1, 91))
     log = diagnosed(f"Fatal Python error: Segmentation fault\n\nThread 7 (most recent call first):\n{rows}\n".encode())
     assert log.failures.raised[0].fields["frames"][-1] == ("/opt/app/x.py", 1, "f1")
@@ -139,9 +139,9 @@ def test_every_planted_fault_has_a_healthy_twin() -> None:
 
 
 def played(seeds: int) -> list[tuple[list[str], str, int]]:
-    """Return for each plain schedule: the rules that it violates, LMCache's log, tokens loaded."""
+    """Return for each plain schedule the violated rules, LMCache's log, and the number of loaded tokens."""
     os.environ["LMCACHE_LOG_LEVEL"] = "DEBUG"
-    sys.stderr = log = io.StringIO()  # LMCache's handlers keep the stderr of their creation
+    sys.stderr = log = io.StringIO()  # LMCache's log handlers keep the stderr that they find when they are created
     from kvfix_tools.lab import runner
 
     runner.prepare(None)

@@ -1,4 +1,4 @@
-"""kvfix-diagnose finds vLLM's release in logs of LMCache that do not name it."""
+"""kvfix-diagnose finds vLLM's release in logs of LMCache that do not name vLLM's release."""
 
 import pytest
 from msgspec import structs
@@ -39,7 +39,7 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
 
 @pytest.mark.parametrize("release", sorted(vllm_releases()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
-    """The line number of either message names the release, also for releases that cannot start here."""
+    """The line number of either message identifies the release, even if the release cannot start here."""
     lines = (vllm_releases()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)
@@ -63,8 +63,8 @@ def test_other_files_and_lines_say_nothing() -> None:
 
 @pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
-    """A release outside the range of a file in `grammar.TABLES` does not have this file, or the file has no code. A
-    file of a few lines only re-exports names."""
+    """`grammar.TABLES` has a range of releases for each file. Only releases in the range have the file with code in
+    it. A file of at most 20 lines only re-exports names."""
     for release, packages in vllm_releases().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
@@ -82,8 +82,8 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
-    """Diagnose a log that shows this problem, as if kvfix-diagnose knew no other problem. release: named in the log, or
-    ""."""
+    """Diagnose a log that shows this problem, as if kvfix-diagnose knew no other problem. release: the release that the
+    log names, or ""."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
@@ -118,7 +118,7 @@ PARTS = "vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache"
         ("0.29.0", PARTS, PARTS),
         ("0.32.0", PARTS, "a smaller cache"),
         ("", PARTS, PARTS),
-        ("0.33.0", "vLLM 0.32.0 or newer", "--issue"),  # no remedy is left: report the problem
+        ("0.33.0", "vLLM 0.32.0 or newer", "--issue"),  # no remedy is left, so the user should report the problem
     ],
 )
 def test_a_used_release_is_no_remedy(release: str, for_good: str, good: str, monkeypatch: pytest.MonkeyPatch) -> None:

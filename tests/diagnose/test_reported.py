@@ -1,4 +1,4 @@
-"""Logs and lines as people report them (reported.toml), also without their logger's head."""
+"""Logs and lines as people report them (reported.toml), also without the head that the logger prints."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.diagnose.lines import CORE, LMCACHE, VLLM, codes, diagnose, raised, r
 
 REPORTED = tomllib.loads(Path(__file__).with_name("reported.toml").read_text())
 WORKS = "(EngineCore pid=7) INFO 12-03 01:24:36 [core.py:7] any line\n"
-#: Each message of the releases that a rule reads, in the form of the page "I see this error".
+#: Each released message that a rule reads, in the form of the page "I see this error".
 MESSAGES = [
     (dist, row.message, row.level, " ".join(statements.sample(row.template.partition("\n")[0]).split()))
     for dist, rows in statements.known().items()
@@ -24,7 +24,7 @@ BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for e
 
 
 def healthy() -> str:
-    """Return a log of a running engine, without the lines that tell its releases."""
+    """Return a log of a running engine, without the lines that name the releases."""
     log = real("healthy-0.5.6").decode().partition("[shutdown]")[0]
     return "".join(f"{line}\n" for line in log.split("\n")[:-1] if "0.5.6" not in line and ".py:" not in line)
 
@@ -45,7 +45,7 @@ def test_a_message_is_the_same_finding_bare_with_its_prefix_and_in_a_log() -> No
 
 
 def test_a_stream_shows_what_it_is_in_later_blocks() -> None:
-    """The first block of the stream is a line of another program. Lines of an engine follow."""
+    """The first block of the stream is a line of another program. The next blocks are lines of an engine."""
     scanner = Scanner()
     another = LMCACHE.format(level="WARNING", text="nothing")
     blocks = ("starting\n", another, "a worker of mine: ValueError: no such thing\n")
@@ -64,7 +64,7 @@ def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
 
 
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
-    """The error line has its own finding, also directly above an exception that no record knows."""
+    """The error line has its own finding, even if it is directly above an exception that no record has."""
     line = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
     frames = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):

@@ -1,4 +1,4 @@
-"""The documentation and its generated pages. The test builds the site as `make docs` does: a warning is an error."""
+"""The documentation and its generated pages. As with `make docs`, a warning of the build is an error."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from maintain.documentation.diagnose_picture import picture
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
 
-#: {page: text to add}. The texts are faults: links to a missing page or heading, and a page that no page links to.
+#: {page: text to add}. The texts plant faults: links to a missing page or heading, and a page without links to it.
 PLANTED = {
     "docs/faq.md": "[gone](nowhere.md) and [gone](matrix.md#lmcache-9.9)",
     "README.md": "[gone](docs/nothing.md)",
@@ -67,7 +67,7 @@ def test_there_is_a_page_for_everything(site: Path) -> None:
 
 
 def test_the_site_is_small_and_takes_nothing_from_elsewhere(site: Path) -> None:
-    """The site loads no font, script, style or picture from elsewhere. Links for the reader may lead elsewhere."""
+    """The site loads no font, script, style or picture from other sites. Links for the reader may lead elsewhere."""
     fetched = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//|<link[^>]*href=\"(?:https?:)?//")
     for page in site.rglob("*.html"):
         assert not fetched.search(page.read_text()), page
@@ -77,7 +77,7 @@ def test_the_site_is_small_and_takes_nothing_from_elsewhere(site: Path) -> None:
 
 
 def found(site: Path, queries: list[str]) -> list[list[str]]:
-    """Return for each query the pages that the search of the site shows, the best first."""
+    """Return for each query the pages that the search of the site shows. The best comes first."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed: the search of the site runs in it")
@@ -118,7 +118,7 @@ def letters(pairs: scenario_matrix.Pairs, code: str) -> dict[tuple[str, str], st
 
 
 def test_the_pair_page_has_what_the_lab_ran_and_bugs_that_the_code_has() -> None:
-    """The lab plays few scenarios in old releases. So the page also shows the bugs in the code of these releases."""
+    """The lab plays few scenarios in old releases. So the page also shows bugs that the code of these releases has."""
     crash = letters(PAIRS, "KVF001")
     assert crash.keys() == PAIRS.keys()
     assert {lmcache for (_, lmcache), letter in crash.items() if letter == "F"} == {"0.3.10"}
@@ -175,7 +175,7 @@ def test_no_message_is_left_without_an_answer() -> None:
 
 
 def test_what_can_be_abused_is_named_where_reports_go() -> None:
-    """SECURITY.md names the fixes whose patch goes to vLLM in private first."""
+    """SECURITY.md names the fixes whose patches go to vLLM in private first."""
     private = {each.code for each in catalogue.fixes() if any("SECURITY.md" in why for why in each.no_patch.values())}
     _, _, listed = " ".join((ROOT / "SECURITY.md").read_text().split()).partition("no patch in")
     assert set(re.findall(r"KVF\d+", listed)) == private

@@ -1,4 +1,4 @@
-"""Stand-ins: site-packages folders with links to released files, and a machine that consists of text files."""
+"""Stand-ins for site-packages folders (with links to released files), and for a host (with text files)."""
 
 import json
 import socket
@@ -41,7 +41,7 @@ def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
 
 
 def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path:
-    """Make a package torch that states its version and its CUDA, but cannot be imported."""
+    """Make a package torch that states a version and a CUDA version, but that Python cannot import."""
     (place / "torch").mkdir(parents=True)
     (place / "torch/version.py").write_text(f"cuda: str | None = {cuda!r}\nhip = None\n")
     metadata = place / f"torch-{version}.dist-info/METADATA"
@@ -51,7 +51,7 @@ def torch(place: Path, version: str = "2.13.0", cuda: str | None = None) -> Path
 
 
 def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
-    """Return a command `vllm serve`. Each keyword is a key of `transfer`; `extra` is kv_connector_extra_config."""
+    """Return a command `vllm serve`. Keywords add keys to `transfer`; `extra` becomes kv_connector_extra_config."""
     given = {**transfer, **({"kv_connector_extra_config": extra.pop("extra")} if "extra" in extra else {}), **extra}
     return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
 
@@ -140,7 +140,7 @@ def machine(
     locked_kib: int | None = None,
     shm_mib: int | None = None,
 ) -> Machine:
-    """Make a machine. cgroup: {path below root: content}. flags: of the processor. locked_kib: 0 means unlimited."""
+    """Make a host. cgroup: {path below root: content}. flags: processor flags. locked_kib: 0 means unlimited."""
     (root / "proc/self").mkdir(parents=True)
     (root / "dev/shm").mkdir(parents=True)
     (root / "proc/version").write_text(text)

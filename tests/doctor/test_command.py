@@ -1,4 +1,4 @@
-"""`kvfix doctor`: output, exit codes, JSON, hidden secrets. kvfix parses an engine's command line as vLLM does."""
+"""Test `kvfix doctor`: output, exit codes, JSON, hidden secrets. It parses an engine's command line as vLLM does."""
 
 import json
 import re
@@ -20,7 +20,7 @@ UNCHECKED, OTHER = Line("extensions", "unchecked", "d", "e"), Line("memory", "ok
     [([GOOD, UNCHECKED], 0), ([GOOD, UNCHECKED, BAD], 1), ([UNCHECKED, BAD], 1), ([UNCHECKED, OTHER], 77), ([], 77)],
 )
 def test_exit_codes(lines: list[Line], code: int) -> None:
-    """Exit code 77: no problem was found, and no essential check ran. The check `memory` is not essential."""
+    """Exit code 77 means that doctor found no problem, but ran no essential check. `memory` is not essential."""
     assert command.exit_code(lines) == code
 
 
@@ -46,7 +46,7 @@ def test_the_json_is_stable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
-    """The secret is in the file, environment, command and URLs. These settings are wrong, so the report shows them."""
+    """The secret is in file, environment, command and URLs. All these settings are wrong, so the report shows them."""
     secret = "hunter2hunter2"
     (tmp_path / "lmcache.yaml").write_text(
         f"remote_url: redis://:{secret}@no-such-host.invalid:1\nchunk_size: 'api_key={secret}'\n"

@@ -1,4 +1,4 @@
-"""Compiled extensions that are broken, or crash while they load. torch is a stand-in. The child process is real."""
+"""Compiled extensions that are broken, or crash during loading. torch is a stand-in. The child process is real."""
 
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -24,7 +24,7 @@ SYMBOL = "_ZN3c105ErrorC2ENS_14SourceLocationE"
 
 
 def make(folder: Path, files: dict[str, bytes], cuda: str | None = "13.0") -> Path:
-    """Make an LMCache with these compiled files, and a torch."""
+    """Make a package LMCache with these compiled files, and a package torch."""
     (folder / "lmcache").mkdir(parents=True)
     (folder / "lmcache/__init__.py").touch()
     for name, content in files.items():
@@ -49,7 +49,7 @@ def without(content: bytes) -> bytes:
 
 
 def for_cuda_12() -> bytes:
-    """Return LMCache 0.3.10's compiled operations, built with CUDA 12, without their dependence on torch."""
+    """Return LMCache 0.3.10's compiled operations, built with CUDA 12. Remove their dependence on torch."""
     return next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so")).read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
 
 
@@ -93,8 +93,8 @@ AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
         (AVX512, ALL, "_C_AVX512"),
         (f"{AVX512} avx512_bf16", ALL, "_C"),
         (AVX512, ALL[:2], "_C"),  # an earlier release of vLLM has no _C_AVX512
-        (AVX2, ALL[:1], "_C"),  # a vLLM for a GPU has one build
-        ("", ALL[:2], "_C"),  # the processor is no x86
+        (AVX2, ALL[:1], "_C"),  # vLLM for a GPU has one build
+        ("", ALL[:2], "_C"),  # the processor is not an x86
     ],
 )
 def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_build_for_this_processor(flags: str, builds: list[str], loaded: str
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="vLLM has these builds for x86")
 def test_what_vllm_loads_without_avx512(tmp_path: Path) -> None:
-    """Without AVX-512, vLLM loads its build for AVX2. Its other build would end in SIGILL. Any x86 can run this."""
+    """Without AVX-512, vLLM loads the build for AVX2, because the other build ends in SIGILL. Any x86 can run this."""
     setup = look(serve(V1), site_packages(), machine(tmp_path, flags=AVX2))
     said = [(line.status, line.what.partition(" with ")[0]) for line in say(setup, "extensions")]
     assert ("ok", "vllm._C_AVX2 loads") in said

@@ -1,4 +1,4 @@
-"""Each check of kvfix doctor finds the faults planted for it (planted.toml). Set-ups that work have no complaint."""
+"""Each check of kvfix doctor finds its planted faults (planted.toml). A set-up that works has no complaint."""
 
 import json
 import re

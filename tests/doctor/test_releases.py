@@ -1,4 +1,4 @@
-"""Imports and calls in one package that do not fit another package. planted.toml tests real pairs of releases."""
+"""Imports and calls in one package may not fit another package. planted.toml tests real pairs of releases."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ THEIRS = {
     "class Taking:\n    def __init__(self, a, *rest): ...\n",
     "records": "from dataclasses import dataclass\n@dataclass\nclass Record:\n    a: int\n    b: int = 2\n",
 }
-#: {code of the package `ours`, which uses `theirs`: the reported text; "" for no report}
+#: {code of the package `ours`, which uses the package `theirs`: text of the report, or "" for no report}
 CASES = {
     "from theirs.things import VALUE, function, os": "",
     "from theirs.things import gone": "cannot import name 'gone' from 'theirs.things'",

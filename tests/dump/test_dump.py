@@ -20,7 +20,7 @@ from kvfix.connector_events import signals
 from kvfix_tools.dump import command, processes
 from tests.conftest import clean_environment
 
-#: Each value holds the secret "hush", which must not be in a bundle.
+#: Each value holds the secret "hush". No bundle may contain it.
 SECRETS = {
     "LMCACHE_API_KEY": "hush",
     "LMCACHE_REMOTE_URL": "redis://user:hush@cache:6379",
@@ -67,7 +67,7 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
     if f"stacks-{pid}.json" in parts:
         assert "start_load_kv" in parts[f"stacks-{pid}.json"]
     else:
-        assert found["processes"][0]["stacks"]  # the reason why py-spy read no stacks, for example missing rights
+        assert found["processes"][0]["stacks"]  # stacks, or why py-spy read none, for example missing rights
 
 
 def test_workers_that_are_no_children_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +82,7 @@ def test_workers_that_are_no_children_are_found(tmp_path: Path, capsys: pytest.C
 
 def test_a_hook_that_blocks_signals_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging(tmp_path / "dumps", "deaf") as process:
-        # Before the process waits in C, a signal still calls the handler.
+        # Until the process waits in C, a signal calls the handler.
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
             time.sleep(0.01)
         found = dumped(process.pid, tmp_path, capsys)["processes"][0]
@@ -110,7 +110,7 @@ def test_a_process_without_a_recorder_gets_no_signal(
 
 
 def dumped_with(limit: list[str], pid: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a separate process. limit: a program that takes rights or resources from the command."""
+    """Run the command in a separate process. limit: command line of a program that limits rights or resources."""
     command = [*limit, sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder)]
     return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False)
 
@@ -155,7 +155,7 @@ def test_children_follow_their_parents() -> None:
 
 
 def test_only_a_file_of_its_own_user_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has written a ready file. kvfix reads neither a linked folder nor another user's folder."""
+    """This process writes a ready file. kvfix does not read it through a linked folder or in another user's folder."""
     monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
     signals.write_announcement()
     process = processes.tree(os.getpid())[0]

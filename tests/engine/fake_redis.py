@@ -1,4 +1,4 @@
-"""A small Redis server for LMCache, which keeps values in memory. It can refuse commands or cut off its answers."""
+"""A small Redis server for LMCache that keeps values in memory. It can refuse commands or cut off its answers."""
 
 import socketserver
 import threading

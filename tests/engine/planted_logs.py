@@ -1,7 +1,7 @@
 """Make logs of real engines with a planted fault: `python -m tests.engine.planted_logs FOLDER [NAME ...]`.
 
 planted_logs.toml has the cases. Each case starts vLLM's server, mostly with settings that cannot work. The logs stay in
-FOLDER/NAME, without this machine's paths. The program prints the findings of kvfix-diagnose, and the problems that
+FOLDER/NAME, without paths of this host. The program prints the findings of kvfix-diagnose, and the problems that
 kvfix doctor reports before the launch. Without NAME it runs the cases that FOLDER does not have yet.
 """
 
@@ -41,17 +41,17 @@ from tests.engine.vllm_server import Request, Server
 
 #: ANSWER: maximum seconds for an answer. END: maximum seconds from the signal SIGTERM to the end of the engine.
 ANSWER, END = 60, 40
-#: Checks of kvfix doctor that examine this machine, and so say nothing about the planted fault.
+#: Checks of kvfix doctor that examine this host, and so say nothing about the planted fault.
 _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
 REQUESTS: list[Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
-#: {name in planted_logs.toml: kv_transfer_config}
+#: {value of `transfer` in planted_logs.toml: kv_transfer_config}
 TRANSFERS: dict[str, dict[str, Any]] = {
     "v1": real_engine.in_process(64),
     "mp": {
         "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": "$SERVER",
-            "lmcache.mp.mq_timeout": 10,  # so that a case does not take five minutes
+            "lmcache.mp.mq_timeout": 10,  # with LMCache's default a case would take five minutes
         },
     },
     "nixl": {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"},
@@ -69,7 +69,7 @@ class Case:
     truth: str = ""  # the cause in one sentence, written before the first run; "" for a healthy twin
     remedy: str = ""
     twin: str = ""  # name of the healthy case with similar settings
-    code: str = ""  # the first finding of kvfix-diagnose
+    code: str = ""  # the code of kvfix-diagnose's first finding
     setup: bool = True  # kvfix doctor can see the fault before the launch
     transfer: str = "v1"  # a key of TRANSFERS, or a text that is not JSON
     extra: dict[str, Any] | None = None  # replaces the kv_connector_extra_config of `transfer`
@@ -78,7 +78,7 @@ class Case:
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     file: str | None = None
-    redis: str | None = None  # fault of a store that listens at $REDIS
+    redis: str | None = None  # fault of a fake Redis server that listens at $REDIS
     server: tuple[str, ...] | None = None  # options of an `lmcache server` that listens at $SERVER
     busy: bool = False  # another program already listens at $BUSY
     cache_is_a_file: bool = False  # a file has the path of the folder `cache`
@@ -112,7 +112,7 @@ def ask(server: Server, *requests: Request, **more: Any) -> dict[str, Any]:
 
 
 def process_named(server: Server, name: str) -> int:
-    """Return the pid that the log shows last for the process with this name."""
+    """Return the last pid in the log for the process with this name."""
     return int(re.findall(rf"\({name} pid=(\d+)\)", server.log.read_text())[-1])
 
 
@@ -139,7 +139,7 @@ class Run:
 
     @contextmanager
     def running(self, name: str = "engine", **settings: Any) -> Iterator[Server | None]:
-        """Yield the running engine, or None if it does not start. settings: fields to replace in the case."""
+        """Yield the running engine, or None if the engine does not start. settings: fields to replace in the case."""
         case = replace(self.case, **settings)
         words = {"KVFIX_TEST_REAL_CONNECTOR": ""}  # the plugin replaces LMCache's GPU connector
         words |= {name: self.filled(text) for name, text in case.environment.items()}
@@ -184,7 +184,7 @@ class Run:
                 getattr(self, self.case.play)(engine)
 
     def two_engines(self) -> None:
-        """Run two engines with one store. The first engine stores; the second engine gets the same prompts."""
+        """Run two engines with one store. The first engine stores prompts; the second engine gets the same prompts."""
         second = {**self.case.second, "settings": {**self.case.settings, **self.case.second.get("settings", {})}}
         for name, fields in (("first", {}), ("engine", second)):
             with self.running(name, **fields) as engine:
@@ -290,7 +290,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def keep(log: Path, to: Path, folder: Path) -> Path:
-    """Write a copy of the log without paths and addresses of this machine, and return its path."""
+    """Write a copy of the log without paths and addresses of this host, and return the path of the copy."""
     text = log.read_text(errors="replace")
     here, base = str(to.parent), os.path.realpath(sys.base_prefix)
     for local, neutral in {

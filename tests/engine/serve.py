@@ -7,8 +7,8 @@ The program writes its results to the file `out` of the job. The job also has th
 - optional: `config`: changes of the model; `counters`: names of vLLM's counters to return
 - `calm`, `hard`, `flags`: replace `rounds`, see `until_told()`
 
-A request is (prompt, number of tokens to generate). A prompt can be the number of a request of the previous round. It
-then means the prompt of that request, followed by its answer.
+A request is (prompt, number of tokens to generate). If the prompt is a number, it is the number of a request of the
+previous round, and stands for this request's prompt and answer.
 """
 
 import json
@@ -55,7 +55,7 @@ def main(job: dict[str, Any]) -> None:
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Generate round after round. If the folder `flags` has a file `hard` at the start of a round, the round has the
-    requests `hard`, and otherwise `calm`. The program ends after the round in which a file `stop` appears.
+    requests `hard`. Otherwise it has the requests `calm`. Return after the round in which a file `stop` appears.
     """
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
@@ -118,7 +118,7 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
 
 
 def one_by_one(engine: Any, requests: list[tuple[list[int], int]]) -> None:
-    """Add each request after the load of the previous request began. A later request has a higher priority."""
+    """Add each request after the load of the previous request has begun. A later request has a higher priority."""
     for number, (prompt, tokens) in enumerate(requests, 1):
         more = {"priority": len(requests) - number}
         engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, real_engine.greedy(tokens), **more)
@@ -135,7 +135,7 @@ def empty_l1(engine: Any, server: str) -> None:
         return dict(httpx.get(f"{server}/status", timeout=10).json()["storage_manager"])
 
     idle, until = 0, time.monotonic() + 60
-    while idle < 3:  # both counts can be 0 for a moment while the server begins to store a key
+    while idle < 3:  # both counts can briefly be 0 while the server begins to store a key
         assert time.monotonic() < until, "the L2 still stores"
         stores = status()["store_controller"]
         idle = 0 if stores["pending_keys_count"] or stores["in_flight_task_count"] else idle + 1
@@ -146,7 +146,7 @@ def empty_l1(engine: Any, server: str) -> None:
 
 
 def mix_l2(engine: Any, folder: str) -> None:
-    """Exchange the bytes of chunks of equal size in the L2 in this folder: a negative control that changes answers."""
+    """Exchange the bytes of equally large chunks in this folder of the L2. This negative control changes answers."""
     by_size: dict[int, list[Path]] = {}
     for file in sorted(Path(folder).glob("*.data")):
         by_size.setdefault(file.stat().st_size, []).append(file)

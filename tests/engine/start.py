@@ -21,9 +21,9 @@ from tests.conftest import PLUGIN, clean_environment
 from tests.fork_server import FORK_WORKERS, Forked
 
 HERE = Path(__file__).parent
-#: Maximum seconds for a run of an engine. A run takes one minute, or up to three minutes while other engines run.
+#: Maximum seconds for a run of an engine. A run takes one minute, or at most three minutes while other engines run.
 LIMIT = 300
-#: Marks tests whose result the lab's engine or another case also shows. These tests take five minutes.
+#: Marks tests whose result the lab's engine or another case also shows. The marked tests take five minutes.
 LONG = pytest.mark.skipif(
     "KVFIX_TEST_LONG" not in os.environ, reason="shown on the lab's engine too: KVFIX_TEST_LONG=1 runs it on a real one"
 )
@@ -36,14 +36,14 @@ ENGINE = {
     "max_model_len": 1024, "num_gpu_blocks_override": 33, "max_num_batched_tokens": 352,
     "scheduler_reserve_full_isl": False,
 }  # fmt: skip
-#: Run scheduler and worker in the program's own process: vLLM is imported once, not three times.
+#: Run scheduler and worker in the program's own process. Then Python imports vLLM once instead of three times.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 #: Run the worker in EngineCore's process, as on one GPU. With a multi-process connector, vLLM's worker for the CPU does
 #: not start in the program's own process.
 TWO_PROCESSES = {**ENGINE, "distributed_executor_backend": "uni"}
 #: Return the kv_transfer_config for LMCache in the engine's own processes.
 v1 = real_engine.in_process
-#: Each set of requests runs twice: vLLM computes its KV in the first round, and loads the KV in the second round.
+#: Each set of requests runs twice. vLLM computes the KV in the first round, and loads the KV in the second round.
 ROUNDS = [REPORT, REPORT, CROWD, CROWD]
 
 
@@ -66,7 +66,7 @@ class Ran:
         return sorted((self.folder / "dumps").rglob(f"kvfix-*-{reason}.jsonl"))
 
     def processes(self) -> dict[str, dict[str, Any]]:
-        """Return {role of the connector: the note of its process}."""
+        """Return {role of the connector: the note of the process with this connector}."""
         return {note["role"]: note for note in self.notes if note["what"] == "connector"}
 
     def findings(self) -> set[str]:
@@ -77,7 +77,7 @@ class Ran:
         return sum(note["what"] == what for note in self.notes)
 
     def assert_healthy(self, ranks: int = 1) -> engine_recordings.Engine:
-        """Assert that there is no violation, finding or error of kvfix. Return the engine's record, with all ranks."""
+        """Assert that there is no violation, finding or kvfix error. Return the recording of the engine's ranks."""
         assert "Report: " not in self.log
         assert "a fault of kvfix itself" not in self.log
         assert self.findings() == set()

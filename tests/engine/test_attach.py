@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: Code to run after a detach. Its answer: functions still wrapped, number of functions once wrapped, and kilobytes.
+#: Code to run after a detach. Its result: the still wrapped functions, the number of once wrapped ones, and kilobytes.
 ORIGINALS = """
 import inspect
 import json
@@ -40,7 +40,7 @@ open(ANSWER, "w").write(json.dumps([left, len(session.wrapped), memory]))
 
 
 def applied(capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """Return the codes of the fixes that are applied in any process, from the printed JSON."""
+    """Return from the printed JSON the codes of the fixes that are applied in any process."""
     found = json.loads(capsys.readouterr().out)
     return {row["code"] for each in found for row in each["rows"] or () if row["verdict"] == "applied"}
 
@@ -120,7 +120,7 @@ def test_attach_and_detach_under_load(
 
 @start.LONG
 def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Attach and detach while requests over HTTP continue and preempt one another."""
+    """Attach and detach while requests come over HTTP and preempt one another."""
     answers: list[Any] = []
     stop = threading.Event()
 

@@ -1,10 +1,10 @@
-"""On a real engine, the audit of hits reports nothing if the cache is right, and otherwise the wrong chunk and layer.
+"""On a real engine, the audit of hits reports nothing if the cache is right. Otherwise it names chunk and layer.
 
 The test plants the faults of plugin/kvfix_engine_verify.py in LMCache's memory. The plugin also replaces the GPU.
 The class Linear replaces the model's linear layers. In half of the rounds Linear sums and rounds as two ranks would.
 
 start.py also runs this file as a program. The engine is in the program's process, so the program can change chunks
-between two rounds. The field `dtype` of the job is the type of the model.
+between two rounds. The field `dtype` of the job is the type of the model's weights.
 """
 
 import json
@@ -30,13 +30,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 TOKENS = 4
 #: Some prompts are whole chunks, some end inside a chunk, some are longer than a step: 108 chunks in all.
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate([100, 128, 200, 256, 411, 657] * 4 + [300], 1)]
-#: WRONG: the prompt whose chunks get planted faults: three whole chunks and a part of a chunk. OTHER: another prompt.
+#: WRONG: the prompt whose chunks get planted faults. It has three whole chunks and a part of a chunk.
 WRONG, OTHER = prompt(200, 77), prompt(200, 78)
 ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 257, "max_num_batched_tokens": 352}
 TRANSFER = {**start.v1(64), "kv_connector": "Copied", "kv_connector_module_path": "kvfix_engine_verify"}
 ENVIRONMENT = {**start.ONE_PROCESS, "KVFIX_TEST_REAL_CONNECTOR": "1"}
-#: {fault of the plugin: (number of wrong chunks, the first wrong chunk, its first wrong layer, K or V, the most wrong
-#: token)}. With `other_weights`, the weights of the model changed after the cache was filled.
+#: {fault of the plugin: (number of wrong chunks; of the first one: position, first wrong layer, K or V, token with the
+#: largest error)}. With `other_weights`, the test changes the model's weights after LMCache stored the chunks.
 FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
     "two_chunks_swapped": (2, 0, 0, "K", None),
     "chunk_of_another_prompt": (1, 0, 0, "K", None),
@@ -74,7 +74,7 @@ class Engine:
         from vllm.v1.attention.backends import cpu_attn
 
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(cpu_linear=Linear.apply)
-        # With AMX, vLLM uses an order of bfloat16 values in a block that the plugin does not know.
+        # With AMX, vLLM orders the bfloat16 values of a block in a way that the plugin does not know.
         cpu_attn._get_attn_isa = lambda *_, **__: "vec"
         self.llm = real_engine.make(Path(job["model"]), job["transfer"], job["dtype"], **job["engine"])
         from lmcache.integration.vllm.utils import ENGINE_NAME
@@ -108,7 +108,7 @@ class Engine:
             audit.failed, audit._below = False, fraction * 2**32
 
     def left(self) -> dict[str, int]:
-        """Return the numbers of pins and other objects that are left of ended requests."""
+        """Return the numbers of pins and other objects that ended requests have left behind."""
         chunks = list(self.memory.hot_cache.values())
         scheduler = self.connectors[0]._lmcache_engine
         return {
@@ -123,7 +123,7 @@ class Engine:
 
 
 def healthy(engine: Engine) -> dict[str, Any]:
-    """Ask all prompts four times, in both orders, and with both ways to sum: 100 hits in steps with many requests."""
+    """Ask all 25 prompts four times, in both orders and with both ways to sum, which makes 100 hits."""
     cold = [engine.ask([each])[0] for each in PROMPTS]
     compared, right = [], True
     for order in (1, -1, 1, -1):
@@ -137,7 +137,7 @@ def healthy(engine: Engine) -> dict[str, Any]:
 
 
 def faults(engine: Engine) -> dict[str, Any]:
-    """Plant each fault. Return the comparisons, and whether the answer is right; for `zeros` also without the audit."""
+    """Plant each fault. Return the comparisons, and whether the answer is right. Repeat `zeros` without the audit."""
     import kvfix_engine_verify
 
     right, _ = (engine.ask([each])[0] for each in (WRONG, OTHER))
@@ -169,7 +169,7 @@ def put(chunks: list[torch.Tensor], kv: torch.Tensor) -> None:
 
 
 def half_of_the_hits(engine: Engine) -> dict[str, Any]:
-    """Audit half of the hits. Return the requests that the worker compared, and those that the scheduler chose."""
+    """Audit half of the hits. Return the requests that the worker compared, and the requests the scheduler chose."""
     engine.audit(0.5)
     compared, _ = engine.audited(PROMPTS)
     asked = {event.request: event.promised for event in engine.events("Asked")}
@@ -183,7 +183,7 @@ def half_of_the_hits(engine: Engine) -> dict[str, Any]:
 
 
 def error_in_kvfix(engine: Engine) -> dict[str, Any]:
-    """Make the comparison raise, and ask twice. Return the number of calls, answers, kvfix's errors, and leftovers."""
+    """Make the comparison raise, and ask twice. Return the number of calls, answers, kvfix's errors and `left()`."""
     with mock.patch.object(audit, "largest", side_effect=RuntimeError("planted")) as largest:
         answers = [engine.ask([WRONG])[0] for _ in range(2)]
     engine.audit(1)
@@ -228,7 +228,7 @@ def test_a_healthy_engine_has_no_report(ran: Ran) -> None:
     assert sum(event["chunks"] for event in compared) == 4 * sum(len(each) // 64 for each in PROMPTS)
     assert sum(event["wrong"] for event in compared) == 0
     assert found["violations"] == {}
-    # The sums differ, but far less than the limit. So the audit compared computed KV, and not loaded KV.
+    # The sums differ, so the audit compared with computed KV, not with loaded KV. The error is far below the limit.
     assert 0 < max(event["error"] / event["limit"] for event in compared) < 0.5
     assert found["right"]
     assert found["hits"] == 0
@@ -271,7 +271,7 @@ def test_an_error_in_the_audit_stops_the_audit_only(ran: Ran) -> None:
 
 
 def test_as_released_every_hit_is_found_wrong(ran: Ran) -> None:
-    """Without KVF020, every hit is wrong: LMCache 0.5.6 copies KV of vLLM 0.32 wrongly, in stores and in loads."""
+    """Without KVF020, every hit is wrong, because LMCache 0.5.6 stores and loads KV of vLLM 0.32 wrongly."""
     (event,) = ran.answer["released"]
     assert (event["wrong"], event["chunks"]) == (3, 3)
     assert event["error"] > 0.5

@@ -1,6 +1,6 @@
 """In real vLLM engines the newest LMCache dies, leaks or is slow without kvfix, and works with kvfix.
 
-Eleven engines run, each in one process or two. vLLM's copy of LMCache's multi-process connector starts only with
+Eleven engines run, each in one or two processes. vLLM's copy of LMCache's multi-process connector starts only with
 LMCache 0.4.4 to 0.4.6. On the CPU the copy needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py).
 """
 
@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "with kvfix"])
 ONE = prompt(300, 1)
-#: Request `running` leaves too few blocks for request `waiting` from the start, and has 31 blocks at its end. `running`
-#: generates many tokens, so that EngineCore still runs it when the program aborts `waiting`.
+#: Request `running` leaves too few blocks for request `waiting` from the start, and has 31 blocks when it ends.
+#: `running` generates many tokens, so that it still runs when the program aborts `waiting`.
 ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
-#: The start of the text with which a dump shows that the scheduler is in this hook.
+#: A dump has this text if the scheduler is in the hook.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 #: LMCache stores the prompt. Then vLLM computes the first 96 tokens again, and later looks up the whole prompt.
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
@@ -89,7 +89,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """A request waits for blocks. Each lookup counts the hit as stored once more, so later tokens are not stored.
+    """A request waits for blocks. Each lookup counts the hit as stored once more, so LMCache stores no later tokens.
 
     The first 512 tokens of a prompt of 900 are cached. The prompt waits while another request runs with 22 of the 32
     blocks. Then the prompt is sent again. LMCache should find all 14 chunks of 64 tokens.
@@ -111,8 +111,8 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
     """The log has a line for each lookup that times out. With kvfix the pauses double: at most eight timeouts in 300 s.
 
-    Without the fix the scheduler waits in the lookup, and a dump shows this. (kvfix records, but applies no fix. The
-    process is not forked, because a dump reads the environment with which the process was started.)
+    Without the fix the scheduler waits in the lookup, and a dump shows this. In this case kvfix records, but applies no
+    fix. The process is not forked, because a dump reads the environment with which the process was started.
     """
     dumps: list[dict[str, Any]] = []
 
@@ -143,8 +143,8 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
     """Run one engine as on one GPU, first without and then with kvfix.
 
-    vLLM preempts a long request during its prefill, while another request runs, and resumes it. Then the long prompt is
-    sent again, and LMCache loads it. With kvfix the answer equals the first answer, and without kvfix it differs.
+    While another request runs, vLLM preempts a long request during its prefill, and resumes it. Then the test sends the
+    long prompt again, and LMCache loads it. With kvfix both answers are equal, and without kvfix they differ.
     """
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:

@@ -1,4 +1,4 @@
-"""In real vLLM engines, kvfix reaches EngineCore and worker, prevents the reported crash, and keeps the answers.
+"""In real vLLM engines, kvfix runs in EngineCore and worker, prevents the reported crash, and changes no answer.
 
 vLLM and LMCache are real, with all their processes. Each of the five engines takes a minute.
 """
@@ -24,7 +24,7 @@ MISMATCH = (
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run plain vLLM without a connector. The other engines must have the same outputs."""
+    """Run plain vLLM without a connector. The other engines must have the outputs of this engine."""
     return start.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None, environment=start.ONE_PROCESS)
 
 
@@ -50,7 +50,7 @@ def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:
-    """The outputs equal those of plain vLLM, with preemptions in both. Hits and loads prove that LMCache was used."""
+    """The outputs equal plain vLLM's. Both engines preempt requests. Hits and loads prove that vLLM used LMCache."""
     assert ran.answer["preemptions"] > 0
     assert plain.answer["preemptions"] > 0
     assert ran.count("grant") > 0
@@ -79,7 +79,7 @@ def test_in_process_connector(in_process: Ran, plain: Ran) -> None:
 
 
 def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
-    """At the end, the recorders of EngineCore and worker have all kinds of events, and no violation."""
+    """At the end, the recorders of EngineCore and worker have events of all types, and no violation."""
     for part in in_process.assert_healthy().parts:
         assert (part.recording.head["mode"], part.recording.head["violations"]) == ("check", {})
         assert part.line["trusted"]
@@ -89,7 +89,7 @@ def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
 
 
 def test_spoiled_loads_change_the_outputs(in_process: Ran, plain: Ran) -> None:
-    """The outputs differ if the stand-in adds 1.0 to all loaded KV. This is the negative control."""
+    """As a negative control, the stand-in adds 1.0 to all loaded KV. Then the outputs differ."""
     assert in_process.answer["rounds"][4] != plain.answer["rounds"][3]
 
 
@@ -106,7 +106,7 @@ def test_faults_in_all_hooks_are_logged_once(multi_process: Ran) -> None:
 
 
 class TestTheReportedCrash:
-    """LMCache issue 2158, as a user sees it in a whole engine."""
+    """LMCache issue 2158, as a user sees the crash in a whole engine."""
 
     def test_as_released_the_engine_dies(self, tmp_path: Path) -> None:
         ran = start.run(

@@ -1,13 +1,13 @@
 """In a real engine with async scheduling, a load fails while the next step is in flight (KVF205, KVF007, KVF203).
 
-Without kvfix, this request and later requests get wrong answers, and the engine dies. Two engines play CASES: one
-without kvfix and one with kvfix. Stand-ins replace CUDA's events and streams, and LMCache's GPU connector.
+Without kvfix, the loading request and later requests get wrong answers, and the engine dies. Two engines play CASES,
+one without and one with kvfix. Stand-ins replace CUDA's events and streams, and LMCache's GPU connector.
 
 start.py also runs this file as a program. The engine is in the program's process, so a case can add a request between
-two steps. After each case the prefix cache is emptied, so that LMCache loads repeated prompts.
+two steps. The program empties the prefix cache after each case, so that LMCache loads repeated prompts.
 
-A load fails because the test removes its chunks from LMCache's memory between lookup and load. The test also fills the
-request's blocks with random numbers. Otherwise old blocks of a small engine could still have the right KV.
+A load fails because the test removes the chunks from LMCache's memory between lookup and load. The test also fills the
+request's blocks with random numbers, because old blocks of a small engine could still have the right KV.
 """
 
 import json
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 #: Number of tokens that each request generates.
 TOKENS = 12
-#: Tokens of a prompt that LMCache has before the request comes: three chunks, or six blocks.
+#: Number of a prompt's first tokens that LMCache has before the request comes. They are three chunks, or six blocks.
 HIT = 192
 JOB: dict[str, Any] = {
     "program": Path(__file__).name,
@@ -41,11 +41,11 @@ JOB: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """A request with prompt `load`, whose load fails, and the expected results."""
+    """A request whose load fails, and the expected results. load: prompt of the request."""
 
     load: list[int]
     again: dict[str, int]  # {request: tokens that LMCache loads when the prompt is sent again}
-    steps: list[dict[str, int]] = []  # {request: tokens} of the step whose load fails, and of the step in flight
+    steps: list[dict[str, int]] = []  # {request: tokens} of the step whose load fails, and of the next step in flight
     #: Without kvfix: requests with a wrong answer, and requests with a wrong answer when sent again.
     wrong: tuple[set[str], set[str]] = (set(), set())
     sharer: list[int] = []  # a prompt that comes one step later, when the prefix cache has the failed load's blocks
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 LONG = prompt(720, 9)
 CASES = {
     "healthy": Case(prompt(200, 3), {"load": 192}),
-    # Both steps compute from failed blocks and store wrong KV. No generated token was in flight, so `load` is right.
+    # Both steps compute from failed blocks and store wrong KV. `load` is right, as no generated token was in flight.
     "long": Case(LONG, {"load": 704}, [{"other": 1, "load": 256}, {"other": 1, "load": 256}], (set(), {"load"})),
     "sharer": Case(
         LONG, {"load": 704, "sharer": 256}, [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],
@@ -69,10 +69,10 @@ def switch_on_async_scheduling() -> None:
     """Allow asynchronous scheduling, the default on a GPU. The LLM also needs `async_scheduling=True`.
 
     vLLM's CPU platform turns asynchronous scheduling off (cpu.py 0.32.0:331), because the runner copies sampled tokens
-    with CUDA events and streams. Stand-ins that do nothing replace them: on the CPU a copy ends when the call returns.
+    with CUDA events and streams. The stand-ins for both do nothing, because a copy on the CPU ends with its call.
 
-    As on a GPU, vLLM schedules step N + 1 and gives it to the worker before the scheduler has the tokens of step N.
-    The two steps do not overlap in time, because the forward pass runs inside `execute_model`.
+    As on a GPU, vLLM gives step N + 1 to the worker before the scheduler has the tokens of step N. The two steps do not
+    overlap in time, because the forward pass runs inside `execute_model`.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -114,7 +114,7 @@ class Engine:
         return self._retrieve(tokens, mask, **more)
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
-        """Note the failed blocks of a step, and the tokens of this step and of the steps in flight."""
+        """Note a step's failed blocks, the step's tokens, and the tokens of the steps in flight."""
         connector = model_output.kv_connector_output
         if connector and connector.invalid_block_ids:
             steps = [scheduler_output, *(step for _, step, _ in reversed(self.core.batch_queue))]
@@ -187,7 +187,7 @@ def main(job: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
-    """Run the cases without kvfix, and with kvfix in mode `check`, which would also show false alarms."""
+    """Run the cases without kvfix, and with kvfix in mode `check`. This mode would also show false alarms."""
     transfer = {**start.v1(64), "kv_load_failure_policy": "recompute"}
     ways = [("released", False), ("fixed", True)]
     released, fixed = (start.run(tmp_path_factory.mktemp(name), apply, transfer, **JOB) for name, apply in ways)
@@ -232,7 +232,7 @@ def test_answers(name: str, engines: tuple[Ran, Ran]) -> None:
 
 
 def test_healthy(engines: tuple[Ran, Ran]) -> None:
-    """If the load succeeds, the results are as without kvfix. Mode `check` reports nothing, and kvfix has no error."""
+    """If the load succeeds, kvfix does not change the results. Mode `check` reports nothing, and kvfix has no error."""
     released, fixed = engines
     assert played(fixed, "healthy") == played(released, "healthy")
     once = played(fixed, "healthy")["answers"]["load"]["cached"]

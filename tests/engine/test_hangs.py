@@ -1,5 +1,5 @@
-"""Plant hangs in a real engine. If the engine runs without kvfix, `kvfix look` explains each hang in one line. If it
-runs with kvfix, the watchdog explains the hang. `kvfix look` finds nothing in a healthy engine under load."""
+"""Plant hangs in a real engine. If the engine runs without kvfix, `kvfix look` explains each hang in one line. With
+kvfix, the watchdog explains the hang. `kvfix look` finds nothing in a healthy engine under load."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 #: Maximum seconds until a hang has begun and is explained.
 LIMIT = 150
 LOOKS = 12
-#: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all of them in one step.
+#: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all ten prompts in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
 #: Play the bug of KVF208 (`kvfix lab run loaded-requests-lock-out`). Each request of BOTH loads 8 of the 20 blocks. The
@@ -38,7 +38,7 @@ TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_polic
 
 
 class Hang(NamedTuple):
-    """code, message: code and a part of the text of the verdict. fix: a fix to leave out, as it prevents the hang."""
+    """code, message: the verdict's code and a part of its text. fix: fix to leave out, because it prevents the hang."""
 
     code: str
     message: str
@@ -61,13 +61,13 @@ HANGS = {
     "hook_waits": Hang("KVD213", "has been in start_load_kv for at least "),
     "locked_out": Hang("KVD202", "1 request is loaded and waits behind r2-", rounds=[STORED, BOTH], engine=TWENTY),
 }
-#: Hangs that tests/engine_state/test_watchdog.py shows too. The other hangs need another process or a long step.
+#: Hangs that tests/engine_state/test_watchdog.py also plays. The hangs not listed need another process or a long step.
 SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 
 @pytest.fixture(scope="module")
 def transfer() -> Iterator[dict[str, Any]]:
-    """Start an LMCache server, and yield its kv_transfer_config. Each test has another model, and so no old hits."""
+    """Start an LMCache server, and yield its kv_transfer_config. Each test has its own model, and so no old hits."""
     with start.server() as transfer:
         yield transfer
 
@@ -116,7 +116,7 @@ def test_look_explains_a_hang(what: str, transfer: dict[str, Any], tmp_path: Pat
     saved = tmp_path / "look.json"
 
     def looked(pid: int) -> bool:
-        # not engine_of(pid): it would also find the other engines that this process has started
+        # engine_of(pid) would also find the other engines that this process has started
         looks = command.enough(looking.Looker(processes.tree(pid), full=True))
         assert all(each.get("kvfix") is None for each in looks[-1].processes)  # kvfix is not in the engine
         found[:] = standstill.verdicts(looks)

@@ -1,7 +1,7 @@
 """kvfix-diagnose finds nothing in the logs of healthy real engines and of their servers.
 
 `pytest -m healthy --basetemp FOLDER tests/engine/test_healthy_logs.py` runs 48 engines, half a minute each. pytest
-empties FOLDER first, and the logs stay in it.
+first empties FOLDER, and leaves the logs in FOLDER.
 """
 
 from contextlib import nullcontext

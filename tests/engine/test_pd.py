@@ -1,6 +1,6 @@
-"""A real prefill and a real decode engine run in mode `check`. Their answers equal those of one plain engine, and
-decode computes no prompt. Later the test kills prefill under load. Then no answer is wrong, and kvfix-diagnose names
-the failure.
+"""A real prefill and a real decode engine run in mode `check`. Their answers equal the answers of one plain engine,
+and decode computes no prompt. Later the test kills prefill under load. Then no answer is wrong, and kvfix-diagnose
+names the failure.
 
 With KVFIX_TEST_LONG=1, the test sends 200 requests, and also kills decode.
 """
@@ -29,7 +29,7 @@ from tests.engine.vllm_server import Pair, Request, Server, ask, ask_all, post
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
-#: Seconds for which prefill keeps blocks. On a busy machine decode may read later than vLLM's default of 30 s.
+#: Seconds for which prefill keeps blocks. On a busy host decode may read later than vLLM's default of 30 s.
 LEASE = 120
 #: Maximum number of starts of both engines. The test repeats a start if the handshake comes too late.
 STARTS = 4
@@ -63,8 +63,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Yield both engines after the first answer. The engine of `expected` has ended, so both have all cores.
 
-    If decode gets no handshake in 5 s, its request fails (nixl/base_worker.py 0.32.0:1044). Other programs on the
-    machine can cause this. Then both engines are started again, so that no log has the failure.
+    If decode gets no handshake in 5 s, the request fails (nixl/base_worker.py 0.32.0:1044). A busy host can cause this.
+    In this case, start both engines again, so that no log has the failure.
     """
     extra = {"kv_lease_duration": LEASE}
     for _ in range(STARTS):
@@ -92,13 +92,13 @@ def findings(engine: Server) -> set[str]:
 
 
 def computed(engine: Server) -> dict[str, float]:
-    """Return {source of KV: number of prompt tokens whose KV came from this source}."""
+    """Return {source: number of prompt tokens whose KV came from this source}."""
     sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
     return {source: engine.metric("vllm:prompt_tokens_by_source_total", source=source) for source in sources}
 
 
 def test_equal_answers(pair: Pair, expected: Answers) -> None:
-    """NIXL transfers the KV of all prompts: exactly the bytes of their blocks."""
+    """NIXL transfers the KV of all prompts, exactly as many bytes as the prompts' blocks have."""
     asked = ROUNDS["load"]
     tokens, blocks = sum(len(each) for each, _ in asked), sum(-(-len(each) // BLOCK) for each, _ in asked)
     assert ask_all(pair.url, asked[1:]) == expected["load"][1:]
@@ -129,8 +129,8 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
 
 
 def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """The parameters lack prefill's host, so decode computes the prompt itself and cannot notify prefill. Only the two
-    recordings together show that the lease is not returned."""
+    """The parameters lack prefill's host, so decode computes the prompt itself and cannot notify prefill. Only both
+    recordings together show that decode does not return the lease."""
     tokens, count = prompt(100, next(SEEDS)), 4
     params = post(pair.prefill.url, (tokens, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
     del params["remote_host"]
@@ -148,7 +148,7 @@ def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[
 
 
 def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
-    """Decode reads the KV of another prompt of equal length, and its answer differs. This is the negative control."""
+    """As a negative control, decode reads the KV of another prompt of equal length. Then decode's answer differs."""
     (((tokens, count),), (right,)) = ROUNDS["crossed"], expected["crossed"]
     other = prompt(len(tokens), next(SEEDS))
     params = post(pair.prefill.url, (other, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
@@ -177,7 +177,7 @@ def verdicts(engine: Server) -> list[standstill.Verdict]:
 
 
 def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
-    """UCX reports prefill's death to decode. Decode ends its reads from prefill and continues."""
+    """UCX reports prefill's death to decode. Decode ends all reads from prefill and continues."""
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
@@ -188,7 +188,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
 
 @pytest.mark.skipif("KVFIX_TEST_LONG" not in os.environ, reason="minutes more: KVFIX_TEST_LONG=1 runs it")
 def test_decode_is_killed(pair: Pair, expected: Answers) -> None:
-    """Start prefill again, and kill decode. Prefill keeps the blocks until the lease ends."""
+    """Start prefill again, and kill decode. Prefill keeps the blocks until their lease ends."""
     pair.prefill.kill()
     with pair.prefill.running(**vllm_server.FEW_BLOCKS) as prefill:
         assert ask_all(pair.url, ROUNDS["prefill"]) == expected["prefill"]

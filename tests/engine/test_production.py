@@ -1,8 +1,8 @@
-"""Engines with options of production, in mode `check`, give the same answers as plain vLLM.
+"""Engines in mode `check`, with options that production uses, give the answers of plain vLLM.
 
 The engines use speculative decoding (ngram), two ranks, or a model with sliding windows. LMCache runs in process or as
 a real `lmcache server`. The test empties the server's L1 between rounds, so that chunks come from the L2. Stand-ins
-replace LMCache's GPU connector in process, and a part of the start of vLLM's worker (plugin/kvfix_engine_test.py).
+(plugin/kvfix_engine_test.py) replace the GPU connector of LMCache in process, and a part of the start of vLLM's worker.
 """
 
 import importlib.metadata
@@ -29,7 +29,7 @@ from tests.engine.start import CROWD, ENGINE, Ran, prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-#: ANSWERS: four prompts of three chunks, with answers of one chunk. TURNS: ANSWERS twice, then a second turn.
+#: ANSWERS: four prompts of three chunks; each answer has one chunk. TURNS: ANSWERS twice, then a second turn.
 ANSWERS = [(prompt(200, seed), 70) for seed in range(21, 25)]
 TURNS = [ANSWERS, ANSWERS, [(each, 8) for each in range(len(ANSWERS))]]
 NGRAM: dict[str, Any] = {
@@ -40,7 +40,7 @@ NGRAM: dict[str, Any] = {
             "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4
         },
     },
-    "config": {"initializer_range": 0.03},  # with these weights the model repeats itself, so vLLM accepts drafts
+    "config": {"initializer_range": 0.03},  # with these weights the model repeats tokens, so vLLM accepts drafts
     "counters": [DRAFTS, ACCEPTED],
     "environment": start.ONE_PROCESS,
 }  # fmt: skip
@@ -99,7 +99,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 
 def tokens(part: engine_recordings.Part) -> dict[str, int]:
-    """Return {kind of event: tokens of all its events}."""
+    """Return {type of event: sum of the tokens of all events of this type}."""
     events = [entry.event for entry in part.entries]
     return {
         "granted": sum(event.external for event in events if isinstance(event, ev.Granted)),
@@ -141,7 +141,7 @@ def test_two_ranks(place: str, engines: Engines) -> None:
 
 
 def test_sliding_windows(engines: Engines) -> None:
-    """Before the third round the chunks of the L2 exchange their bytes. Then the answers differ."""
+    """Before the third round the test exchanges the bytes of the L2's chunks. Then the answers differ."""
     third = {**WINDOWS, "rounds": [*WINDOWS["rounds"], CROWD]}
     ran = engines.on_server("windows", third, mix_before=2, mp_transfer_mode="lmcache_driven")
     assert "group_tokens_per_block=[32, 32, 32]" in ran.log
@@ -150,7 +150,7 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """Doctor reads release and options of the running server. This last test stops the server, which doctor reports."""
+    """Doctor reads release and options of the running server. Then the test stops the server, and doctor reports it."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""A real vLLM engine has two workers: Ray actors on two nodes. kvfix runs in each actor, and joins their records.
+"""A real vLLM engine has two workers, Ray actors on two nodes. kvfix runs in each actor, and joins the recordings.
 
 vLLM's Ray executor, the cluster of two nodes on one machine, and LMCache are real. Stand-ins replace LMCache's GPU
 connector and the platform (plugin/kvfix_engine_ray.py). The cluster starts without kvfix's settings. vLLM sends them.
@@ -28,7 +28,7 @@ pytest.importorskip("ray", reason="ray is not installed here: its engine is not 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RANKS = 2
-#: Variables of all processes. No authentication: with a token in ~/.ray, the head node would refuse the other node.
+#: Variables of all processes. Without RAY_AUTH_MODE, a token in ~/.ray makes the head node refuse the other node.
 RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 
@@ -36,7 +36,7 @@ RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness"
 def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
     """Start two nodes, each with room for one rank. Yield the cluster's address and the pids of the nodes.
 
-    Try three times: on a busy machine, Ray may exceed its own timeouts (30 s in ray/_private/node.py 2.60.0:428).
+    Try three times, because Ray may exceed its own timeouts on a busy host (30 s in ray/_private/node.py 2.60.0:428).
     """
     for _ in range(3):
         with ExitStack() as stack:
@@ -102,7 +102,7 @@ def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.missing == []
     assert all(compared.pairs for compared in engine.compared.values())
     # The dump of the engine has the actors, which are not children of the engine. The dump of the second node has the
-    # node's children. It finds the other processes of the engine by the engine's name.
+    # node's children, and finds the other processes of the engine by the engine's name.
     for found in dumps:
         rows = {row["pid"]: row for row in found["processes"]}
         assert len({rank for row in rows.values() for rank in row["ranks"]}) == RANKS + 1, found

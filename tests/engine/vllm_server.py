@@ -49,10 +49,10 @@ Request = tuple[list[int], int]
 
 
 class Server:
-    """vLLM's server, with kvfix in this mode ("": without kvfix). It has the same ports at each start.
+    """vLLM's server, with kvfix in this mode ("": without kvfix). Each start uses the same ports.
 
-    transfer: kv_transfer_config. A text is passed unchanged, because it may be broken JSON. options: more options.
-    popen: class that starts the program. environment: more variables of the server.
+    transfer: kv_transfer_config. A text is passed unchanged, because a test may pass broken JSON. options: more
+    options. popen: class that starts the program. environment: more variables of the server.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Server:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side),
             # After vLLM's default of 5 s, the engine might close a connection to which the proxy is writing.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(10 * LIMIT),
-            # Run the worker in EngineCore's process, as with one GPU. A separate worker waits in sched_yield(). Linux
-            # 6.18 gives it no core for up to a minute while NIXL's thread polls.
+            # Run the worker in EngineCore's process, as with one GPU. A worker in its own process waits in
+            # sched_yield(). Linux 6.18 gives this worker no core for up to a minute while NIXL's thread polls.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             **{FORK_WORKERS: "", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
             **({"KVFIX": mode} if mode else {}),
@@ -86,7 +86,7 @@ class Server:
         self.environment = clean_environment(PLUGIN, ROOT, **{**settings, **real_engine.ENVIRONMENT, **environment})
 
     def words(self, **sizes: Any) -> list[str]:
-        """Return vLLM's options. sizes: options that replace those of SIZES, or are added."""
+        """Return vLLM's options. sizes: options that replace options in SIZES, or more options."""
         words = [(f"--{name}", str(value)) for name, value in {**SIZES, **sizes}.items()]
         return [*self._words, *itertools.chain(*words)]
 
@@ -110,7 +110,7 @@ class Server:
             yield self
 
     def until_it_answers(self, url: str = "") -> None:
-        """Wait until the server answers. url: URL of the proxy, to ask instead of the server."""
+        """Wait until the server answers. url: if given, ask the proxy at this URL instead."""
 
         def answers() -> bool:
             try:
@@ -139,7 +139,7 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
     def signal(self, number: int) -> None:
-        """Send the signal to all processes of the server, which are in one session."""
+        """Send the signal to all processes of the server. They are in one session."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 

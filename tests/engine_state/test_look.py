@@ -88,7 +88,7 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
 
 
 def test_a_process_stuck_in_native_code(tmp_path: Path) -> None:
-    """kvfix cannot run code in this process, but the stack of the process shows the hook."""
+    """kvfix cannot run code in this process, but the process's stack shows the hook."""
     with hanging(tmp_path, "deaf") as process:
         done = look(process.pid)
     assert done.returncode == 1, done.stderr
@@ -108,7 +108,7 @@ def test_without_rights(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
 def test_in_a_container_without_ptrace(tmp_path: Path) -> None:
-    """Root in a container without SYS_PTRACE may not trace a process with more rights."""
+    """In a container without SYS_PTRACE, root may not trace a process with more rights."""
     with running(tmp_path, sys.executable, "-c", f"import torch; {READY}") as process:
         done = RUN(["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", *COMMAND, str(process.pid)])
     assert done.returncode == 77, done.stdout + done.stderr
@@ -134,7 +134,7 @@ def test_a_process_without_vllm_is_not_stopped(command: tuple[str, ...], tmp_pat
 
 
 def test_an_engine_at_work_in_a_container(tmp_path: Path) -> None:
-    """kvfix reads only the engine. The engine's parent also runs plain Python, and PyTorch without vLLM."""
+    """kvfix reads only the engine. The engine's parent also runs a plain Python process, and PyTorch without vLLM."""
     others = [READY, f"import torch; print('torch', flush=True); {READY}"]
     engine = f"{sys.executable} -m tests.engine_state.wedged empty_engine 2>&-"
     script = " & ".join([engine, *(f'{sys.executable} -c "{code}"' for code in others), "wait"])

@@ -25,7 +25,7 @@ def locked_out(once: Once) -> States:
 
 
 def looks(states: list[dict[str, Any]], seconds: float) -> list[Look]:
-    """Return a look at each of these states. seconds: time from the first look to the last."""
+    """Return a look at each of these states. seconds: time from the first look to the last look."""
     gap = seconds / (len(states) - 1)
     return [Look(at * gap, [state]) for at, state in enumerate(states)]
 
@@ -56,7 +56,7 @@ def only(states: list[dict[str, Any]], seconds: float) -> Any:
     ],
 )  # fmt: skip
 def test_verdict_on_a_standstill(engine: tuple[str, ...], seconds: int, code: str, message: str, once: Once) -> None:
-    """One look is never enough for a verdict. A transfer that may still end gets no verdict after one second."""
+    """One look is never enough for a verdict. If a transfer may still end, there is no verdict after one second."""
     states = once(wedged.twice, NEWEST, *engine)
     found = only(states, seconds)
     assert (found.code, found.request, found.message) == (code, "r", message)
@@ -78,8 +78,8 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> N
 
 @pytest.mark.parametrize("what", ["", "computed", "total", "preemptions"])
 def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
-    """If the request's counter `what` changed between the looks, its load may be a new load, so there is no verdict.
-    With an empty `what` the connector's transfers are unknown, so there is no verdict either."""
+    """If the request's counter `what` changed between the looks, the request may have a new load, so there is no
+    verdict. With an empty `what` the connector's transfers are unknown, so there is no verdict either."""
     states = copy.deepcopy(once(wedged.twice, NEWEST, "engine_without_load"))
     (row,) = states[1]["scheduler"]["requests"]
     assert waits_for(liveness.engines(states)[1], row) == "no worker has its load"
@@ -92,7 +92,7 @@ def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
 
 @pytest.mark.parametrize("connector", ["v1", "v1-async", "mp"])
 def test_a_healthy_engine_has_no_verdict(connector: str, once: Once) -> None:
-    """There is no verdict on any two looks at a healthy engine, even if each step takes a second."""
+    """No two looks at a healthy engine lead to a verdict, even if each step takes a second."""
     states = once(wedged.healthy, NEWEST, connector, 240)
     rows = [row for state in states for row in state["scheduler"]["requests"]]
     assert any(row["preemptions"] for row in rows)
@@ -132,7 +132,7 @@ def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, locked_ou
 
 
 def test_a_rank_whose_thread_for_lookups_has_ended(locked_out: States) -> None:
-    """The verdict is the same wherever a look finds the scheduler, also outside of the lookup."""
+    """The verdict does not depend on the code that the scheduler runs during a look. It may be outside the lookup."""
     rank = {"threads": {"lookup_server": False}}
     states = [{**each, "hook": "", "in_step": False} for each in in_lookup(locked_out, rank)]
     found = verdicts(looks(states, 1))[0]
@@ -152,7 +152,7 @@ def test_a_hook_may_hold_up_what_the_queues_lack(locked_out: States) -> None:
 
 
 def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
-    """During the hook no step asks for the lookup's answer. So the verdict must name the hook, and not the server."""
+    """While a worker is in the hook, no step asks for the lookup's result. So the verdict must name the hook."""
     before, after = once(wedged.twice, NEWEST, "lookup_without_answer", "mp")
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C", "stack": []}
     inside = [after, {**worker, "hook": "start_load_kv"}]
@@ -161,7 +161,7 @@ def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
         seen.append(Look(at, inside))
         assert [each.code for each in verdicts(seen)] == ["KVD213"] * (at > 3)
         assert (seconds_to_look(seen) > 1) is (at <= 3)
-    brief = [*seen[:1], Look(6, inside)]  # only the last look found the worker in a hook, by chance
+    brief = [*seen[:1], Look(6, inside)]  # by chance, only the last look found the worker in a hook
     assert [each.code for each in verdicts(brief)] == ["KVD204"]
 
 

@@ -1,4 +1,4 @@
-"""The watchdog reports a standstill of an engine once. It never reports an engine that works, idles or computes."""
+"""The watchdog reports each standstill of an engine once. It never reports an engine that works, idles or computes."""
 
 import os
 import tempfile
@@ -22,7 +22,7 @@ from tests.engine_state import wedged
 
 #: Seconds that the clock advances with each step. Twelve steps make the limit of 60 s.
 STEP = 5.0
-#: A function `step` whose file has the name of EngineCore's file. Code that it calls has a frame of EngineCore.
+#: A function `step` whose file has the name of EngineCore's file. Code that `step` calls has a frame of EngineCore.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
 
@@ -41,7 +41,7 @@ class Clock:
 
 
 def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambda call: call()) -> float:
-    """Call `act` at most `steps` times. Return the seconds after which the watchdog reports; 0: it does not report."""
+    """Call `act` at most `steps` times. Return the seconds until the watchdog reports, or 0 if it does not report."""
     clock = Clock()
     dog = watchdog.Watchdog(60.0, clock)
     for _ in range(steps):
@@ -53,7 +53,7 @@ def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambd
 
 
 def logged_reports() -> list[str]:
-    """Return a list to which each later report of a standstill is added."""
+    """Return a list that collects each later report of a standstill."""
     reports: list[str] = []
     vars(watchdog.engine_log)["warning"] = lambda line: reports.extend([line] * ("State, stacks and events" in line))
     return reports
@@ -85,9 +85,9 @@ def wedge(name: str) -> dict[str, Any]:
 
 @answers([0.0, 0.0, 0.0, True, 0.0])
 def test_engines_that_do_not_hang() -> list[float]:
-    """Return the seconds until a report for an engine that idles, works, waits in a step, waits outside, or is paused.
+    """Return the seconds until a report for five engines: idle, working, waiting in a step, waiting outside, paused.
 
-    The watchdog must report only the wait outside a step. Without this report the other cases would prove nothing.
+    The watchdog must report only the wait outside a step. If it does not, the other cases prove nothing.
     """
     prepare()
     engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
@@ -107,9 +107,9 @@ def test_engines_that_do_not_hang() -> list[float]:
     return [*found, due(engine.step, 40)]
 
 
-@answers([0.0, 70.0])  # the first two looks only start the measured time
+@answers([0.0, 70.0])  # the watchdog measures the time from its second look on
 def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
-    """Return the seconds until a report, first while the decode engine makes steps, and then while it makes none."""
+    """Return the seconds until a report while the decode engine makes steps, and then while it makes no step."""
     prepare()
     pair = late.Pair(Options(connector="mooncake", block_size=16, num_blocks=40, max_num_batched_tokens=64))
     pair.ask_at_once("r", prompt(100), 5)
@@ -121,7 +121,7 @@ def test_a_decode_engine_that_waits_for_the_queue_of_prefill() -> list[float]:
 
 @answers([1, 1, 1, 2])
 def test_each_standstill_is_reported_once() -> list[int]:
-    """Return the number of reports: after a standstill, later, after progress, and after a second standstill."""
+    """Return the number of reports after a standstill, later, after progress, and after a second standstill."""
     prepare()
     engine = wedged.silent_server()
     dog, reports, found = watchdog.Watchdog(60.0, clock := Clock()), logged_reports(), []
@@ -203,7 +203,7 @@ def test_a_start_that_hangs() -> list[Any]:
 )
 def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> None:
     found = once(wedge, RELEASES / "0.5.6", engine)
-    assert (found["seconds"], found["reason"]) == (65.0, "standstill")  # the first look only starts the measured time
+    assert (found["seconds"], found["reason"]) == (65.0, "standstill")  # the measured time starts with the first look
     assert "no request has made progress for " in found["line"]
     assert verdict in found["line"]
     assert found["events"] > 0

@@ -33,7 +33,7 @@ def look(engine: Any, full: bool = False) -> dict[str, Any]:
 
 
 def twice(name: str, *arguments: Any) -> list[dict[str, Any]]:
-    """Make an engine with the function `name`. Return two looks at the engine, with twelve steps between the looks."""
+    """Make an engine with the function `name`. Return two looks at it, with twelve steps between the looks."""
     engine, full = globals()[name](*arguments), name == "locked_out_engine"
     first = look(engine, full)
     engine.step(12)
@@ -58,7 +58,7 @@ def locked_out_engine() -> Any:
 
 
 def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return {request: its arrival in seconds since 1970}, and the requests of a look."""
+    """Return {request: time of arrival in seconds since 1970}, and the requests of a look."""
     engine = locked_out_engine()
     rows = look(engine)["scheduler"]["requests"]
     return {name: request.arrival_time for name, request in engine.requests.items()}, rows
@@ -75,7 +75,7 @@ def busy_engine() -> Any:
 
 
 def engine_without_load() -> Any:
-    """Return an engine whose worker has lost a load: no transfer is in flight, and the worker reports none."""
+    """Return an engine whose worker has lost a load. No transfer is in flight, and the worker reports no load."""
     engine = silent_server()
     engine.connector.workers[0].adapter.retrieve_futures.clear()
     return engine
@@ -101,7 +101,7 @@ def begin_to_load(engine: Any, name: str) -> Any:
 
 
 def lookup_without_answer(connector: str) -> Any:
-    """Return an engine with a lookup that neither worker nor server answers."""
+    """Return an engine whose lookup gets no answer, from the worker or from the server."""
     if connector == "mp":
         engine = _engine(MP)
         engine.admit("r", prompt(200), max_tokens=4)
@@ -133,7 +133,7 @@ def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
 
 
 def planted_fault() -> dict[str, Any]:
-    """Return the state of a scheduler that lacks an attribute, as in another release. Reading it must not raise."""
+    """Return the state of a scheduler that lacks an attribute, as in another release. `collect` must not raise."""
     engine = _engine(MP)
     engine.admit("r", prompt(200), max_tokens=4)
     engine.step()
@@ -150,7 +150,7 @@ def with_recorder() -> dict[str, Any]:
 
 
 def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
-    """Return (`needs`, vLLM's own count of blocks) for each time that vLLM tries to admit a request while none runs."""
+    """Return (`needs`, vLLM's own count of blocks) for each attempt to admit a request while no request runs."""
     engine = _engine(replace(MP, delay=2, num_blocks=72, windows=windows, max_num_batched_tokens=128))
     scheduler, found = engine.scheduler, []
     scheduler.scheduler_reserve_full_isl = reserve
@@ -173,7 +173,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
         if waits:
             whole, *step = counts if reserve else [0, *counts]
             assert done is None or step
-            if step:  # without a step, vLLM has found the whole request too large
+            if step:  # if it is empty, vLLM has found the whole request too large
                 found.append((ours, max(whole, step[0] + named["reserved_blocks"])))
         return done
 
@@ -185,7 +185,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
 
 
 class EngineCore:
-    """Stands in for vLLM's EngineCore, which needs a model. A step takes at least a hundredth of a second."""
+    """Stands in for vLLM's EngineCore, because EngineCore needs a model. A step takes at least 0.01 s."""
 
     model_executor = None
 

@@ -35,7 +35,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Raise at a line of a fix, and count lines that run. time: the run that raises. always: later runs raise too."""
+    """Raise at a line of a fix, and count how often lines run. time: raise at this run. always: also at later runs."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -46,7 +46,7 @@ class Plan:
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
-            return None  # the engine calls this function itself: raise only in functions that this function calls
+            return None  # the engine calls this function directly, so raise only in functions that it calls
         return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
 
     def at(self, frame: Any, event: str, _: Any) -> Any:
@@ -92,7 +92,7 @@ _SAFE = (
 
 @functools.cache
 def _cannot_fail(file: str) -> frozenset[int]:
-    """Return the lines of the file that cannot raise, and lines in `finally`, which restore the engine's objects."""
+    """Return the lines of the file that cannot raise, and the lines in `finally`, because they restore objects."""
     tree = ast.parse("".join(linecache.getlines(file)))
     safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
     for node in ast.walk(tree):
@@ -116,7 +116,7 @@ def traced(inner: bool) -> Iterator[None]:
 
 
 def raising(code: str, function: Function, inner: bool = False) -> Function:
-    """Wrap a function of this fix, so that it raises at the planned line. inner: the engine itself calls it."""
+    """Wrap a function of this fix, so that it raises at the planned line. inner: the engine calls this function."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,14 +180,14 @@ def _with_faults(wrap: Function) -> Function:
     return with_faults
 
 
-#: Rules that may be violated if a fix fails closed: a load is too short, or chunks are not stored or not found.
+#: Rules that may be violated if a fix fails closed, because a load is too short or chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
-#: If one of these fixes fails, prefill writes nothing. Decode drops the load at its timeout, after the schedule's end.
+#: If one of these fixes fails, prefill writes nothing. Decode drops the load at a timeout after the schedule's end.
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
 class Case(NamedTuple):
-    """A schedule. play: plays it, and returns an object with `findings`. opt_in: codes of opt-in fixes to apply."""
+    """A schedule. play: function that plays the schedule. Its result has `findings`. opt_in: opt-in fixes to apply."""
 
     name: str
     play: Function
@@ -228,7 +228,7 @@ def counted(fix: Any, case: Case) -> Counted:
 
 
 def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
-    """Play the case, and raise at this line of the fix. Return the findings that do not occur without the fix."""
+    """Play the case, and raise at this line of the fix. Return findings that do not occur without the fix."""
     with planned(fix.code, line, time, always):
         found = counted.case.findings()
         raised = PLAN.raised
@@ -244,7 +244,7 @@ def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> 
 
 
 def faults(draws: int, seed: int = 0, seeds: int = 0, only: Sequence[str] = (), say: Function = lambda _: None) -> Any:
-    """Raise at drawn lines of each fix that has scenarios. Return the number of draws by fix, and worse outcomes."""
+    """Raise at drawn lines of each fix that has scenarios. Return the number of draws per fix, and worse outcomes."""
     install()
     from kvfix import catalogue
 

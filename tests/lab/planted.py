@@ -30,7 +30,7 @@ class Setup(NamedTuple):
 
 
 class Fault(NamedTuple):
-    shows: tuple[str, ...]  # the lab must find one: the code of a rule, and a part of the message
+    shows: tuple[str, ...]  # the lab must find one of these texts: a rule's code, then a part of the message
     plant: Plant
     options: dict[str, Any] = {}  # changed options of the setup
     schedule: Plant | None = None  # replaces the schedule of the setup
@@ -45,8 +45,8 @@ def fault(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a fault for the setups `on`. options: {setup, with "_" for "-", or "every": changed options}.
 
-    at: path from the engine to a method; `*` stands for each item of a list. The fault replaces this method. The fault
-    gets the engine, the original method and the arguments of the call.
+    at: path from the engine to the method that the fault replaces; `*` stands for each item of a list. The fault gets
+    the engine, the original method and the arguments of the call.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -96,7 +96,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
     """Play a setup with a fault. Return the codes and messages of the findings, the counters, and the hits.
 
-    Reports of kvfix are findings too. name: fault; "": no fault. planted: if False, play only the fault's schedule.
+    Reports of kvfix are findings too. name: the fault ("": none). planted: if False, only play the fault's schedule.
     """
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
@@ -136,7 +136,7 @@ def steps(*parts: Any) -> Plant:
 
 
 def until(condition: Callable[[Any], Any]) -> Plant:
-    """Return a part of a schedule: the engine makes steps until this condition holds."""
+    """Return a part of a schedule in which the engine makes steps until this condition holds."""
 
     def play(engine: Any) -> None:
         while not condition(engine):
@@ -166,7 +166,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: LMCache has two prompts. SimpleCPUOffloadConnector has one of the two, and a third prompt, which LMCache evicted.
+#: LMCache has two prompts. SimpleCPUOffloadConnector has one of them and a third prompt, which LMCache has evicted.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -175,7 +175,7 @@ V1_AND_SIMPLE = steps(
 
 
 def schedule_offloading(engine: Any) -> None:
-    """Play stores and loads, and free blocks while the connector copies them."""
+    """Play stores and loads, and free blocks while the connector copies these blocks."""
     engine.serve("first", prompt(300), max_tokens=3)
     if engine.options.tier:
         engine.evict(100)
@@ -196,7 +196,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Return a schedule of three requests; two share a prefix. at_once: requests sent to both engines at once."""
+    """Return a schedule of three requests. "a" and "b" share a prefix. at_once: requests to send to both engines."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))
@@ -223,7 +223,7 @@ OF_MULTI = steps(
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode's own memory has this prompt
     [do.ask("c", prompt(100), 5), do.run(), do.step(3)],  # both have this prompt
 )
-#: A store is in flight when vLLM frees blocks before the window.
+#: vLLM frees the blocks before a sliding window while a store is in flight.
 _FREED = {each.slug: each for each in scenarios()}["mp-window-freed-while-stored"]
 _MP = Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64)
 _REAL = Options(connector="mp", real_server=True, chunk_size=SERVER_CHUNK, num_blocks=40)
@@ -234,7 +234,7 @@ SETUPS = {
     "v1": Setup(Options(chunk_size=64, num_blocks=64, max_num_batched_tokens=256), V1),
     "mp": Setup(_MP, MP),
     "mp-windows": Setup(_replace(_MP, num_blocks=100, windows=(32, 64), separate_object_groups=True), MP),
-    # a chunk and a step have as many tokens as a block
+    # a chunk, a step and a block have equally many tokens
     "mp-states": Setup(
         _replace(_MP, chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True), MP
     ),

@@ -29,7 +29,7 @@ METADATA = "connector.scheduler_adapter.build_connector_meta"
 def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
     """Return a fault that changes the promise of `get_num_new_matched_tokens`. Then the lab wraps the hook again.
 
-    change: gets the request, its computed tokens, the promise, and the number of preemptions at each call so far.
+    change: function of the request, its computed tokens, the promise, and a list: preemptions at each call so far.
     """
 
     def plant(engine: Any) -> None:
@@ -76,7 +76,7 @@ def _skip(engine: Any, meta: Any) -> None:
 
 
 def _stored(start_later: int, end_later: int) -> Any:
-    """Return a fault that reports each store with a later start and end."""
+    """Return a fault that adds tokens to the start and to the end that the connector reports for each store."""
     return lambda _, report, name, tokens, start, end, rank=0: report(
         name, tokens, start + start_later, end + end_later
     )
@@ -198,7 +198,7 @@ def what_a_request_asks_for_is_not_read(engine: Any, on_new_request: Any, reques
 
 @fault("LAB001", "KVR006", "KVR011", at="scheduler.connector.update_state_after_alloc", **LAST)
 def promise_is_granted_to_another(engine: Any, grant: Any, request: Any, blocks: Any, external: int) -> None:
-    """Let the MultiConnector take the grant to the other connector, which has promised nothing."""
+    """Let the MultiConnector pass the grant to the connector that has promised nothing."""
     if external:
         engine.scheduler.connector._requests_to_connector[request.request_id] ^= 1
     grant(request, blocks, external)
@@ -266,7 +266,7 @@ def rejected_drafts_stay_computed(engine: Any, update: Any, output: Any, answer:
 
 @fault("LAB001 the step reads", on=MP, at="scheduler.kv_cache_manager.coordinator.find_longest_cache_hit", **DRAFTS)
 def last_block_of_a_hit_is_dropped_and_counts(_: Any, find: Any, *args: Any) -> Any:
-    """vLLM drops the last block of a hit for EAGLE. Let vLLM count the tokens of this block as computed."""
+    """Let vLLM count the last block of a hit as computed, although vLLM drops this block for EAGLE."""
     blocks, hit, more = find(*args)
     return blocks, hit + 16 if hit else 0, more
 
@@ -348,7 +348,7 @@ row(
     lambda engine, _, name, key: next(reversed(engine.connector.cache_engines[0].fetched[name].values())),
     "LAB001 the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}},
 )  # fmt: skip
-#: Play a request whose KV a decoder gets, and a request that LMCache must not store.
+#: Play two requests. A decode instance gets the KV of "prefill". LMCache must not store "skip_save".
 FOR_DECODER = steps(
     do.serve(name, prompt(100, seed), max_tokens=2, sampling={"extra_args": {"kv_transfer_params": CONFIGURED[name]}})
     for seed, name in enumerate(("prefill", "skip_save"), 1)
@@ -358,7 +358,7 @@ row(
     _in_metadata(lambda _, meta: setattr(meta.save_spec, "can_save", True)), "LAB010 it asks for lmcache.skip_save",
     on=V1, schedule=FOR_DECODER,
 )  # fmt: skip
-#: The server pauses during a store, and LMCache takes the server for dead. Then the server ends the store.
+#: The server pauses during a store, so LMCache considers the server dead. Then the server completes the store.
 SILENT_SERVER = steps(
     do.admit("r", prompt(200), max_tokens=3),
     until(lambda engine: engine.connector.server.storing["r"]),

@@ -24,7 +24,7 @@ def _worker(engine: Any) -> Any:
 
 
 def read_the_next_block(agent: Any, here_later: int = 0, there_later: int = 1) -> None:
-    """Let each transfer of this NIXL agent use later blocks than asked for, in its own or in its peer's memory."""
+    """Let each transfer of this NIXL agent use later blocks than requested, in the agent's or in the peer's memory."""
 
     def make(original: Any, kind: str, mine: Any, here: Any, theirs: Any, there: Any, **more: Any) -> Any:
         later = [[each + by for each in blocks] for blocks, by in ((here, here_later), (there, there_later))]
@@ -62,7 +62,7 @@ def other_kv_comes_from_the_cpu(pair: Any) -> None:
     rank.connector.worker._load_handler._swap_blocks_batch = rank._swap
 
 
-# with push, decode learns of a failed write only when its registration ends, after 480 s
+# with push, decode learns of a failed write only when decode's registration ends, after 480 s
 for rule, on in (("LAB003", ("nixl-push-multi",)), ("LAB002", ("nixl-multi", "mooncake-multi"))):
     row("a_transfer_fails", "", lambda pair: pair.network.failing.update(transfer=1), rule, on=on)
 row("registrations_are_lost", f"decode.{ADAPTER}._do_send_reg_notif", lambda *_: None, "LAB003", on=PUSH)
@@ -145,7 +145,7 @@ def decode_forgets_what_it_waits_for(pair: Any, send: Any, request: str, registr
 
 
 def _reads_at(factor: int) -> Any:
-    """Let decode's second rank read from this offset in prefill's blocks. The unit is the share of one rank."""
+    """Let decode's second rank read from an offset in prefill's blocks. factor: offset in shares of one rank."""
     return lambda _, build, plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
 
 

@@ -57,7 +57,7 @@ row(
 
 @fault("LAB001 is stored under their key", on=MP, **RANKS)
 def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
-    """Report the second rank's store before it is done, so that other requests write to its blocks meanwhile."""
+    """Report the second rank's store before the store is done. So other requests write to the store's blocks."""
     server, done = engine.connector.server, []
 
     def others_come(iterate: Any) -> None:
@@ -94,9 +94,9 @@ row(
 WINDOWS = ("mp-windows",)
 #: The setup `mp` with a KV group of states.
 STATES = ("mp-states",)
-#: Keep all KV groups of a chunk in one object of the server.
+#: The server keeps all KV groups of a chunk in one object.
 ONE_OBJECT: dict[str, Any] = {"separate_object_groups": False, "windows": (32,)}
-#: Play a window whose blocks have twice as many tokens as those of full attention.
+#: Play a sliding window whose blocks have twice as many tokens as the blocks of full attention.
 LARGER_BLOCKS: dict[str, Any] = {"windows": (64,), "window_blocks": 2}
 #: Play speculative decoding with a KV group of states.
 STATES_AND_DRAFTS: dict[str, Any] = {"drafter": "mtp", "drafts": 3, "acceptance": 50}
@@ -148,7 +148,7 @@ row(
 
 
 def _in_metadata_of_stores(block: int | None) -> Any:
-    """Replace the last block of KV group 1 in each store by `block`. None: let no step wait for a store instead."""
+    """Replace the last block of KV group 1 in each store by `block`. None: instead, let no step wait for a store."""
 
     def processed(_: Any, process: Any, output: Any, metadata: Any) -> Any:
         answer = process(output, metadata)

@@ -1,4 +1,4 @@
-"""Faults planted in the messages to a real `lmcache server`, or with a server that is dead, full or silent."""
+"""Faults in the messages to a real `lmcache server`. Some faults need a server that is dead, full or silent."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from kvfix_tools.lab.steps import prompt
 from tests.lab.planted import counted, fault, row, steps, until
 
 REAL = ("mp-real",)
-#: vLLM computes a prompt, and loads it into other blocks. Then the server and vLLM's own cache both have a hit for it.
+#: vLLM computes a prompt, then loads its KV into other blocks. Then the server and vLLM's own cache both have a hit.
 LOADED = steps(
     [do.store("first", prompt(100), max_tokens=3), do.admit("other", prompt(100, seed=1), max_tokens=3)],
     [do.serve("again", prompt(100), max_tokens=3), do.serve("both", prompt(100), max_tokens=3), do.settle()],
@@ -22,7 +22,7 @@ def _reversed(_: Any, submit: Any, request: str, key: Any, caches: Any, blocks: 
     return submit(request, key, caches, [group[::-1] for group in blocks], *rest, **more)
 
 
-# a lookup locks chunks that vLLM's own cache has too. With this fault nothing asks the server to release the locks
+# a lookup locks chunks that vLLM's own cache has too. With this fault, nobody asks the server to release the locks
 row(
     "end_of_a_hit_is_not_sent", "connector.scheduler_adapter.free_lookup_locks", lambda *_, **__: None,
     "KVR009 read locks of the server", **LOADS,
@@ -62,7 +62,7 @@ row(
 
 
 def evicts(engine: Any) -> None:
-    """Wait until the server has evicted objects, so that L1 is at most four fifths full."""
+    """Wait until the server has evicted objects. L1 is then at most four fifths full."""
     process = engine.connector.server.process
     process.until(lambda: process.locks()["objects"] <= L1_OBJECTS * 4 // 5)
 

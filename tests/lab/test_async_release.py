@@ -1,4 +1,4 @@
-"""Test KVF013, KVF017, KVF018 and KVF026 with LMCache's cache engine on the CPU. Its GPU connector copies nothing."""
+"""Test KVF013, KVF017, KVF018 and KVF026 with LMCache's cache engine on the CPU. The GPU connector copies nothing."""
 
 import inspect
 import itertools
@@ -54,7 +54,7 @@ class Engine(NamedTuple):
 
 
 def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine:
-    """Make LMCache's engine. loading: function that is called in each load."""
+    """Make LMCache's engine. loading: function that each load calls."""
     import torch
     from lmcache.v1.cache_engine import LMCacheEngine
     from lmcache.v1.config import LMCacheEngineConfig
@@ -100,7 +100,7 @@ def last(layers: Iterable[Any]) -> Any:
 def after_one_load(mode: str, skip: int | None) -> list[Any]:
     """Return the number of loaded tokens, and the [references, pins, validity] of the cached chunks afterwards.
 
-    Equal neighbours are one entry. skip: number of tokens that vLLM has. None: abort the lookup before the load.
+    Equal neighbours are one entry. skip: number of tokens that vLLM has, or None to abort the lookup before the load.
     """
     made = make_engine(mode)
     engine = made.cache_engine
@@ -130,7 +130,7 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
 @pytest.mark.parametrize(("mode", "release"), [("", "0.5.5"), ("layers", "0.5.6")])
 @answers([0], [1], also="release")
 def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
-    """The lookup server's thread pins chunks for request o while request r loads them. Return the pins afterwards."""
+    """While request r loads chunks, the lookup server's thread pins them for request o. Return the pins afterwards."""
 
     def lookup_of_o() -> None:
         thread = threading.Thread(target=made.look_up, args=("o",))
@@ -147,7 +147,7 @@ def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
 
 @answers([1], fixes=True)
 def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
-    """One of two layerwise loads ends early. LMCache must release the pins of both. Return the other pins."""
+    """One of two layerwise loads ends early. LMCache must release the pins of both loads. Return the pins that stay."""
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -170,7 +170,7 @@ AFTER_ONE_LOAD = [
     ("", "0.5.5", 0, [[1, 0, True]]),  # wrong: the pin of request o is gone
     ("layers", "0.5.6", 0, [[1, 0, True]]),
     ("async", "0.3.15", None, [[2, 1, True]]),
-    # LMCache also fetched chunks that vLLM has. 0.4.1 releases only these chunks twice; 0.5.6 releases all twice
+    # LMCache also fetched chunks that vLLM has. 0.4.1 releases only those twice; 0.5.6 releases all chunks twice
     ("async", "0.4.1", 32, [[0, 0, False], [1, 0, True]]),
     ("async", "0.5.6", 32, [[0, 0, False]]),
 ]
@@ -236,7 +236,7 @@ class Worker:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([0, 0, 0, 64, [], True], [64, 64, 0, 0, ["b", "a"], True], also="release", fixes=["KVF017"])
 def test_each_tenant_has_keys_of_its_own() -> list[Any]:
-    """Tenants a and b store one prompt. Return the hits of a, b, a stranger and no tag, and the tags of the loads."""
+    """Tenants a and b store one prompt. Return the hits for a, b, another tenant and no tag, and the loads' tags."""
     worker = Worker()
     worker.step({"one": "a", "other": "b"}, load=False)
     found = [worker.found(*each) for each in (("again", "a"), ("another", "b"), ("stranger", "c"), ("untagged",))]
@@ -249,7 +249,7 @@ def test_each_tenant_has_keys_of_its_own() -> list[Any]:
 
 @answers([0] * 4, [1] * 4)
 def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
-    """The adapter names no request when it loads, so KVF018 must find the request. Another one waits for the chunks."""
+    """The adapter loads without a request id, so KVF018 must find the request. Another request waits for the chunks."""
     worker = Worker()
     worker.step({"one": ""}, load=False)
     worker.found("r")
@@ -262,7 +262,7 @@ def test_a_load_leaves_the_pins_of_other_requests() -> list[int]:
 SHORT = [
     (False, 0, 64, ["dies", 0]), (False, 2, 64, [[], 2]), (["KVF026"], 0, 64, [[0, 1, 2, 3], 0]),
     (True, 2, 64, [[2, 3], 2]), (True, 4, 64, [[], 4]),
-    # One of two hit chunks is cached. The step computes later chunks on top of missing KV, and must not store them.
+    # One of two hit chunks is cached. The step computes later chunks from missing KV, so it must not store them.
     (["KVF026"], 1, 32, [[1], 4]), (True, 1, 32, [[1], 1]),
 ]  # fmt: skip
 

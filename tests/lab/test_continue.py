@@ -14,7 +14,7 @@ from tests.engine_state import test_watchdog, wedged
 
 
 def saved(engine: str, steps: int = 0) -> dict[str, Any]:
-    """Make `steps` steps, save the engine's state as `kvfix look --save` does, and return the lab's results for it."""
+    """Make `steps` steps, save the state as `kvfix look --save` does, and return the lab's results for this state."""
     with runner.applied(fixes=False):
         lab = getattr(wedged, engine)()
         lab.step(steps)

@@ -4,7 +4,7 @@ from kvfix import catalogue, wrapping
 from tests.conftest import RELEASES, Once, answers
 from tests.lab.faults import faults
 
-#: Fixes that fail closed, but that are not tried: this release does not have the bug, or the lab cannot play it.
+#: Fail-closed fixes that are not tried, because this release does not have the bug or the lab cannot play the bug.
 ELSEWHERE = {"KVF008", "KVF014", "KVF019", "KVF020", "KVF024", "KVF103", "KVF106", "KVF115", "KVF206"}
 
 

@@ -1,4 +1,4 @@
-"""Play schedules that the fuzzer found: with failed loads, a kv_producer, ranks, and pairs of engines."""
+"""Play schedules that the fuzzer found. They have failed loads, a kv_producer, ranks, or pairs of engines."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights
 def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
     """A load fails with asynchronous scheduling. After an empty step the request starts again in its old blocks.
 
-    `make healthy` found that the first chunk was never stored (KVR007). KVF007 remembers the failed load for as many
-    steps as are in flight, even if one of these steps computes nothing.
+    `make healthy` found that the first chunk was never stored (KVR007). KVF007 remembers the failed load until all
+    steps in flight have ended, even if one of them computes nothing.
     """
     events = [event for _, event in late.play(draw(824, "v1", lacks=LACKS)).log if event.request == "r71"]
     failed = next(place for place, event in enumerate(events) if isinstance(event, LoadFailed))
@@ -33,7 +33,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 @answers([True, True], [False, False])
 def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
-    """A step starts beyond its request's blocks. Return whether the lab reports the step, or anything."""
+    """A step starts beyond its request's blocks. Return whether the lab reports this step, and any violation at all."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -42,7 +42,7 @@ def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
 
 @answers([True, True], release="0.4.6", fixes=True)
 def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
-    """The load of `r`, which shares blocks with `other`, fails. KVF103 and KVF110 wrap the function that reports it.
+    """`r` shares blocks with `other`, and the load of `r` fails. KVF103 and KVF110 wrap the function that reports this.
 
     The fixes must report only blocks that the load writes. Return whether the number of computed tokens of `other`
     never falls, and whether `other` has 20 steps or more.
@@ -60,7 +60,7 @@ def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
 def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
     """vLLM preempts a request in its decode phase. vLLM has its whole prompt, but LMCache has evicted half of it.
 
-    LMCache's worker also stores tokens that the metadata exclude (0.5.6 vllm_v1_adapter.py:1152), so there is no hole.
+    LMCache's worker also stores tokens that the metadata exclude (0.5.6 vllm_v1_adapter.py:1152). So there is no hole.
     Return the number of cached chunks before the eviction, after it, and at the end of the request.
     """
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
@@ -78,10 +78,10 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
 @pytest.mark.parametrize(("is_fixed", "answer"), [(True, [False, False]), (False, [True, True])])
 @answers(also="answer")
 def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> list[bool]:
-    """Decode's request is aborted, and the notice to prefill is lost. Decode keeps the blocks for prefill's writes.
+    """A client aborts decode's request, and the notice to prefill is lost. Decode keeps blocks for prefill's writes.
 
-    With KVF322 decode keeps blocks until the registration ends, without fixes for ever. Return whether there is a
-    finding of KVR009, and whether there is any finding or report.
+    With KVF322 decode keeps the blocks until the registration ends, and without fixes for ever. Return whether there is
+    a finding of KVR009, and whether there is any finding or report.
     """
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector="nixl-push", num_blocks=40, max_num_batched_tokens=64, extra=timeout)
@@ -93,7 +93,7 @@ def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> 
 
 @answers([True, True])
 def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
-    """While one engine waits for a lookup, the clock of both engines advances, so a lease can end meanwhile."""
+    """While one engine waits for a lookup, the clocks of both engines advance. So a lease can end during the wait."""
     options = Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
     pair = late.Pair(options)
     pair.on("decode", "lookups_fail", 1)
@@ -116,7 +116,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return how many chunks each rank's cache has: before and after a load of 128 of 300 tokens, and at the end."""
+    """Return each rank's number of chunks: before a load of 128 of 300 tokens, after the load, and at the end."""
     engine, chunks = late.LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options)), []
     for part in (
         do.store("first", prompt(128)),

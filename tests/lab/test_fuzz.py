@@ -36,8 +36,8 @@ GROUPS = ("one_window", "two_windows", "larger_blocks", "states", "states_and_dr
 #: Counters of pairs of engines whose numbers of ranks differ.
 PAIRS = without("more_ranks", "fewer_ranks", "copied_heads")
 #: Counters that stay 0. A kv_consumer stores nothing (mp: lmcache_mp_connector.py 0.5.6:608). v1 has one KV group and
-#: no server, and all ranks end a transfer in the step of its start. With mp the lab has no OtherConnector, no partial
-#: load, no id twice and no request with parameters. The lab plays OffloadingConnector in one role and without a server.
+#: no server, and a rank ends each transfer in the step of its start. With mp the lab has no OtherConnector, no partial
+#: load, no repeated request id and no request parameters. It plays OffloadingConnector in one role, without a server.
 NEVER = {
     "v1": {
         "loads_of_groups", "stores_of_groups", "null_objects_left_out", "ranks_apart", "stores_of_kv_consumer",
@@ -55,9 +55,9 @@ NEVER = {
         *without("states", "states_and_drafts", "separate_objects"),
     },
 }  # fmt: skip
-#: Connectors to compare with NEVER. OffloadingConnector runs with fixes: without them a failed copy ends its worker.
+#: Connectors to compare with NEVER. OffloadingConnector runs with fixes. Without fixes a failed copy ends the worker.
 CONNECTORS = ["v1", "mp", "offloading"]
-#: Counters that may be 0 or not. For example, a session with OffloadingConnector locks requests out in few seeds.
+#: Counters that only some runs raise. For example, a session with OffloadingConnector locks requests out in few seeds.
 RARE = {"locked_out_by_session", "aborted_loading"}
 
 
@@ -130,7 +130,7 @@ def test_each_drawn_feature_happens(connector: str, outcomes: dict[str, Any]) ->
 
 
 def test_an_engine_is_released_when_its_run_is_over(outcomes: dict[str, Any]) -> None:
-    """LMCache's metrics may still refer to the last engines. But v1 alone has played more than 200 engines."""
+    """v1 alone has played more than 200 engines. LMCache's metrics may keep only the last few of them alive."""
     assert outcomes["engines"] < 10
 
 
@@ -156,7 +156,7 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
     ("nixl-pull", "check", range(64), "peer_ranks", OF_RANKS),
     ("nixl-push", "check", range(119), "peer_ranks", OF_RANKS),
     *((connector, "check", range(70), "windows", OF_GROUPS) for connector in WITH_RANKS),
-    # the same seed four times: the file tier's threads must not change whether a lookup finds a file
+    # one seed four times, because the file tier's threads must not change whether a lookup finds a file
     ("offloading", "fix", (102,) * 4, "", ()),
     # seeds for which the lab once reported a false LAB026, or which send a request again after its abort (KVF363)
     ("mooncake", "check", (664, 1255, 1302), "", ()),
@@ -170,8 +170,8 @@ AGAIN = 8
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
     """Play these schedules with the fixes, but plain schedules of SimpleCPUOffloadConnector without fixes.
 
-    only: play only schedules with this option; "": play all schedules, and the first AGAIN once more. Return
-    [violations, counts] of each schedule, in both rounds.
+    only: play only schedules with this option. If it is "", play all schedules, and then repeat the first AGAIN ones.
+    Return [violations, counts] of each schedule, in both rounds.
     """
 
     def played(seeds: list[int]) -> list[Any]:
@@ -246,7 +246,7 @@ for arguments in {cases!r}:
 
 
 def test_vllms_copy_and_later_releases_have_other_arguments() -> None:
-    """The text of a refusal (options.KNOWN) names lines of vLLM and LMCache. These lines must still have that code."""
+    """An error message in options.KNOWN names lines of vLLM and LMCache. Check that the code is on these lines."""
     copied = site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
     theirs = [RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")]
     own, early, late = (file.read_text().splitlines() for file in (copied, *theirs))

@@ -1,10 +1,10 @@
-"""kvfix applies a fix whole or not at all. If a fix is applied without one of its targets, the lab finds the bug.
+"""kvfix applies either all targets of a fix or none. If one target is left out, the lab finds the bug.
 
-A site patch or a later release may replace a function of a fix. Then kvfix must wrap no function of the fix, and the
-fix's scenarios must have the same outcomes as without fixes.
+A site patch or a later release may replace a function that a fix wraps. Then kvfix must wrap no function of the fix,
+and the fix's scenarios must have the outcomes that they have without fixes.
 
-One of two processes may have no kvfix. So if a fix wraps functions in two processes, each half alone must not add a
-finding to those of the release. But a load may time out, although without fixes it never ends.
+Some fixes wrap functions in two processes, and one of the processes may run without kvfix. So each half of a fix alone
+must not add a finding to the findings without fixes. One new finding is allowed: a load may time out that never ended.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,12 +31,12 @@ from tests.conftest import RELEASES, Once, answers
 from tests.lab.faults import CLOSED, Case, cases, of_scenario
 from tests.lab.planted import counted, steps, until
 
-#: Functions of connectors that run in a worker. Other functions run in a worker if the name of their class says so.
+#: Functions of connectors that run in a worker. For other functions, `_is_in_worker` decides by the class name.
 IN_WORKER = {
     "wait_for_save", "start_load_kv", "save_kv_layer", "get_block_ids_with_load_errors", "get_finished",
     "get_transfer_results", "handle_preemptions",
 }  # fmt: skip
-#: {fix that also reports failed stores: connectors to play}. No scenario plays failed stores.
+#: {fix that also reports failed stores: connectors to play}. No scenario has failed stores.
 STORES = {"KVF330": ["offloading"], "KVF370": ["simple-offload"]}
 #: {fix for prefill and decode: its functions that act in the prefill engine}
 IN_PREFILL = {"KVF319": {"request_finished"}, "KVF322": {"_do_start_push_kv"}}
@@ -48,7 +48,7 @@ def _is_in_worker(target: Target) -> bool:
 
 
 def halves(fix: Fix) -> list[tuple[Target, ...]]:
-    """Return the targets of each half of a fix, or [] if all its functions run in one process."""
+    """Return the targets of each half of a fix, or [] if all targets run in one process."""
     if fix.code in IN_PREFILL:
         first = tuple(each for each in fix.targets if each.function.rpartition(".")[2] in IN_PREFILL[fix.code])
     else:
@@ -68,14 +68,14 @@ def failed_store(connector: str) -> Case:
 
 
 def play_all() -> dict[str, list[str]]:
-    """Return {fix: findings with one half of the fix that do not occur without the fix}."""
+    """Return {fix: findings that occur with one half of the fix, but not without the fix}."""
     found: dict[str, list[str]] = {}
     for fix in map(catalogue.find, FIXES):
         found[fix.code] = []
         for case in cases(fix) + [failed_store(connector) for connector in STORES.get(fix.code, ())]:
             released = {*CLOSED, *(each.code for each in case.findings(False))}
             for targets in halves(fix):
-                # kvfix would not apply a half that has only helpers, so count each function as one with the bug
+                # kvfix would not apply a half that has only helpers, so declare that no target is a helper
                 with mock.patch.dict(vars(fix), targets=tuple(replace(each, helper=False) for each in targets)):
                     new = [str(each) for each in case.findings() if each.code not in released]
                 found[fix.code] += [f"{case.name} with {targets[0].function}: {each}" for each in new]
@@ -91,7 +91,7 @@ OPTIONS = Options(block_size=16, chunk_size=16, num_blocks=40, max_num_batched_t
 
 
 def found(options: Options, *parts: Any) -> list[str]:
-    """Play these parts of a schedule with the fixes. Return the findings, and the text FAILED for each failed load."""
+    """Play these parts of a schedule with the fixes. Return the findings, and FAILED once for each failed load."""
     with runner.applied(True):
         engine = late.LabEngine(options)
         steps(*parts, do.run(), do.settle())(engine)
@@ -105,7 +105,7 @@ def other_fails(_: Any) -> None:
 
 
 def shared(*parts: Any) -> list[str]:
-    """Play a step with a failed load that also computes `sharing` after token 64. vLLM has the 64 tokens, LMCache none.
+    """In one step a load fails, and `sharing` is computed from token 64 on. vLLM has the first 64 tokens, LMCache none.
 
     The worker does not store the computed tokens, and vLLM rolls `sharing` back to token 64. parts: the next steps.
     """
@@ -120,7 +120,7 @@ def shared(*parts: Any) -> list[str]:
 
 
 def fails_again() -> list[str]:
-    """Play a failed load of `r`. A second load of `r` would fail too."""
+    """Play a failed load of `r`. If `r` loads a second time, this load fails too."""
     return found(
         Options(max_num_batched_tokens=512, async_scheduling=True),
         [do.store("first", prompt(192)), do.fail_load("r"), do.admit("r", prompt(193), max_tokens=4)],
@@ -129,7 +129,7 @@ def fails_again() -> list[str]:
 
 
 def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
-    """Play with this fix, but without one of its functions ("": with all). Return the findings."""
+    """Play with this fix, but without this function of the fix ("": with all functions). Return the findings."""
     fix: Any = catalogue.find(code)
     left = [each for each in fix.targets if not function or not each.function.endswith(function)]
     with mock.patch.dict(vars(fix), targets=tuple(left)):
@@ -150,7 +150,7 @@ INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF221", "_update_request_as_session", of_scenario(find("preempted-session-lost")).findings, ("LAB008",)),
     ("KVF007", "build_connector_meta", shared, (HOLE,)),
 ]
-#: Targets without which there are more findings than those listed.
+#: If one of these targets is left out, the lab has more findings than INCOMPLETE lists.
 WITH_OTHERS = ("get_block_ids_with_load_errors", "get_num_new_matched_tokens")
 
 
@@ -174,7 +174,7 @@ def test_another_engine_in_the_process_changes_no_notes() -> list[str]:
 
 @contextmanager
 def replaced(fix: Fix, target: Target) -> Iterator[None]:
-    """Replace the target by an equal function with another file name. Its behaviour probe gives no answer."""
+    """Replace the target by an equal function with another file name. The target's behaviour probe gives no answer."""
     owner, name, original = installed_source.live_function(import_module(target.module), target.function)
     is_static = isinstance(original, staticmethod)
     inner = original.__func__ if is_static else original
@@ -214,7 +214,7 @@ def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
 
 
 def play_replaced() -> dict[str, Any]:
-    """Return {fix and replaced function: [functions still wrapped, scenarios whose outcome the fix still changes]}.
+    """Replace one function at a time. Return {fix and function: [wrapped functions, scenarios that the fix changes]}.
 
     For each copy of the code, also return the functions that the fix wraps when no function is replaced.
     """

@@ -1,4 +1,4 @@
-"""Mixed roll-out: only one of two engines has the default fixes. The engines violate no rule that the release keeps."""
+"""Mixed roll-out: only one of two engines has the default fixes. They violate no rule that the release keeps."""
 
 from functools import partial
 from math import inf
@@ -22,7 +22,7 @@ PLAYED = [
 
 
 def fuzzed(connector: str, fixes_in: str, seeds: int) -> dict[str, Any]:
-    # As released, requests may wait for ever. All other schedules of these seeds end in 1,000 steps.
+    # Without fixes, requests may wait for ever. All other schedules of these seeds end in 1,000 steps.
     with mock.patch.object(late.fuzz_run, "play", partial(late.play, end=500)):
         return dict(late.fuzz(late.Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0).as_json())
 
@@ -41,7 +41,7 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 )
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
-    """Two engines share a cache. If one has KVF017, neither loads the other's stores. Return the loaded tokens."""
+    """Two engines share a cache. If one engine has KVF017, neither loads stores of the other. Return loaded tokens."""
     loaded = []
     with late.pair_engine.fixes_in(fixes_in):
         kvfix.apply(only=only)
@@ -60,7 +60,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 )
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
-    """Return the engines in which functions ran with the fixes, and those in which functions ran without fixes."""
+    """Return the engines in which functions ran with the fixes, and the engines in which functions ran without."""
     ran: tuple[set[str], set[str]] = set(), set()
     pair_engine = late.pair_engine
     choose = pair_engine._in_one
@@ -92,15 +92,15 @@ def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> li
 @pytest.mark.parametrize(
     ("connector", "seed", "code", "answer"),
     [
-        # KVF353 is opt-in because both engines need it. Otherwise the engines count tokens differently.
+        # KVF353 is opt-in because both engines need it. If one engine lacks it, the engines count tokens differently.
         ("nixl-pull", 1, "KVF353", [True, True, True]),
-        # With KVF364 requests end earlier, so other loads share a message. Then decode shows the bug of KVF369.
+        # With KVF364 requests end earlier, so other loads share a message, and decode shows the bug of KVF369.
         ("mooncake-multi", 35, "KVF364", [True, False, False]),
     ],
 )
 @answers(also="answer")
 def test_a_fix_in_prefill_alone(connector: str, seed: int, code: str) -> list[bool]:
-    """Return whether the seed has violations, and whether the release lacks some or all of these violations."""
+    """Return three flags: there are violations, the release lacks some of them, and the release lacks all of them."""
     run = late.Run(connector, True, fixes_in="prefill")
     (schedule,) = run.schedules([seed])
     with late.pair_engine.fixes_in("prefill"):

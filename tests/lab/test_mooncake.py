@@ -1,4 +1,4 @@
-"""Test prefill and decode with MooncakeConnector: timeouts, two prefills for one transfer, and two prefill ranks."""
+"""Test MooncakeConnector: timeouts, two prefill requests for one transfer, and two prefill ranks."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ OPTIONS = Options(connector="mooncake", num_blocks=40, max_num_batched_tokens=64
 @pytest.mark.parametrize(("aborted_first", "answer"), [(True, [0, []]), (False, [1, []])])
 @answers(also="answer", fixes=["KVF364"])
 def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> list[Any]:
-    """Abort one of two prefills for a transfer, before or after the other ends. Return its leases, and the findings."""
+    """Abort one of two prefill requests for a transfer, before or after the other ends. Return leases and findings."""
     pair = late.Pair(OPTIONS)
     pair.prefill.connector._transfer = lambda name: "shared"
     steps(
@@ -35,7 +35,7 @@ def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool) -> li
 @pytest.mark.parametrize(("longer", "answer"), [(0, ["LAB001", "LAB008"]), (480, [])])
 @answers(also="answer")
 def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: float) -> list[str]:
-    """Check the workaround for KVF906: a longer timeout in decode, which changes only how long decode waits."""
+    """Check the workaround for KVF906, a longer timeout in decode. The timeout changes only how long decode waits."""
     released = late.mooncake_network.Dealer.setsockopt
 
     def setsockopt(dealer: Any, option: int, value: float) -> None:
@@ -52,9 +52,9 @@ ADDRESS = "tcp://prefill:1"
 
 @answers([True, True], [False, False])
 def test_blocks_are_kept_until_the_last_rank_has_written() -> list[bool]:
-    """A load must end with the last prefill rank's report (KVF369). Otherwise a rank overwrites another request.
+    """A load must end only when the last prefill rank reports (KVF369). Otherwise a rank overwrites another request.
 
-    The second prefill rank answers each message with an error. Return whether LAB001 is violated, and any rule.
+    One prefill rank answers each message with an error. Return whether LAB001 is violated, and whether any rule is.
     """
     pair = late.Pair(RANKS)
     pair.ask("a", prompt(32, seed=2))

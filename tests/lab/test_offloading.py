@@ -26,7 +26,7 @@ SIMPLE = SETUPS["simple-offload"].options
 
 @answers([2, 2, "AssertionError", 2], [2, 0, 0, 2])
 def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
-    """The model has a KV group of states. Return the number of stored blocks for each limit, or an error."""
+    """The model has a KV group of states. Return for each limit the number of stored blocks or the error."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -62,7 +62,7 @@ def test_no_more_is_stored_than_the_request_allows() -> list[Any]:
 
 @answers([])
 def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
-    """The worker reports loads in order, so it correctly reports the failed second load after the first load."""
+    """The worker reports loads in order. So it is right to report the failed second load only after the first load."""
     with applied(True, "check"):
         engine = late.LabEngine(replace(SIMPLE, delay=6))
         steps(
@@ -77,7 +77,7 @@ def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
 
 @answers([])
 def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
-    """A reset frees a request's blocks during their store. The request then has more stored than computed tokens."""
+    """A reset frees blocks while they are stored. Then the request has more stored tokens than computed tokens."""
     options = replace(
         SIMPLE, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5, max_num_seqs=2,
         drafter="mtp", drafts=4, acceptance=30, cpu_blocks=75, extra={"lazy_offload": False},
@@ -91,7 +91,7 @@ def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
 
 @answers([[300, 0, 288, 288, True], [["Granted", 288], ["LoadDue", 0, 288]], True])
 def test_the_reader_knows_loads_and_stores() -> list[Any]:
-    """Return the recorded lookup and load of a request, and whether all its recorded stores have tokens."""
+    """Return a request's recorded lookup and load, and whether every recorded store of the request has tokens."""
     kvfix.apply("observe", only=[])
     schedule_offloading(late.LabEngine(SIMPLE))
     events = [each.event for each in session.events if each.event.request == "again"]
@@ -103,7 +103,7 @@ def test_the_reader_knows_loads_and_stores() -> list[Any]:
 
 @answers([[], []], [[0, 1], [0]], fixes=["KVF370"])
 def test_a_full_disk_ends_no_thread() -> list[Any]:
-    """Two stores are in the queue, and the disk is full at the first store. Return the ended and the failed stores."""
+    """Two stores are queued, and the disk is full at the first store. Return the ended stores and the failed stores."""
     import torch
     from vllm.v1.simple_kv_offload import disk_backend
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
@@ -157,7 +157,7 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 
 @answers([True, ["AttributeError", "TypeError"]], [True, ["CHUNK_LEVEL"]])
 def test_malformed_parameters_end_no_engine() -> list[Any]:
-    """Add, look up and end requests. Return whether those of RIGHT get their policy, and the answers for MALFORMED."""
+    """Add, look up and end requests. Return whether all of RIGHT get their policy, and the results for MALFORMED."""
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.tiering.p2p.manager import P2PSecondaryTierManager
 

@@ -22,7 +22,7 @@ from tests.lab.planted_in_ranks import LARGER_BLOCKS, ONE_OBJECT, RANKS, SHARES,
 
 #: The only allowed finding. This release has the bug of scenario priority-left-after-resume.
 KNOWN = "_requests_priority still holds it"
-#: Settings of LMCache in process for asynchronous loads, and for layerwise loads.
+#: Settings of LMCache in process: for asynchronous loads, and for layerwise loads.
 FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
 
 ONE = {"loaded_tokens": 64, "preemptions": 1, "stored_tokens": 224}
@@ -31,7 +31,7 @@ WITH_DRAFTS = {**ONE, **dict.fromkeys(("drafts_proposed", "drafts_accepted", "dr
 #: The three prompts have 310 tokens together. The second prompt may hit 96 tokens in blocks of the first prompt.
 PAIR = {"loaded_tokens": 310 - 96}
 LEASES, OF_RANKS = {**PAIR, "leases": 3}, {**PAIR, "leases": 3 + 12, "ranks_apart": 1}
-#: Prefill and decode's memory both have the third prompt. Decode loads it from prefill (BESIDE) or its memory (OWN).
+#: Prefill and decode's memory both have the third prompt. Decode loads from prefill (BESIDE) or from its memory (OWN).
 BESIDE = {"loads_of_kv_producer": 1, "loads_of_kv_consumer": 1, "loaded_beside": 2}
 OWN = {**BESIDE, "loads_of_kv_consumer": 2, "loaded_beside": 1}
 #: (setup, changed options, minimum counts)
@@ -70,7 +70,7 @@ PLANTED = {each: fault for each, fault in FAULTS.items() if each[0] != "mp-real"
 
 
 def random_schedules(seeds: int) -> dict[str, Any]:
-    """Play plain schedules with asynchronous loading. Plain schedules have no aborts, failed loads or evictions."""
+    """Play plain schedules (no aborts, failed loads or evictions) with asynchronous loading."""
     found, counts = {}, Counter[str]()
     for seed in range(seeds):
         drawn = draw(seed, "v1", plain=True)

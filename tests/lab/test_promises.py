@@ -25,7 +25,7 @@ COMPUTES = ["", "RUNNING", 64]
 
 
 def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple[Any, list[Any]]:
-    """Return a scheduler with this connector, and its requests. params: {name of a request: parameters}."""
+    """Return a scheduler with this connector, and the added requests. params: {name of a request: parameters}."""
     from vllm.config import KVTransferConfig
 
     options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)
@@ -40,7 +40,7 @@ def asked(connector: str, role: str, params: dict[str, dict[str, Any]]) -> tuple
 
 
 def scheduled(connector: str, role: str, params: dict[str, Any]) -> list[object]:
-    """Schedule one request. Return the error or "", the status of the request, and the scheduled tokens."""
+    """Schedule one request. Return the error ("" for none), the status of the request, and the scheduled tokens."""
     from vllm.v1.request import RequestStatus
 
     scheduler, (request,) = asked(connector, role, {"r": params})
@@ -81,9 +81,9 @@ def test_a_promise_needs_a_peer(name: str, once: Once) -> None:
     ("annotation", "good", "wrong"), [(list[int], [1, 2], [[1, 2]]), ("BlockIds", [[1, 2]], [1, 2])]
 )
 def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
-    """Up to vLLM 0.15, blocks are one list (nixl_connector.py 0.15.1:755). Later releases have a list for each group.
+    """Up to vLLM 0.15, block ids are one list (nixl_connector.py 0.15.1:755), later a list for each KV group.
 
-    KVF301 knows both forms. The stub has no worker, which would fail a wrong load. So the fix must promise 0.
+    KVF301 accepts both forms. If the form is wrong for this release, the fix must promise 0 tokens.
     """
     scheduler = SimpleNamespace(
         get_num_new_matched_tokens=lambda self, request, num_computed_tokens: (32, True),
@@ -97,7 +97,7 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
         assert hook(scheduler, request, 0) == promised
 
 
-#: {request of decode: its prefill}. The second request repeats the first. The third asks for a second answer (n > 1).
+#: {decode request: prefill request}. The second request repeats the first. The third is a second sample (n > 1).
 ASKED = {"r-00000001": "p-1", "r-00000002": "p-1", "1_r-00000003": "p-1", "s-00000004": "p-2"}
 
 
@@ -119,7 +119,7 @@ LOADS = "WAITING_FOR_REMOTE_KVS"
     [
         # for "1_r-00000003", vLLM's own cache has three blocks
         ("NixlConnector", [LOADS, "RUNNING", "RUNNING", LOADS], {"r-00000002": 64, "1_r-00000003": 16}),
-        # prefill finds its blocks by the id of the decode request, so "1_r-00000003" has its own prefill request
+        # prefill finds blocks by the id of the decode request, so "1_r-00000003" has its own prefill request
         ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
     ],
 )

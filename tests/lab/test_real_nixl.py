@@ -1,4 +1,4 @@
-"""Real NIXL over UCX behaves like the lab's model of NIXL in each step. The lab also finds faults with real NIXL."""
+"""In each step, real NIXL over UCX behaves like the lab's model of NIXL. The lab also finds faults in real NIXL."""
 
 from collections.abc import Callable
 from math import inf
@@ -15,7 +15,7 @@ from tests.conftest import RELEASES, Once
 from tests.lab.planted import played, wrap
 from tests.lab.planted_in_pairs import read_the_next_block
 
-#: {connector: (first seed, end)} of seeds that do not wait long for leases.
+#: {connector: (first seed, last seed + 1)}. These seeds do not wait long for leases.
 SEEDS = {
     "nixl-pull": (4, 12), "nixl-push": (1, 8), "nixl-multi": (0, 8), "nixl-push-multi": (0, 6), "nixl-offload": (5, 13),
 }  # fmt: skip
@@ -23,7 +23,7 @@ REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or
 
 
 def outcomes(real: bool) -> dict[str, Any]:
-    """Return the answer or exception of each call to an agent. real: call NIXL's agent, and not its model."""
+    """Return the result or exception of each call to an agent. real: call NIXL's agent instead of the lab's model."""
     import numpy
 
     from kvfix_tools.lab.connectors.nixl_network import Network
@@ -101,7 +101,7 @@ def outcomes(real: bool) -> dict[str, Any]:
     attempt("the peer", lambda: here.remove_remote_agent(there.name))
     attempt("known no more", lambda: here.check_remote_metadata(there.name))
     done["unaware"] = network.counts["nixl_unaware"]
-    # the failed transfer may have written a part
+    # the failed transfer may have written a part of the blocks
     done["of one that failed"] = int(memories[0][0, 0]) in (GARBAGE, 5000, 5000 + 3 * 64)
     return done
 
@@ -130,7 +130,7 @@ FAULTS = {each.__name__: each for each in (read_the_next_block, not_whole)}
 
 
 def planted(connector: str, *names: str) -> list[dict[str, Any]]:
-    """Play the setup with each of these faults in both agents ("": no fault). Return findings and counters."""
+    """Play the setup once for each fault ("": no fault). Both agents have the fault. Return findings and counters."""
     agent_of, done = late.nixl_real.RealNetwork.agent, []
     for name in names:
 
@@ -158,7 +158,7 @@ def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
 
 
 def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
-    """Compare NIXL with its model. fault: let NIXL move other blocks than the model does."""
+    """Compare NIXL with the lab's model. fault: let NIXL move other blocks than the model moves."""
     prepare = late.nixl_real.RealAgent.prepare
 
     def elsewhere(agent: Any, handle: int, operation: str, *lists: Any) -> None:

@@ -22,7 +22,7 @@ ITS_OWN = "evicted_by_server", "lookups_unanswered", "loads_failed"
 
 
 def play_all() -> dict[str, Any]:
-    """Play everything with one server. Return {"why": error} if the server does not start."""
+    """Play all parts of this test with one server. Return {"why": error} if the server does not start."""
     try:
         server = server_process.of_this_process()
     except OSError as error:
@@ -38,7 +38,7 @@ def play_all() -> dict[str, Any]:
 
 
 def _played_twice() -> list[list[int]]:
-    """Play eight seeds twice. Return both numbers of steps, for seeds with no evictions and equal counters ITS_OWN."""
+    """Play eight seeds twice. Return both numbers of steps if the counters ITS_OWN are equal and no eviction occurs."""
     run = late.Run("mp", True, real_server=True)
     twice = [[run.play(range(seed, seed + 1), inf) for _ in range(2)] for seed in SEEDS[:8]]
     own = [[[each.counts[name] for name in ITS_OWN] for each in both] for both in twice]
@@ -47,7 +47,7 @@ def _played_twice() -> list[list[int]]:
 
 
 def _slow(fixes: str) -> list[str]:
-    """Pause the server before a load and a store, and continue it later. Return the violated rules."""
+    """Pause the server before a load and a store, and continue the server later. Return the violated rules."""
     sizes = {"chunk_size": SERVER_CHUNK, "num_blocks": 28, "max_num_batched_tokens": 1024}
     with runner.applied(fixes == "fixed"):
         engine = late.LabEngine(Options(connector="mp", real_server=True, delay=5, **sizes))
@@ -55,7 +55,7 @@ def _slow(fixes: str) -> list[str]:
             [begin_load_and_store, do.server_stops(), do.step(2)],
             [do.admit(f"other {seed}", prompt(160, seed=seed), max_tokens=10) for seed in (2, 3)],
             [do.step(2), do.server_goes_on()],
-            # the other requests must still run when the transfers end, even on a slow machine
+            # even on a slow host, the other requests must still run when the transfers end
             lambda engine: engine.connector.server.process.transfers_end(),
             [do.run(), do.settle()],
         )(engine)

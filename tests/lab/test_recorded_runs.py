@@ -1,4 +1,4 @@
-"""docs/matrix.json and docs/released.json, the records of long runs, are complete, as expected and reproducible."""
+"""docs/matrix.json and docs/released.json record long runs. They are complete, as expected and reproducible."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A scenario violates its rule only if the release has the bug and the fixes are not applied. Reports name the fix."""
+"""A scenario violates its rule only if the release has the bug and no fix is applied. The report names the fix."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def play_all(release: str) -> list[dict[str, Any]]:
 
 
 def acted(scenario: Scenario, code: str) -> int:
-    """Return how often the fix acted. If it did not act with the other fixes, play the scenario with this fix only."""
+    """Return how often the fix acted. If the fix did not act together with other fixes, play with this fix only."""
     if not metrics.of(code).acted:
         runner.play(scenario, fixes=True, only=[code])
     return metrics.of(code).acted
@@ -66,7 +66,7 @@ def test_as_released(slug: str, release: str, once: Once) -> None:
 def test_with_fixes(slug: str, release: str, once: Once) -> None:
     each = played(once, release)[slug, True]
     if not find(slug).fixes:
-        # The bug has no fix, so fixes do not change the outcome, unless another bug ended the schedule without fixes.
+        # The bug has no fix, so fixes do not change the outcome. But without fixes another bug may end the schedule.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
@@ -78,19 +78,19 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
 
 def test_a_fix_acts_in_the_scenarios_of_its_bug(once: Once) -> None:
     found = {slug: each["acted"] for (slug, fixes), each in played(once, "0.5.6").items() if fixes}
-    # In this scenario KVF325 does not act: KVF322 drops the load, so no registration raises.
+    # In this scenario KVF322 drops the load. So no registration raises, and KVF325 does not act.
     assert {slug for slug, counts in found.items() if not all(counts.values())} <= {"nixl-push-thread-loses-notices"}
     assert len({code for counts in found.values() for code in counts}) > 60
 
 
-#: {scenario that hooks show, but not with the releases of PLAYED: reason}
+#: {scenario that is visible at hooks, but not with the releases in PLAYED: reason}
 NOT_HERE = {
     "resume-is-not-known": "0.3.9 has it, which `make matrix` plays",
     "mp-abort-while-prefetching-in-tree": "the client of 0.4.6 keeps nothing of a lookup that was not answered",
 }
 VISIBLE = [scenario for scenario in scenarios() if not scenario.not_in_hooks]
 VLLM = releases.versions()["vllm"]
-#: (scenario, release) for each release with which hooks show the bug of the scenario.
+#: (scenario, release) for each release in which the bug of the scenario is visible at hooks.
 SHOWN = [
     (scenario, release)
     for scenario in VISIBLE

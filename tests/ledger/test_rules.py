@@ -14,7 +14,7 @@ FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
 ADMITTED = [FRESH, ev.Granted("r", 512), ev.LoadDue("r", 0, 512), ev.Scheduled("r", 512, 488, first=True)]
 LOST = [*ADMITTED, ev.Loaded("r", 512, 512), ev.LoadFailed("r", 512)]
 FULL_HIT = [FRESH._replace(total=512, promised=511), ev.Granted("r", 511)]
-#: REPLAYED: the model recomputes the last tokens of a hit. DIVERGENT: the model's layers have different hits.
+#: REPLAYED: the model recomputes the last tokens of a hit. DIVERGENT: layers of the model have different hits.
 REPLAYED = FRESH._replace(replay=128)
 REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)
@@ -30,7 +30,7 @@ TWICE = [*LATE, ev.TimedOut("r", 3.0, 13.1)]
 AFTER = [FRESH._replace(computed=336, promised=176), ev.Granted("r", 176)]
 UNASKED = ev.Scheduled("r", 0, 16)
 
-#: {rule: [(case, earlier events, the event to check, verdict: "violated", "unknown", or None: no finding)]}
+#: {rule: [(case, earlier events, the event to check, verdict)]}. The verdict is None if there is no finding.
 CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     "KVR001": [
         ("more than remains", [], ASKED._replace(promised=664), "violated"),
@@ -184,7 +184,7 @@ def test_every_rule_has_cases_and_a_docstring() -> None:
 
 
 def test_tools_do_not_miss_a_rule() -> None:
-    """Only the import of kvfix_tools.ledger registers its rules, so the tools import RULES from there."""
+    """Importing kvfix_tools.ledger registers the rules that it defines. So the tools import RULES from there."""
     texts = {path: path.read_text() for path in (ROOT / "tools").rglob("*.py") if path.name != "ledger.py"}
     assert not [path for path, text in texts.items() if re.search(r"from kvfix\.ledger(\.rules)? import .*RULES", text)]
 

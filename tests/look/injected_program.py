@@ -1,4 +1,4 @@
-"""A process into which tests inject code. The first argument names the work of its main thread."""
+"""A process into which tests inject code. The first argument names the work that the main thread does."""
 
 import ctypes
 import platform

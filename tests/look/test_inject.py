@@ -58,8 +58,8 @@ def test_the_main_thread_answers(does: str) -> None:
 
 
 def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
-    """The thread may be about to take the GIL. The thread may already hold the GIL's mutex, and a call injected into it
-    would wait for this mutex for ever."""
+    """The thread may be about to take the GIL, and may already hold the GIL's mutex. Then a call injected into this
+    thread would wait for the mutex for ever."""
 
     class GoesOn(Process):
         def wait(self) -> str:
@@ -77,7 +77,7 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
 
 
 def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone() -> None:
-    """The thread may hold the GIL's mutex. An injected call and all threads would wait for ever."""
+    """The thread may hold the GIL's mutex. Then an injected call would wait for ever, and so would all threads."""
     with target("own-lock") as process:
         with pytest.raises(inject.Silent):
             inject.run(process.pid, "pass", seconds=0.5)
@@ -98,7 +98,7 @@ def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvfix reads the process's memory maps once, even if they change. A process with CUDA has thousands of maps."""
+    """kvfix reads the process's memory maps only once, even if the maps change. A process with CUDA has thousands."""
     read: list[Path] = []
     mapped = other_process._mapped_files
     monkeypatch.setattr(other_process, "_mapped_files", lambda process: read.append(process) or mapped(process))
@@ -108,12 +108,12 @@ def test_a_hundred_in_a_row_take_one_page(monkeypatch: pytest.MonkeyPatch) -> No
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert counted == sorted(counted)
     assert counted[-1] > counted[0]  # the program's loop ran between the calls
-    assert maps.count("6b76000") == 2  # in the line of a page, start and end address begin with these digits
+    assert maps.count("6b76000") == 2  # the start address and the end address of a page begin with these digits
     assert len(read) == 1
 
 
 def test_a_computation_gets_its_registers_and_its_signals_back() -> None:
-    """In the middle of a kernel all vector registers are in use. The injected `difftime` writes to them."""
+    """In the middle of a kernel all vector registers are in use. The injected `difftime` writes to these registers."""
     with target("computes") as process:
         engine = Process(process.pid)
         for _ in range(200):
@@ -133,7 +133,7 @@ def test_an_error_of_the_code_is_an_answer_and_its_names_are_gone() -> None:
 
 
 def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
-    """A call that timed out does not run later, and the next call is answered."""
+    """A call that timed out does not run later. The next call gets an answer."""
     with target("c") as process:
         for _ in range(3):
             with pytest.raises(inject.Silent, match=r"ran no Python bytecode in 0\.2 s"):
@@ -146,7 +146,7 @@ def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue() -> None:
 
 
 def test_an_exception_of_a_signal_handler_reaches_the_program() -> None:
-    """The signal handler of vLLM up to 0.11 raises SystemExit. kvfix passes it on, even from injected code."""
+    """The signal handler of vLLM up to 0.11 raises SystemExit. kvfix passes this on, even from injected code."""
     code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
     with target("sleeps") as process:
         assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "
@@ -178,7 +178,7 @@ def test_a_process_that_ends_meanwhile() -> None:
 
 
 def test_the_process_survives_the_end_of_kvfix_look(tmp_path: Path) -> None:
-    """If `kvfix look` ends during a call, the called thread continues. A breakpoint without a tracer would end it."""
+    """If `kvfix look` ends during a call, the thread goes on. A breakpoint without a tracer would end the process."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = "import sys; from kvfix_tools.look import inject; inject.run(int(sys.argv[1]), sys.argv[2], seconds=60)"

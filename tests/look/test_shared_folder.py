@@ -1,4 +1,4 @@
-"""As root, kvfix writes through no link of another user. kvfix reads only files of the user of the engine's process."""
+"""If kvfix runs as root, it writes through no other user's link. It reads only files of the engine process's user."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ USER = 12345 if os.getuid() == 0 else os.getuid()
 
 @pytest.fixture
 def tmp(tmp_path: Path) -> Path:
-    """Return the /tmp of the process, to which its user may write. Next to it is a file of root."""
+    """Return the /tmp of the process. The process's user may write to it. Next to it is a file of root."""
     (tmp_path / "secret").write_text("of root")
     (tmp_path / "tmp").mkdir()
     return tmp_path / "tmp"

@@ -1,4 +1,4 @@
-"""`make drill` reports a violation that occurs only with the fixes if it is worse than all violations without fixes."""
+"""If a violation occurs only with the fixes and is worse than all others, `make drill` reports the violation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The bundle for a GPU host: its wheels, and the stages that run there. The tests need no GPU."""
+"""The bundle for a GPU host has wheels, and stages that run on the host. The tests need no GPU."""
 
 import argparse
 import csv
@@ -74,7 +74,7 @@ def test_the_bundle_has_wheels_and_scripts(wheel: Path, tmp_path: Path, monkeypa
         bundle.make(tmp_path / "large", [wheel])
 
 
-#: A stage. The program notes that it ran, prints a step, and exits with the code in its name. "hang" does not end.
+#: The program of a stage. It notes that it ran, prints a step, and exits with the code in its name. "hang" never ends.
 FAKE = """
 import json, sys, threading
 name = sys.argv[1]
@@ -126,7 +126,7 @@ def test_resume_runs_what_has_no_result(fakes: Fakes) -> None:
     assert fakes.run("77", "1", "0", resume=True) == 1
     assert fakes.ran == ["77", "1", "0"]
     assert fakes.run("77", "1", "0", resume=True) == 1
-    assert fakes.ran == ["77"]  # the result of this stage was "not checked", so the stage runs again
+    assert fakes.ran == ["77"]  # only this stage runs again, because its result was "not checked"
     assert fakes.run("0") == 0
     assert fakes.ran == ["0"]
 
@@ -155,7 +155,7 @@ def result(verdict: str, kinds: tuple[str, ...] = (), layout: str = "nhd") -> Re
 
 
 def large(**changes: Any) -> RunReport:
-    """Return the report of a large transfer that reaches both goals, with these changes."""
+    """Return the report of a large transfer. Without `changes` the transfer reaches both goals."""
     seconds = {"store": 0.7, "load": 0.7, "plain_store": 0.69, "plain_load": 0.69, "check_seconds": 2.0}
     return report(result("passed"), speeds=(replace(result("passed"), **{**seconds, **changes}),))
 

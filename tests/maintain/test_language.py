@@ -1,4 +1,4 @@
-"""`python -m maintain language`: the check of `make lint` for plain English."""
+"""Test `python -m maintain language`, with which `make lint` checks for plain English."""
 
 from pathlib import Path
 

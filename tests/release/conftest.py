@@ -1,4 +1,4 @@
-"""The machine of a new user of kvfix: a fresh Python, an empty home, and a checkout."""
+"""The environment of a new user of kvfix: a fresh Python, an empty home, and a checkout."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 from maintain import release
 
-#: Prefixes of the variables with which pip and git find their servers. The shell gets no other variable.
+#: Prefixes of the variables with which pip and git find their servers. The shell gets only these variables.
 _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy")
 
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -35,7 +35,7 @@ def checkout(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
-    """Install kvfix. Return a function that runs a user's line, which must end with exit code `code`."""
+    """Install kvfix. Return a function that runs a user's command line and asserts that it exits with `code`."""
     place = tmp_path_factory.mktemp("machine")
     home = place / "home"
     home.mkdir()

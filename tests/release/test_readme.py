@@ -1,7 +1,7 @@
-"""Run the code blocks of the README: from the error text to a fixed engine and to an exported patch.
+"""Run the code blocks of the README, from the error text to a fixed engine and to an exported patch.
 
-The environment is new: a fresh Python, an empty home, kvfix from its source archive. In place of an engine, the real
-vLLM scheduler runs with the released LMCache 0.3.10. It dies when it plays the schedule of KVF001.
+The environment has a fresh Python, an empty home, and kvfix from its source archive. In place of an engine, the real
+vLLM scheduler runs with the released LMCache 0.3.10. The scheduler dies when it plays the schedule of KVF001.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.release.conftest import Shell
 
 
 class Block(NamedTuple):
-    """A code block of the README. language: "" for an indented block, which has lines for a shell or a log."""
+    """A code block of the README. language: "" for an indented block, whose lines are for a shell or from a log."""
 
     section: str
     language: str
@@ -40,8 +40,8 @@ def blocks(text: str) -> list[Block]:
 README = blocks((ROOT / "README.md").read_text())
 DIED, ELSE, UPSTREAM, MORE = "EngineCore died with this?", "Another problem?", "Send the fix upstream", "More"
 
-#: The program after the README's two lines. It loads vLLM's plugins, as each process of vLLM does. It plays the
-#: schedule of KVF001 with the fixes, removes them, and plays it again. It exits with the error of the dead engine.
+#: The program after the README's two lines. It loads vLLM's plugins, as each process of vLLM does. It plays KVF001's
+#: schedule with the fixes, removes the fixes, and plays the schedule again. It exits with the dead engine's error.
 ENGINE = """
 import sys
 from vllm.plugins import load_general_plugins
@@ -84,7 +84,7 @@ def printed(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempP
 
 
 def test_kvfix_is_installed_as_the_readme_says() -> None:
-    """The fixture `shell` has run this line. No text installs kvfix from PyPI, where the name is not ours."""
+    """The fixture `shell` has run the README's line. No text installs kvfix from PyPI, where the name is not ours."""
     assert "pip install ." in [block.text for block in of(DIED)]
     patterns = "README.md", "docs/*.md", "patches/**/*.py", "tools/**/*.py"
     pages = [page for pattern in patterns for page in ROOT.glob(pattern)]

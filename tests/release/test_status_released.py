@@ -1,4 +1,4 @@
-"""`kvfix status --released` lists fixes whose code the newest releases have changed. pip finds them in a folder."""
+"""`kvfix status --released` lists fixes whose code the newest releases changed. pip finds the releases in a folder."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def root(dist: str) -> Path:
 
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
-    """Put a wheel with the files that fixes change into a folder for pip. changes: {file: text, or None: left out}."""
+    """Put a wheel with the files that fixes change into a folder for pip. changes: {file: text, or None to omit it}."""
     names = {_file(target) for fix in catalogue.fixes() for target in fix.targets if target.dist == dist}
     texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
     texts = {name: text for name, text in {**texts, **(changes or {})}.items() if text is not None}
@@ -98,7 +98,7 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
 
 
 def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
-    """kvfix recognizes changed code that another known release has."""
+    """kvfix recognizes changed code if another known release has the code."""
     publish(index, "lmcache", "0.5.7", {ADAPTER: (RELEASES / "0.3.10" / ADAPTER).read_text()})
     row = next(row for row in rows_of(fresh, index, 1) if row["code"] == "KVF001")
     assert (row["change"], row["verdict"]) == ("changed", "applicable")

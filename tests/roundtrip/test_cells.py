@@ -1,4 +1,4 @@
-"""How elements encode their identity, and layouts. The torch backend passes all cells, without CUDA (a stand-in)."""
+"""Test layouts, and how elements encode their identity. The torch backend passes all cells (CUDA is a stand-in)."""
 
 from itertools import combinations, product
 from unittest import mock
@@ -83,11 +83,11 @@ def test_the_torch_backend_passes() -> None:
         cell, (source, target) = result.cell, result.cell.mappings()
         assert len(set(source.tolist()) | set(target.tolist())) == 2 * cell.count  # source and target share no slot
         assert result.moved == cell.geometry().token_bytes(cell.count) > 0
-        assert result.verified > 4 * result.moved  # the whole KV cache and host memory, more than once
+        assert result.verified > 4 * result.moved  # it verifies the whole KV cache and host memory, more than once
 
 
 def test_what_is_compared_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large regions are compared in parts. The size of the parts changes no result."""
+    """The check compares large regions in parts. The size of the parts changes no result."""
     monkeypatch.setattr(region, "AT_ONCE", 7)
     check = CellCheck(Cell("torch", layout="hnd", tokens="33"), CPU)
     assert check.run(TorchCopy(check)).verdict == "passed"
@@ -102,7 +102,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(stream: CudaStream) -> list[str]:
-    """Return the methods of CUDA's stream that were called."""
+    """Return the called methods of CUDA's stream."""
     return [name for name, _, _ in stream.native.method_calls]
 
 
@@ -116,7 +116,7 @@ def staged(copy: TorchCopy) -> TorchCopy:
 @pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
 @pytest.mark.parametrize(("skip", "loads"), [("none", [2, 2]), ("chunk", [2, 1])])
 def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> None:
-    """A chunk waits for the current stream. A store or a load waits until its own streams have ended."""
+    """Each chunk's stream waits for the current stream. A store or a load waits until all its streams have ended."""
     check = CellCheck(Cell("torch", layout=layout, skip=skip), CPU)
     copy = staged(TorchCopy(check))
     assert [str(finding) for finding in check.run(copy).findings] == []
@@ -127,7 +127,7 @@ def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> No
 
 
 def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
-    """Plant the error: for the last chunk, the host gets what an earlier chunk left in the staging buffer."""
+    """Plant this error: for the last chunk, the host gets the data that an earlier chunk left in the staging buffer."""
 
     class Stale(TorchCopy):
         def gather(self, number: int, slots: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 
 def test_a_race_orders_its_work_on_cuda_streams() -> None:
-    """A stream's work waits for the current stream, which makes the operands. The stream keeps the operands alive.
+    """The current stream makes the operands, so a stream's work waits for it. The stream keeps the operands alive.
 
     A stream does not stop the host from writing to a buffer that the stream still reads. So the host waits too.
     """

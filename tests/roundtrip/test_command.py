@@ -1,4 +1,4 @@
-"""`kvfix roundtrip`: exit codes, JSON, the line that runs a cell again, and a run with torch alone."""
+"""Test `kvfix roundtrip`: exit codes, JSON, the line that runs a cell again, and a run with torch alone."""
 
 import contextlib
 import io
@@ -93,7 +93,7 @@ def test_the_speed_stands_beside_that_of_a_plain_copy(capsys: pytest.CaptureFixt
     assert speed["verdict"] == "passed"
     rates = ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")
     assert min(speed[rate] for rate in rates) > 0
-    assert min(answer["cells"][0][rate] for rate in rates) > 0  # each cell has its rates, too
+    assert min(answer["cells"][0][rate] for rate in rates) > 0  # each cell also has rates
     command.main([*ONE, "--device", "cpu"])
     assert re.search(r"nhd  1 passed  store [\d.]+ GB/s \d+ %  load [\d.]+ GB/s \d+ %\n", capsys.readouterr().out)
 
@@ -152,7 +152,7 @@ def test_a_backend_that_refuses_and_one_that_crashes(with_backend: Any) -> None:
 def test_kvfixes_fixes_are_applied_while_it_runs(
     with_backend: Any, monkeypatch: pytest.MonkeyPatch, more: list[str], before: str | None, inside: str
 ) -> None:
-    """After the run the fixes are removed. The engines that the command starts read the fixes from the environment."""
+    """After the run kvfix removes the fixes. Engines that the command starts read the fixes from the environment."""
     monkeypatch.delenv("KVFIX", raising=False)
     if before is not None:
         monkeypatch.setenv("KVFIX", before)

@@ -1,4 +1,4 @@
-"""The backend `engine` judges an engine's answers. Two tests start real engines, as tests/engine does."""
+"""The backend `engine` judges the answers of an engine. Two tests start real engines, as tests/engine does."""
 
 import functools
 import os
@@ -28,7 +28,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
     [
         ({}, "None"),
         ({"violations": ["KVR001 wrong"]}, "kvfix reports a violation: KVR001 wrong"),
-        # These faults do not change the outputs: vLLM computes tokens that were not promised or not loaded.
+        # These faults do not change the outputs, because vLLM computes tokens that were not promised or not loaded.
         ({"warm": {"hits": 0}}, "warm: no token came from the external cache"),
         ({"warm": {"loaded": 512}}, "warm: 576 tokens were promised, but only 512 loaded"),
         ({"warm": {"failed": 2}}, "warm: the load of 2 blocks failed"),
@@ -37,7 +37,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
             ({name: {"tokens": [[3, 5], *each["tokens"][1:]]}}, f"{name}: 1 of {len(each['tokens'])} outputs differ")
             for name, each in PLAIN.items()
         ),
-        # A model with vLLM's dummy weights gives the same answers to all prompts with the same last token.
+        # With vLLM's dummy weights, a model gives one answer to all prompts that end with the same token.
         (
             {"plain": {**PLAIN, "changed": PLAIN["cold"]}},
             "2 outputs stay the same if kvfix changes the first prompt tokens",
@@ -45,7 +45,7 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
     ],
 )
 def test_judgement(changes: dict[str, Any], text: str) -> None:
-    """Judge a run in which everything is right except for these changes."""
+    """Judge a run that is right except for these changes."""
     plain = changes.get("plain", PLAIN)
     right = {**plain, "warm": {**plain["warm"], "hits": 576, "loaded": 576}}
     ran = {name: {**each, **changes.get(name, {})} for name, each in right.items()}
@@ -53,7 +53,7 @@ def test_judgement(changes: dict[str, Any], text: str) -> None:
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:
-    """Little KV of the first round stays on the GPU. So the last round loads nearly all KV that it does not compute."""
+    """Little KV of the first round stays on the GPU. So the last round must load nearly all KV, or compute it."""
     usable = BLOCKS - 1
     assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all run at the same time
     written = sum((len(prompt) + GENERATE - 1) // BLOCK for prompt in OTHERS)  # whole blocks
@@ -97,8 +97,8 @@ class TestOnRealEngines:
     """LMCache's own connector V2 moves the KV of vLLM's attention. (tests/engine has the multi-process mode.)"""
 
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """LMCache issue 4463: all tokens are promised and loaded, nothing is logged, and the answers differ. (LMCache
-        0.5.6 is the first release whose torch operations refuse the layout of vLLM for the CPU.)"""
+        """LMCache issue 4463: LMCache promises and loads all tokens and logs nothing, but the answers differ. LMCache
+        0.5.6 is the first release whose torch operations refuse the layout of vLLM for the CPU."""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))

@@ -48,7 +48,7 @@ def as_released(run: Any) -> dict[str, Any]:
 
 
 def test_the_default_matrix_passes(run: Any) -> None:
-    """With the fixes the matrix passes, also packed layouts of vLLM 0.26 and later. Refused layouts have a reason."""
+    """With the fixes the matrix passes, with packed layouts of vLLM 0.26 and later. Refused layouts have a reason."""
     lmcache = run("--backend", "lmcache", "lmcache-engine")
     assert lmcache["exit"] == 0
     assert {"KVF020", "KVF021"} <= set(lmcache["fixes"])
@@ -66,7 +66,7 @@ def test_the_default_matrix_passes(run: Any) -> None:
 
 
 def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, Any]) -> None:
-    """The report names LMCache issue 4463 on CPU tensors, for the default connector and for the cache engine."""
+    """The report shows LMCache issue 4463 on CPU tensors, for the default connector and for the cache engine."""
     assert (as_released["exit"], as_released["fixes"]) == (1, [])
     for backend in ("lmcache-v2", "lmcache-engine"):
         found = verdicts(as_released, backend)
@@ -121,7 +121,7 @@ def test_whole_blocks_only(run: Any) -> None:
 
 
 def test_races_with_lmcaches_own_streams(run: Any) -> None:
-    """With LMCache's waits no race has a finding. Without the waits each race has its finding."""
+    """With LMCache's waits for streams no race has a finding. Without the waits each race has the expected finding."""
     some = ["--backend", "lmcache-v2", "lmcache-v3"]
     sound, without = run(*some, "--race"), run(*some, "--inject", "missing-event")
     assert (sound["exit"], without["exit"]) == (0, 1)
@@ -147,7 +147,7 @@ def test_an_older_lmcache(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
-    """LMCache 0.4.5 does not know this layout, and 0.5.0 to 0.5.2 take it for another layout. The fix corrects both."""
+    """LMCache 0.4.5 does not know the packed layout. 0.5.0 to 0.5.2 take it for another one. The fix corrects both."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

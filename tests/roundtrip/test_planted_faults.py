@@ -1,4 +1,4 @@
-"""`kvfix roundtrip` finds and names the faults of `--inject`, and errors in the copy of the torch backend."""
+"""`kvfix roundtrip` finds and names the faults of `--inject`, and errors in the torch backend's copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from kvfix_tools.roundtrip.region import Region
 CPU = torch.device("cpu")
 SOME = [("layout", "nhd"), ("layout", "packed-hnd"), ("layout", "block-outermost")]
 SOME += [("dtype", name) for name in DTYPES]
-#: {race: kind of its finding if the events are left out}
+#: {race: kind of the finding if the race leaves out its events}
 WITHOUT = {
     "late-producer": "stale",
     "early-reuse": "overwritten",
@@ -37,7 +37,7 @@ def ran(cell: Cell, fault: str | None = None) -> Result:
 @pytest.mark.parametrize(("axis", "value"), SOME)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "missing-event"])
 def test_a_fault_is_named(fault: str, axis: str, value: str) -> None:
-    """An element of eight bits is too small for an identity. So each word of several elements has one identity."""
+    """An element of eight bits is too small for an identity. So several elements form a word that has an identity."""
     result = ran(Cell("torch", **{axis: value}), fault)
     assert result.verdict == "failed"
     assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}
@@ -74,7 +74,7 @@ def spoiled(move: str, spoil: Callable[[Region, Region], object]) -> type[TorchC
 
 
 def test_k_and_v_swapped_both_ways() -> None:
-    """The check shares no code with the copy. So it finds errors of store and load that cancel each other out."""
+    """The check shares no code with the copy. So the check finds errors of store and load that cancel each other."""
 
     class Swapped(TorchCopy):
         def gather(self, number: int, slots: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ def test_k_and_v_swapped_both_ways() -> None:
 
 
 def test_the_other_layout_of_the_same_shape() -> None:
-    """LMCache issue 4463: nothing about the tensor tells the two layouts apart."""
+    """In LMCache issue 4463, no property of the tensor tells the two layouts apart."""
 
     class Mistaken(TorchCopy):
         def __init__(self, check: CellCheck) -> None:
@@ -131,7 +131,7 @@ def test_rows_shifted_by_a_byte() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), WITHOUT.items())
 def test_with_its_events_it_is_sound_and_without_it_is_found(name: str, kind: str) -> None:
-    """On the CPU the streams of a race are queues of deferred work. So a missing event is noticed every time."""
+    """On the CPU the streams of a race are queues of deferred work. So the race notices a missing event every time."""
     assert races.run(name, Cell("torch"), CPU).findings == []
     [finding] = races.run(name, Cell("torch"), CPU, events=False).findings
     assert set(finding.classes) == {kind}

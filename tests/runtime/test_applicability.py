@@ -20,7 +20,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
 FIX = Fix(FIRST, SECOND, HELPER, effect="crash")
 
-#: OTHERS: {name: (verdict on one function, state of a fix that has this function and two wrong functions)}
+#: OTHERS: {name: (verdict on one function, state of a fix that targets this function and two functions with the bug)}
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))
 OTHERS = {
     "unknown code": (Applicability("unknown", "second is unknown"), "unknown"),
@@ -54,7 +54,7 @@ def test_a_helper_counts_only_if_the_bug_is_there() -> None:
 
 
 def test_a_release_of_each_distribution() -> None:
-    """A release number of LMCache need not be one of vLLM: the numbers are independent."""
+    """The release numbers of LMCache and vLLM are independent."""
     assert decided(FIX, {HELPER: WRONG._replace(releases=frozenset("7"))}) == [("applicable", {FIRST, SECOND, HELPER})]
 
 

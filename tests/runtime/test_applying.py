@@ -79,7 +79,7 @@ def test_a_class_that_inherits_the_function_is_wrapped_alone() -> None:
 
 
 def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If both threads found no table entry, each would add an entry, and one wrapper would be lost."""
+    """If both threads find no table entry and each adds an entry, one wrapper is lost."""
     both = threading.Barrier(2, timeout=0.5)  # the barrier breaks if only one thread at a time gets here
 
     class Hook(applying.WrappedFunction):

@@ -1,4 +1,4 @@
-"""For missing, old, odd or broken input, kvfix prints one clear line and applies no fix. Odd installations work."""
+"""If input is missing, too old or broken, kvfix prints one clear line and applies no fix. Odd installations work."""
 
 import compileall
 import os
@@ -21,13 +21,13 @@ from tests.runtime.test_releases import copy
 
 
 def test_nothing_installed(fresh: Fresh) -> None:
-    """No package is installed: with -S there is only the standard library."""
+    """No package is installed, because with -S Python has only the standard library."""
     code = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
     assert fresh(code, "-S") == ["not-installed"]
 
 
 def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
-    """The release is older than the connector: it has no such module, and kvfix does not know its version."""
+    """The release is older than the connector. It lacks the connector's module, and kvfix does not know the version."""
     (tmp_path / "lmcache").mkdir()
     (tmp_path / "lmcache/__init__.py").touch()
     (tmp_path / "lmcache-0.1.4.dist-info").mkdir()
@@ -76,7 +76,7 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
         ("installed_source", "file_hash", True),
         ("applicability", "decide", True),
         ("catalogue", "fixes_of", True),
-        ("installed_source", "version", False),  # needed only for the log line
+        ("installed_source", "version", False),  # kvfix needs this function only for the log line
     ],
 )
 @answers(also="answer", release="0.3.10")
@@ -101,7 +101,7 @@ def test_a_closed_stderr_stops_nothing(fork_server: ForkServer) -> None:
     assert fork_server(without_stderr, release("0.3.10")) == "applied"
 
 
-#: This program needs the catalogue, for a configuration that names a fix, and the fingerprints, for the status.
+#: This program needs the catalogue, because the configuration names a fix, and the fingerprints for the status.
 INSTALLED = """
 import sys; sys.path.insert(0, {lmcache!r})
 import kvfix, kvfix.fixes
@@ -148,7 +148,7 @@ def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh)
     assert "kvfix status: this installation of kvfix has no fixes" in status.stderr
 
 
-#: If the folders of a package have another layout, setuptools writes a finder. At start `site` runs its .pth file.
+#: If the folders of a package have another layout, setuptools writes a finder. At start `site` runs the .pth file.
 EDITABLE = """
 import site, sys
 site.addsitedir({site!r})

@@ -1,4 +1,4 @@
-"""KVF025 on LMCache's own allocator: the garbage collector runs in a thread that holds a lock of LMCache."""
+"""Test KVF025 on LMCache's own allocator. The garbage collector runs in a thread that holds a lock of LMCache."""
 
 import gc
 import threading
@@ -31,7 +31,7 @@ def host_memory() -> Any:
 )
 @answers(also="fixes release answer")
 def test_a_chunk_that_is_collected(locked: str, seconds: float, revert: bool) -> list[Any]:
-    """Return ["hangs"], or "goes on" and the number of chunks after the collection, and after a free or a revert."""
+    """Return ["hangs"], or "goes on" and two numbers of chunks: after the collection, and after a free or a revert."""
     import lmcache.v1.memory_management as module
     import torch
     from lmcache import utils

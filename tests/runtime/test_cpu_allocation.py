@@ -27,12 +27,12 @@ class Never(Exception): ...
         (FIXED, 1, 0, 0, {"busy_loop": False}, [[0, 0], [0, 0]]),
         (FIXED, 1, 0, 0, {"eviction": False}, [[0, 0], [0, 0]]),
         (FIXED, CHUNKS, 20, 0, {}, [[20, 10], [0, 10]]),
-        (FIXED, CHUNKS, 0, 3, {}, [[3, 10], [3, 10]]),  # memory comes slowly: the load would take six minutes
+        (FIXED, CHUNKS, 0, 3, {}, [[3, 10], [3, 10]]),  # memory comes slowly, so the load would take six minutes
     ],
 )
 @answers(also="fixes release answer")
 def test_a_load_waits_ten_seconds_in_all(chunks: int, room: int, every: int, more: dict[str, Any]) -> list[Any]:
-    """Return the chunks that get memory and the seconds of waiting, for each of two loads with a minute between them.
+    """Return for each of two loads, a minute apart, the number of chunks that get memory and the seconds of waiting.
 
     room: chunks that get memory at once. every: seconds of waiting until one more chunk gets memory; 0: never.
     """

@@ -1,4 +1,4 @@
-"""kvfix logs each line once. The number, length and memory of its lines are bounded, whatever clients send."""
+"""kvfix logs each line once. It bounds the number, length and memory of log lines, whatever clients send."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from kvfix.session import session
 
 @pytest.fixture(autouse=True)
 def now(faults: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the clock of the log's limits, which stands still unless a test moves it."""
+    """Return the clock that the log's limits use. The clock stands still unless a test advances it."""
     clock = [0.0]
     monkeypatch.setattr(engine_log, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     logging.getLogger("kvfix").setLevel(logging.INFO)
@@ -77,7 +77,7 @@ def test_ids_of_clients_are_not_kept_whole(memory: Callable[[], int]) -> None:
 
 
 def test_a_forked_child_has_a_free_lock() -> None:
-    """Another thread of the parent holds the lock at the fork. The child does not have this thread."""
+    """During the fork another thread of the parent holds the lock. The child does not have this thread."""
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(session.lock.acquire).result()
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Test rules for every fix, probes on the real functions of every release, and objects that fixes give an engine."""
+"""Test rules for every fix, probes on each release's real functions, and objects that fixes pass to an engine."""
 
 import re
 from contextlib import suppress
@@ -38,13 +38,13 @@ def test_the_docstring_is_complete(found: Fix) -> None:
 
 @EVERY
 def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
-    """The engine gets the hook's own answer or exception. A fix of wrong KV may instead answer without the hook."""
+    """The engine gets the hook's own answer or exception. A fail-closed fix may instead answer without the hook."""
     is_closed = found.on_fault == "closed"
     for target in found.targets:
         if target.fix is None:
             continue
         wrap = target.fix(MagicMock())  # a module with any attribute
-        instance, request = object(), object()  # they have none of the attributes that a wrapper reads
+        instance, request = object(), object()  # both lack all attributes that a wrapper reads
         calls: list[Any] = []
 
         def hook(instance: Any, *args: Any, calls: list[Any] = calls, **kwargs: Any) -> str:
@@ -65,8 +65,8 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: Fixes whose probe calls another function than the fixed one, or several functions. KVF330 acts only if it has seen
-#: the mark of the other process.
+#: Fixes whose probe calls several functions, or not the fixed function. KVF330 acts only if it has seen the mark that
+#: the other process sets.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
     "KVF373",
@@ -74,7 +74,7 @@ BLIND = [
 
 
 def targets(dist: str, release: str) -> list[tuple[str, Target]]:
-    """Return the fixed functions with a probe. LMCache before 0.4.2 reports no failed blocks in multi-process mode."""
+    """Return fixed functions with a probe. LMCache before 0.4.2 reports no failed blocks in multi-process mode."""
     is_early = dist == "lmcache" and Version(release) < Version("0.4.2")
     return [
         (found.code, target)
@@ -86,7 +86,7 @@ def targets(dist: str, release: str) -> list[tuple[str, Target]]:
 
 
 def probed(dist: str, release: str) -> list[list[Any]]:
-    """Return the answers of the probes for the installed functions. No probe may show the bug in the fixed function."""
+    """Return the probes' answers for the installed functions. Assert that no fixed function shows the bug."""
     result: list[list[Any]] = []
     for code, target in targets(dist, release):
         path = installed_source.source_file(target.dist, target.module)
@@ -109,7 +109,7 @@ def probed(dist: str, release: str) -> list[list[Any]]:
 
 
 def wrong(dist: str, release: str) -> list[list[Any]]:
-    """Return the expected answers of the probes for the functions of this release."""
+    """Return the answers that the probes must give for the functions of this release."""
     return [
         [code, target.name, release in SpecifierSet(target.broken, prereleases=True)]
         for code, target in targets(dist, release)
@@ -128,7 +128,7 @@ def test_the_probe_on_the_installed_vllm(fork_server: ForkServer) -> None:
 
 
 class Future:
-    """A future like LMCache's, with one more function, which a later release may have."""
+    """A future like LMCache's with one more method, as a later release may have."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -147,7 +147,7 @@ class Future:
 
 
 def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, int]) -> None:
-    """The worker lacks the list of failed blocks."""
+    """The worker lacks the list in which the fix records failed blocks."""
     load = kvf103.load(SimpleNamespace(), Future(False), [3])
     assert load.result(timeout=1, strict=True) is False
     assert load.cancel() == "cancelled"

@@ -41,7 +41,7 @@ NEEDS = {
 
 
 def test_there_is_no_cycle() -> None:
-    """A cycle raises CycleError, which names the modules."""
+    """A cycle raises CycleError. The error names the modules."""
     order = list(TopologicalSorter(NEEDS).static_order())
     assert order.index("kvfix.session") < order.index("kvfix.applying") < order.index("kvfix")
 
@@ -66,7 +66,7 @@ def test_no_package_needs_what_is_not_installed_with_it(folder: str, never: set[
     assert not packages & never
 
 
-#: In this program kvfix begins to watch a connector, in a given mode.
+#: This program makes kvfix watch a connector in a given mode.
 WATCHES = """
 from kvfix.config import Config
 from kvfix import connector_events

@@ -1,4 +1,4 @@
-"""KVF037 and KVF038 on LMCache's own disk backend, with real files: some are cut short, some cannot be written."""
+"""KVF037 and KVF038 on LMCache's own disk backend. Some real files are cut short, and some cannot be written."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from tests.conftest import answers
 from tests.runtime.test_collected_chunks import host_memory
 
 CHUNKS = 3
-#: Bytes of a chunk: one page, so that the allocator does not round it up.
+#: Bytes of a chunk. They fill one page, so the allocator does not round the size up.
 BYTES = 2 * 2 * 16 * 16 * 4
 
 
@@ -33,7 +33,7 @@ def key_of(chunk: int) -> Any:
 
 
 class Disk:
-    """LMCache's disk backend and CPU backend, with chunks 0, 1, 2: chunk n holds the number n + 1 in each element."""
+    """LMCache's disk backend and CPU backend, with chunks 0, 1, 2. Each element of chunk n is n + 1."""
 
     def __init__(self) -> None:
         import lmcache.v1.memory_management as memory
@@ -64,7 +64,7 @@ class Disk:
         module.asyncio = SimpleNamespace(run_coroutine_threadsafe=submitted)
 
     def store(self, chunk: int) -> str:
-        """Return the error of the write: "" if it has succeeded, "not submitted" if there was no write."""
+        """Return the error of the write, "" if the write has succeeded, or "not submitted" if there was no write."""
         memory = self.cpu.allocate(*self._shape)
         memory.tensor.fill_(chunk + 1)
         self.backend.submit_put_task(self.keys[chunk], memory)
@@ -78,7 +78,7 @@ class Disk:
         return Path(self.backend._key_to_path(self.keys[chunk]))
 
     def load(self, way: str) -> list[str]:
-        """Return for each chunk: "right" or "wrong" content, or "none"."""
+        """Return for each chunk "right" or "wrong" (content), or "none"."""
         for key in self.keys:
             self.backend.pin(key)
         if way == "one by one":
@@ -135,7 +135,7 @@ RELEASED = {"one by one": "KeyError", "batched": [NONE, [*LEFT[:3], [3, 3], [0, 
 )
 @answers(also="release fixes answer")
 def test_a_short_or_missing_file_is_no_chunk(way: str) -> list[Any]:
-    """Return for each size of the file of chunk 1: the answers, the state, and the answers after a new store."""
+    """Return for each size of chunk 1's file the results of a load, the state, and the results after a new store."""
     found: list[Any] = []
     for size in SIZES:
         disk = Disk()
@@ -157,7 +157,7 @@ def test_a_short_or_missing_file_is_no_chunk(way: str) -> list[Any]:
 
 @answers([["right", "wrong", "right"], [True], [0, 1, 2]], fixes=["KVF037"])
 def test_a_load_by_layers_has_all_chunks_and_a_warning() -> list[Any]:
-    """Return the chunks of one layer, as `use_layerwise` loads them; kvfix's warnings; the chunks that remain."""
+    """Return the chunks of one layer as `use_layerwise` loads them, kvfix's warnings, and the chunks that remain."""
     disk = Disk()
     disk.keys = [key.split_layers(2)[1] for key in disk.keys]
     assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
@@ -190,7 +190,7 @@ def test_a_fault_of_the_fix_is_no_chunk(way: str) -> list[str]:
 )
 @answers(also="release fixes answer")
 def test_only_loaded_chunks_are_reported() -> list[int]:
-    """Load three chunks of which the last is missing. Return the tokens that LMCache reports and loads."""
+    """Load three chunks. The last chunk is missing. Return how many tokens LMCache reports, and how many it loads."""
     import lmcache.v1.cache_engine as module
     import torch
 
@@ -219,7 +219,7 @@ NOTHING, LEAKED, STORED = [[], [], 0, [0, 0], []], [[], [], 1, [1, 1], [0]], [[0
 )
 @answers(also="fixes release answer")
 def test_a_failed_write() -> list[Any]:
-    """Let the write of chunk 0 fail after 100 bytes, then store it with enough room. Return each error and state."""
+    """Let the write of chunk 0 fail after 100 bytes, then store it with enough room. Return both errors and states."""
     disk = Disk()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

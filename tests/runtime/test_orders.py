@@ -1,4 +1,4 @@
-"""In all orders of import, apply and revert: an imported hook lacks the bug only if the last call was apply."""
+"""In every order of import, apply and revert, an imported hook lacks the bug only if `apply` was called last."""
 
 import functools
 import importlib
@@ -59,7 +59,7 @@ def test_order(steps: tuple[str, ...]) -> list[str | None]:
 @pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
 @answers([False, True, False, 3, "applied"], release="0.3.10")
 def test_another_tool_wraps_the_same_hook(kvfix_first: bool) -> list[Any]:
-    """The other tool's wrapper is always called. kvfix adds its wrapper inside or outside, and removes it."""
+    """Each call runs the other tool's wrapper. kvfix adds its own wrapper inside or outside of it, and removes it."""
     if kvfix_first:
         kvfix.apply()
     adapter = importlib.import_module(ADAPTER)
@@ -85,7 +85,7 @@ def test_another_tool_wraps_the_same_hook(kvfix_first: bool) -> list[Any]:
 )
 @answers(also="answer", release="0.3.10")
 def test_the_probe_decides_on_a_replaced_hook(promised: int | None) -> str:
-    """promised: the hook's answer. With None the hook raises AttributeError."""
+    """promised: the hook's answer. If it is None, the hook raises AttributeError."""
 
     def theirs(self: Any, request: Any, num_computed_tokens: int) -> Any:
         return self.odd if promised is None else promised
@@ -98,7 +98,7 @@ def test_the_probe_decides_on_a_replaced_hook(promised: int | None) -> str:
 
 
 def applied_in_between(early: bool) -> list[str]:
-    """Return the status after the import of a module that calls `kvfix.apply()` itself, and after one more call."""
+    """Return the status after the import of a module that itself calls `kvfix.apply()`, and after one more call."""
     if early:
         kvfix.apply()
     importlib.import_module(ADAPTER)
@@ -122,7 +122,7 @@ def test_applied_while_the_module_is_half_imported(early, statuses, tmp_path, fo
 
 @answers([False, "applied"] * 4 + [True], release="0.3.10")
 def test_a_reloaded_module_is_fixed_again() -> list[Any]:
-    """The module is reloaded by importlib.reload, and by a new import after its removal from sys.modules."""
+    """Reload the module with importlib.reload, and with a new import after its removal from sys.modules."""
 
     def wrong() -> bool:
         return shows_bug(vars(sys.modules[ADAPTER].LMCacheConnectorV1Impl)[HOOK], sys.modules[ADAPTER])

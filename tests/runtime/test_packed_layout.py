@@ -1,4 +1,4 @@
-"""KVF020 and KVF021 move the right rows, of every size and order in memory. tests/roundtrip runs whole connectors."""
+"""KVF020 and KVF021 move the right rows for each size and memory order. tests/roundtrip runs whole connectors."""
 
 import contextlib
 from importlib import import_module
@@ -58,7 +58,7 @@ def test_the_widest_word_that_fits() -> None:
 
 
 class Elsewhere:
-    """Stands in for a tensor in host memory, while the KV cache is on a GPU: its device differs from the cache's."""
+    """Stands in for a tensor in host memory while the KV cache is on a GPU. The two devices differ."""
 
     device, is_cuda = torch.device("meta"), False
 
@@ -103,7 +103,7 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
 
 
 @answers(
-    # LMCache also releases the memory object that it has stored.
+    # LMCache also releases the memory object of the store.
     {"stored": ["of right"], "released": ["wrong", "right"], "retrieved": [False, False, False, True, True]},
     fixes=True,
 )
@@ -140,7 +140,7 @@ def test_what_cannot_be_moved_is_not_stored_and_not_loaded() -> dict[str, Any]:
 @pytest.mark.parametrize("fixed", [False, True])
 @answers(True)
 def test_kvf021_leaves_stored_chunks_readable(fixed: bool) -> bool:
-    """If blocks have as many tokens as heads, blocks stored without the fix load right, also with the fix."""
+    """If blocks have as many tokens as heads, a chunk that was stored without the fix loads right with the fix."""
     operations = import_module(kvf021.FIX.targets[-1].module)
     function = operations.single_layer_kv_transfer
     load = kvf021.fix(operations)(function) if fixed else function

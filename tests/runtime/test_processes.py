@@ -1,4 +1,4 @@
-"""The configuration reaches other processes, which import no vLLM here. If KVFIX is invalid, kvfix applies nothing."""
+"""kvfix passes its configuration to other processes (here without vLLM). If KVFIX is invalid, it applies nothing."""
 
 import os
 import sys
@@ -76,7 +76,7 @@ def test_an_unknown_name_changes_nothing() -> None:
 
 
 class TestRun:
-    """`kvfix run -- CMD` reaches programs that load no vLLM plugins, and all their child processes."""
+    """`kvfix run -- CMD` also applies fixes in programs that load no vLLM plugins, and in all their child processes."""
 
     KVFIX = (sys.executable, "-m", "kvfix_tools.cli", "run")
     SHOW = "import os, sys, kvfix.session as s; print(s.session.config, sys.modules['sitecustomize'].__file__)"
@@ -97,7 +97,7 @@ from kvfix_tools.cli import main; main()"""
         assert done.stdout.splitlines() == ["mine", f"fix {tmp_path / 'sitecustomize.py'}"], done.stderr
 
     def test_reaches_the_lmcache_server(self, fresh: Fresh) -> None:
-        """The console script of the server loads no vLLM plugin; `--help` imports LMCache and exits."""
+        """The server's console script loads no vLLM plugin. With `--help` it imports LMCache and exits."""
         server = Path(sys.executable).with_name("lmcache")
         done = fresh.run([*self.KVFIX, "--", sys.executable, "-v", str(server), "server", "--help"])
         assert done.returncode == 0, done.stderr[-2000:]

@@ -63,8 +63,8 @@ def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
 
 @pytest.mark.parametrize("piece", DATA["pieces"])
 def test_a_long_text_ends(piece: str) -> None:
-    """Ray passes its configuration as kilobytes of base64, and a client's text may be in an error. A pattern that
-    reads a word again at each letter takes half an hour for this text."""
+    """Redaction must be fast, because Ray passes kilobytes of base64, and errors contain texts of clients. A pattern
+    that reads a word again at each letter takes half an hour for this text."""
     redact.text(piece * (500_000 // len(piece)))
     redact.text(f"http://{piece * (500_000 // len(piece))}")
 

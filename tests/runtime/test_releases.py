@@ -1,4 +1,4 @@
-"""Check the status on the real files of every release, and on edited copies. The version number never decides."""
+"""Check the status on the real files of every release, and on edited copies. Only the code decides the status."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from kvfix.applicability import fingerprints
 from tests.conftest import ADAPTER, RELEASES, Fresh, answers, release, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
-#: The line of 0.3.10 that is the bug.
+#: The line of 0.3.10 that causes the bug.
 BUG = "            return cached_num_hit_toks\n"
 FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
@@ -33,7 +33,7 @@ def settled() -> dict[str, Any]:
 
 
 def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: text, version: str = "") -> Path:
-    """Make a copy of a release with an edited adapter, and with metadata that may claim another version."""
+    """Make a copy of a release with an edited adapter. version: another version for the metadata to claim."""
     (metadata,) = folder.glob("lmcache-*.dist-info")
     for part in (folder / "lmcache", metadata):
         shutil.copytree(part, into / part.name, copy_function=os.link)
@@ -46,7 +46,7 @@ def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: tex
 
 def rewrite(file: Path, edit: Callable[[str], str]) -> None:
     text = file.read_text()
-    file.unlink()  # the file is a hard link to that of the release
+    file.unlink()  # the file is a hard link to the release's file
     file.write_text(edit(text))
 
 
@@ -98,7 +98,7 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
 @pytest.mark.parametrize("release", ["0.3.10", "0.4.6", "0.5.2", "0.5.3", "0.5.5", "0.5.6"])
 @answers([], also="release")
 def test_no_fix_is_refused_on_released_code() -> list[list[str]]:
-    """Import every module of the fixes that can be imported. Return the fixes that are then refused or unknown.
+    """Import all importable modules that the fixes change. Return the fixes that are then refused or unknown.
 
     In some releases the class inherits the function, or another file has the class under an older name.
     """
@@ -120,10 +120,10 @@ def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest
 
 
 def test_code_of_broken_releases_is_broken_code_only() -> None:
-    """No fingerprint belongs to both a broken and a right release. Otherwise it could not decide the status."""
+    """No fingerprint belongs to both a broken and a right release, because it could not decide the status."""
     for found in catalogue.fixes():
         for target in found.targets:
-            if target.helper:  # a helper says nothing about the bug, and is applied only with another target
+            if target.helper:  # a helper does not show the bug, and kvfix applies it only with another target
                 continue
             known = fingerprints()[target.dist]["functions"][target.name]
             broken = SpecifierSet(target.broken, prereleases=True)

@@ -17,7 +17,7 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
     context = zmq.Context()
-    context.linger = 0  # messages that can no longer be sent are dropped
+    context.linger = 0  # ZeroMQ drops messages that it can no longer send
     context.rcvtimeo = 30_000
     server = context.socket(zmq.ROUTER)
     port = server.bind_to_random_port("tcp://127.0.0.1")
@@ -31,8 +31,8 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """A load and a question are in flight when the server ends. Return five flags: KVF122 sees a connection at first,
-    after an answer, and after the loss; the load has failed; the question has an answer."""
+    """A load and a query are in flight when the server ends. Return five flags: KVF122 sees a connection at first,
+    after an answer, and after the loss; the load has failed; the query has an answer."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()
@@ -60,7 +60,7 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
-    """Return answered operations: sent before the server ends, without a server, and behind a registration.
+    """Return which operations get an answer if sent before the server ends, without a server, and after a registration.
 
     The last item has the operations that the new server gets before the registration.
     """
@@ -110,10 +110,10 @@ def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
 )
 @answers(also="fixes answer")
 def test_a_restarted_server(patience: float) -> list[bool]:
-    """Return three flags, True if a store succeeded: before the server restarts, after that, and after a heartbeat.
+    """Return whether a store succeeds before the server restarts, after the restart, and after a heartbeat.
 
     patience: seconds to wait for the server. Without an answer the second store waits twice as long. With the fix
-    nothing waits for the answer: a wait would take 600 seconds, more than the test may take.
+    nothing waits for the answer, because a wait would take 600 seconds, more than the test may take.
     """
     import torch
     import zmq

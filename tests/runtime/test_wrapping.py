@@ -1,4 +1,4 @@
-"""`around`, `before` and `after` on a hook: its arguments, its answer, its exception, and errors of the wrapper."""
+"""`around`, `before` and `after` on a hook: the hook's arguments, answer and exception, and errors of the wrapper."""
 
 import functools
 import inspect
@@ -57,7 +57,7 @@ def fails_at_the_end(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
     ("wrapper", "steps", "errors"), [(puts_back, ["put back"], 0), (skips_zero, [], 0), (fails_at_the_end, [], 1)]
 )
 def test_the_hooks_exception_is_raised(wrapper: Any, steps: list[str], errors: int) -> None:
-    """The hook is not called again. Only an exception of the wrapper is an error of kvfix."""
+    """kvfix does not call the hook again. Only an exception of the wrapper is an error of kvfix."""
     hooked = Hooked(around(wrapper), LookupError("its own"))
     with pytest.raises(LookupError, match="its own"):
         hooked(1)
@@ -82,7 +82,7 @@ def raises_after_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any
     raise ValueError("planted")
 
 
-#: {name: (kind of wrapper, its code, calls of the function if the wrapper fails closed)}
+#: {name: (decorator, code of the wrapper, number of calls of the hook if the wrapper fails closed)}
 FAULTS = {
     "before": (before, raises, 0),
     "after": (after, raises, 1),
@@ -102,7 +102,7 @@ FAULTS = {
 def test_the_answer_of_code_that_raises(
     kind: Any, code: Any, calls: int, when: Any, on_fault: Any, answer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The wrapper's code or its `when` raises. If the closed answer raises too, the hook works as without the fix."""
+    """The wrapper's code or `when` raises. If `on_fault` raises too, the hook works as without the fix."""
     hooked = Hooked(kind(code, when=when, on_fault=on_fault))
     calls = calls if when is None else kind is after
     assert hooked(1) == answer
@@ -113,7 +113,7 @@ def test_the_answer_of_code_that_raises(
 
 
 class Counted:
-    """A class with a hook, which gets wrappers of two fixes. passed: the numbers that the hook gets."""
+    """A class with a hook that gets wrappers of two fixes. passed: the numbers that the hook gets."""
 
     passed: list[int] = []
 
@@ -133,7 +133,7 @@ class Odd:
 
 
 def acted(wrap: Any, *calls: int, request: Any = Request) -> tuple[list[Any], Any]:
-    """Return the answers to these calls, and the tally of the fix."""
+    """Return the answers to these calls, and the fix's tally of its actions."""
     function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
     function.add("KVF001", 1, wrap)
     function.add("KVF002", 2, after(lambda counted, answer, *_: answer))
@@ -262,7 +262,7 @@ class TestParameters:
 
 
 class Role(NamedTuple):
-    """An instance that a wrapper with `only` may concern."""
+    """A class with a hook. `only` decides by `is_worker` whether a wrapper acts on an instance."""
 
     is_worker: Any
 
@@ -280,7 +280,7 @@ def is_worker(role: Role) -> bool:
     ("role", "answer", "faults"), [(True, "own 1 2 3", 0), (False, "own 1 3", 0), (None, "own 1 closed 3", 1)]
 )
 def test_only_chooses_the_wrappers_of_an_instance(role: bool | None, answer: str, faults: int) -> None:
-    """A wrapper is left out of the calls of other instances. If `only` raises, the wrapper's `on_fault` answers."""
+    """kvfix leaves the wrapper out of calls on other instances. If `only` raises, the wrapper's `on_fault` answers."""
 
     def adds(text: str, **options: Any) -> Any:
         return fix_after(on_fault=lambda role, answer: f"{answer} closed", **options)(

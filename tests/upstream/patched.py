@@ -1,4 +1,4 @@
-"""Make a patched copy of a release, in which untouched files are links, and try the patch on the copy."""
+"""Make a patched copy of a release, and try the patch on the copy. Files that the patch leaves alone are links."""
 
 import ast
 import functools
@@ -27,7 +27,7 @@ from tests.healthy import events, violated
 SEEDS = (*range(12), 22)
 #: Number of random schedules with faults.
 FAULTY = 4
-#: {code of a fix: other fixes without which requests of its scenarios never end}
+#: {code of a fix: other fixes to apply, because requests of the fix's scenarios never end without them}
 BESIDE = {"KVF325": ["KVF322"]}
 
 
@@ -65,11 +65,11 @@ def git_apply(patch: Path, released: Sequence[Path], folder: Path, *options: str
 
 
 def link(released: Sequence[Path], folder: Path) -> None:
-    """Add links for all other files of a package and its tests, so that both can be imported from `folder`."""
+    """Add links for all other files of the package and of the tests, so that `folder` has both completely."""
     release, *tests = released
     (folder / "tests").mkdir(exist_ok=True)
     parents = {parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}
-    # No links next to the packages: all other packages are imported from the release.
+    # Add no links next to the packages, because Python imports all other packages from the release.
     for parent in sorted(parents - {Path()} | {Path("tests")}):
         for place in tests if parent.parts[0] == "tests" else [release]:
             for other in (place / parent).iterdir() if (place / parent).is_dir() else ():
@@ -97,9 +97,9 @@ def prefer(folder: Path) -> None:
     for name in gone:
         del sys.modules[name]
         package, _, module_name = name.rpartition(".")
-        if package in sys.modules:  # else `from package import module` finds the old module
+        if package in sys.modules:  # remove the attribute too, or `from package import module` finds the old module
             vars(sys.modules[package]).pop(module_name, None)
-    registry = sys.modules["prometheus_client"].REGISTRY  # LMCache would register the same metrics again, and fail
+    registry = sys.modules["prometheus_client"].REGISTRY  # LMCache would register its metrics a second time, and fail
     for collector in list(registry._collector_to_names):
         registry.unregister(collector)
 
@@ -110,12 +110,12 @@ _OURS = (
 )  # fmt: skip
 #: This package re-exports names of its modules. The lab has replaced time and threads in these modules.
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-#: The lab has replaced asyncio and the settings of this module, with which upstream's tests would wait for minutes.
+#: The lab has replaced asyncio and the settings of this module. With them, upstream's tests would wait for minutes.
 _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 
 def _is_test(module: str) -> bool:
-    """Return True if the module is in a package `tests`, ours or upstream's."""
+    """Return True if the module is in a package `tests`, of kvfix or of upstream."""
     return module.partition(".")[0] == "tests"
 
 
@@ -126,7 +126,7 @@ def _is_own(path: Path, folder: Path) -> bool:
 
 @contextmanager
 def fuzzer(fixes: Sequence[str] = ()) -> Iterator[Any]:
-    """Apply these fixes, and yield the lab's functions that draw and play a schedule. The engines log nothing."""
+    """Apply these fixes, and yield two functions of the lab: draw and play a schedule. The engines log nothing."""
     from kvfix_tools.lab import runner
 
     with runner.applied(bool(fixes), only=list(fixes)):
@@ -137,7 +137,7 @@ def fuzzer(fixes: Sequence[str] = ()) -> Iterator[Any]:
 
 
 def prepare(lmcache: str, connectors: list[str]) -> None:
-    """Import the lab and play each connector, before all forks of a release. lmcache: folder of the LMCache release."""
+    """Before all forks of a release, import the lab and play each connector. lmcache: folder of the LMCache release."""
     from kvfix_tools.lab import runner
 
     runner.prepare(lmcache)
@@ -150,7 +150,7 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 def tried(folder: str, dist: str, tests: list[str], code: str, played: list[str], fixes: list[str]) -> dict[str, Any]:
     """Return all results of the release in this folder. tests: files of regression tests.
 
-    code: the fix that the patch replaces; "" without a patch. fixes: applied to random schedules without faults.
+    code: the fix that the patch replaces, or "" without a patch. fixes: fixes for random schedules without faults.
     """
     place = Path(folder)
     prefer(place)
@@ -170,7 +170,7 @@ def plays_with_fixes(wanted: dict[str, list[str]]) -> dict[str, dict[str, str]]:
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
-    """Return {module that may have to be imported again: its imports}."""
+    """Return {module: its imports} for modules that Python may have to import again."""
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules if name.startswith(_OURS)}
     return {name: _imports(Path(file or os.devnull)) for name, file in files.items()}
 
@@ -200,7 +200,7 @@ def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     """Return {regression test file of the folder: [passed, failed, messages of the failed tests]}.
 
-    The release's own tests that fail without kvfix, for example because they need a GPU, are left out."""
+    Leave out the release's own tests that fail without kvfix, for example because they need a GPU."""
 
     class Count:
         def __init__(self) -> None:
@@ -223,7 +223,7 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     count = Count()
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
-    # theirs() does not load this plugin: vLLM's tests of MooncakeConnector would end early without a message.
+    # theirs() does not load this plugin, because with it vLLM's tests of MooncakeConnector end early without a message.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 
@@ -232,20 +232,20 @@ def theirs(place: str, dist: str, tests: list[str]) -> dict[str, str]:
     """Return {test: outcome} of the released test files in this folder."""
     import torch
 
-    torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
+    torch.set_num_threads(1)  # a fork lacks the threads that its parent has started
     folder = Path(place)
     if dist == "vllm":  # vLLM is already imported
         prefer(folder)
     outcomes = folder / "outcomes"
     outcomes.unlink(missing_ok=True)
-    os.environ.pop("PYTEST_XDIST_WORKER", None)  # inherited: the plugin would write only in the first worker
+    os.environ.pop("PYTEST_XDIST_WORKER", None)  # with this inherited variable, only the first worker would write
     os.environ["KVFIX_PEERS"] = json.dumps({"mode": "", "outcomes": str(outcomes), "dist": dist})
     _run(folder, ["-p", "maintain.peers_plugin", *tests], plugins=[])
     return peers.read(outcomes)
 
 
 def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
-    """Run pytest with upstream's package `tests` in place of ours."""
+    """Run pytest with upstream's package `tests` in place of kvfix's."""
     import pytest
 
     own = {name: module for name, module in sys.modules.items() if _is_test(name)}
@@ -257,7 +257,7 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
     os.chdir(folder)
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
     wanted = [option for plugin in ("pytest_asyncio", "pytest_mock", "pytest_timeout") for option in ("-p", plugin)]
-    # Otherwise the collector visits all older objects after each test (parallel_state.py 0.32.0:2516).
+    # vLLM calls gc.unfreeze after each test (parallel_state.py 0.32.0:2516). Then the collector visits all old objects.
     with mock.patch.object(gc, "unfreeze"):
         pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
     for name in list(filter(_is_test, sys.modules)):
@@ -296,7 +296,7 @@ def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[
 
 
 def _events(done: Any) -> list[tuple[Any, ...]]:
-    """Return all events. Make a promise of 0 after a lookup equal to a promise of 0 without a lookup."""
+    """Return all events. Write a promise of 0 after a lookup like a promise of 0 without a lookup."""
     log = [
         (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
         for step, event in done.log
@@ -309,7 +309,7 @@ def _digest(events: list[Any]) -> str:
 
 
 def healthy(connector: str, fixes: list[str]) -> list[str]:
-    """Return for each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
+    """Play plain schedules with these fixes. Return for each a digest of its events, or "" if a rule is violated."""
     with fuzzer(fixes) as (draw, play):
         played = [play(draw(seed, connector, plain=True)) for seed in SEEDS]
     return ["" if violated(each) else _digest(events(each)) for each in played]

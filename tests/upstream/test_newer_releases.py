@@ -1,6 +1,6 @@
 """The upstream patches apply to vLLM releases of which only the Python files are available.
 
-If a patch does not apply any more, add `vllm-<release>.patch` next to the patch for the release before.
+If a patch no longer applies, add `vllm-<release>.patch` next to the patch for the release before.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The patches for upstream on the released code: they apply, they fix the bug, and their own tests can fail.
+"""Each patch for upstream applies to the released code, fixes the bug, and has a test that fails without the patch.
 
-For each release of LMCache, one process imports LMCache, the lab and vLLM. A fork of this process tries each patch: it
-runs the patch's regression test, kvfix's status, the fix's scenarios and plain schedules on the patched release. One
-more fork runs the release without the patches.
+For each release of LMCache, one process imports LMCache, the lab and vLLM. A fork of this process tries each patch. The
+fork runs the patch's regression test, kvfix's status, the fix's scenarios and plain schedules on the patched release.
+One more fork runs the release without the patches.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ FOR_IN_TREE = "0.4.6"
 OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: {fix of LMCache's cache engine, which the lab replaces: mode of test_async_release that shows the bug}
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
-#: {(code, dist): why events differ between patch and fix}. The scenarios are clean, and plain schedules do not differ.
+#: {(code, dist): why events differ between patch and fix}. The scenarios are clean; plain schedules have equal events.
 DIFFERS = {("KVF036", "lmcache"): "the patch also answers a lookup that is sent again after a timeout, as KVF011 does"}
 
 #: The process of a release runs this code once, for all patches.
@@ -37,7 +37,7 @@ FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {conne
 
 
 def released_tests(row: upstream.Ready) -> Path:
-    """Return the folder with the tests of the release. It does not exist for older releases."""
+    """Return the folder with the tests of the release. For older releases, this folder does not exist."""
     return ROOT / ".cache/peers" / f"{row.dist}-{row.version}"
 
 
@@ -46,7 +46,7 @@ def released(row: upstream.Ready) -> tuple[Path, Path]:
 
 
 def lmcache_of(row: upstream.Ready) -> str:
-    """Return the LMCache release with which the patch is tried."""
+    """Return the LMCache release with which to try the patch."""
     if row.dist == "lmcache":
         return row.version
     return FOR_IN_TREE if row.code < "KVF200" else release_names()[-1]
@@ -70,7 +70,7 @@ IDS = [f"{row.slug}-{row.dist}-{row.version}" for row in PATCHES]
 
 
 class Release:
-    """A process with one LMCache imported, and its results without patches: regression tests and plain schedules."""
+    """A process that has imported one LMCache. `unpatched`: results of the release without patches."""
 
     def __init__(self, lmcache: str, scratch: Path) -> None:
         rows = [row for row in PATCHES if lmcache_of(row) == lmcache]
@@ -97,7 +97,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return the digests that the patch must have: without fixes, or with a fix that changes healthy schedules."""
+        """Return the digests the patch must have: without fixes, or with its fix if this changes healthy schedules."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
@@ -132,7 +132,7 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
     assert can_fail, "the tests pass without the change"
     added = {file for file in tests if not (released_tests(row) / file).exists()}
     assert added <= set(can_fail), "a new test passes without the change"
-    # kvfix refuses code that no release has and that no probe can check.
+    # If no release has the code and no probe can check it, kvfix refuses the fix.
     assert found["status"].startswith("refused" if has_no_probe(row) else "fixed-upstream"), found["status"]
     outcomes = set(found["outcomes"].values())
     assert outcomes == ({"clean"} if catalogue.find(row.code).scenarios else set()), found["outcomes"]
@@ -161,7 +161,7 @@ def has_no_probe(row: upstream.Ready) -> bool:
 
 
 def test_every_fix_has_a_patch_or_a_reason() -> None:
-    """Check the installed releases, which are the newest. A function without a bug in these releases needs no patch."""
+    """Check the installed releases, which are the newest. Functions without a bug in them need no patch."""
     wrong = {
         (known.code, target.dist)
         for known in catalogue.fixes()
@@ -180,14 +180,14 @@ def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no patch for 'no-such'. " in capsys.readouterr().err
 
 
-#: If more test files than this import a changed module, only those named after a changed file run.
+#: If more test files than this import a changed module, only test files named after a changed file run.
 MANY = 20
-#: This test depends on time, and fails on a busy machine. `python -m maintain peers` runs a failed test again, alone.
+#: This test depends on time, and fails on a busy host. `python -m maintain peers` runs a failed test again, alone.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 
 
 def theirs(row: upstream.Ready) -> list[str]:
-    """Return upstream's tests that import a changed file; of more than MANY, only those named after a changed file."""
+    """Return upstream's tests that import a changed file. If they are more than MANY, select them by name."""
     if not released_tests(row).is_dir():
         return []
     files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
@@ -199,7 +199,7 @@ def theirs(row: upstream.Ready) -> list[str]:
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Yield a process without network for upstream's tests, which look up models."""
+    """Yield a process without network for upstream's tests, because these tests look up models."""
     process = ForkServer(**peers.environment(tmp_path_factory.mktemp("peers")))
     yield process
     process.close()

@@ -27,12 +27,12 @@ class Engine:
     """The behaviour of the fake server, and its state."""
 
     noise: float = 0.0  # deviation of a log probability between two computations
-    #: Return True for a wrong answer. Arguments: prompt, number of its tokens from the connector, number of requests
-    #: since the last read of /metrics. `kvfix verify` reads /metrics before and after each request that is alone.
+    #: Return True for a wrong answer. Arguments: prompt, number of prompt tokens from the connector, number of requests
+    #: since the last read of /metrics. `kvfix verify` reads /metrics before and after each request that it sends alone.
     wrong: Callable[[list[int], int, int], bool] = lambda prompt, hit, together: False
     keeps: int = 1 << 30  # number of prompts that the connector can keep
     others: bool = False  # each request comes together with a request of another client
-    spreads_nan: bool = False  # the first answer with a hit is NaN, and so is every third later answer
+    spreads_nan: bool = False  # the first answer with a hit is NaN, and so is every third answer after it
     has_counts: bool = True  # /metrics counts the requests
     connector: bool = True
     stores: bool = True
@@ -129,7 +129,7 @@ class Engine:
 
 
 def longest(cache: list[tuple[str, list[int]]], model: str, prompt: list[int]) -> int:
-    """Return the number of the prompt's tokens that are cached."""
+    """Return how many of the prompt's tokens are cached."""
     both = (zip(prompt, other, strict=False) for owner, other in cache if owner == model)
     return max((sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) for pairs in both), default=0)
 

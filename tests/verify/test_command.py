@@ -1,4 +1,4 @@
-"""`kvfix verify` against stand-ins for the server: each verdict, and each server that proves nothing."""
+"""Test `kvfix verify` with stand-ins for the server: each verdict, and each server that proves nothing."""
 
 import json
 import re
@@ -33,10 +33,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "noisy": (NOISY, {}, 0, ("verify same: 48 prompts", "differ by at most")),
     "every hit is wrong": ({**NOISY, **EVERY_HIT}, {}, 1,
         ("SUMMARY: kvfix verify different: wrong for all hits, alone and under load", "kvfix explain KVF020")),
-    # After the first NaN, computed answers and so the noise are NaN too. The survey (rounds.py) finds this.
+    # After the first NaN, computed answers are NaN too, and so is the noise. The survey (rounds.py) finds this.
     "NaN that spoils the noise": ({"spreads_nan": True}, {}, 1,
         ("different: the model computes NaN with KV from the connector", "restart the engine, and empty the cache")),
-    # Three wrong answers of 48 are no proof. Fresh prompts of this kind prove the difference.
+    # Three wrong answers of 48 are no proof. Fresh prompts with equal properties prove the difference.
     "one border": ({**NOISY, "wrong": lambda prompt, hit, together: len(prompt) == CHUNK}, {}, 1,
         ("wrong for 'one chunk', alone and under load",)),
     "one number of chunks": ({**NOISY, "wrong": lambda prompt, hit, together: 0 < hit <= CHUNK}, {}, 1,

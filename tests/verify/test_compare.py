@@ -1,4 +1,4 @@
-"""The prompts of `kvfix verify`, and its tests for a difference. Noise alone rarely counts as a difference."""
+"""The prompts of `kvfix verify`, and its statistical tests for a difference. Noise alone rarely counts as one."""
 
 import os
 import random
@@ -21,9 +21,9 @@ def answer(*positions: dict[str, float]) -> Answer:
     ("one", "other", "largest"),
     [
         ([{"a": -0.1, "b": -3.0}, {"c": -0.5}], [{"a": -0.2, "b": -3.5}, {"c": -2.0}], (1.5, 1, "c")),
-        # Tokens after the first one that differs do not count.
+        # Tokens after the first differing token do not count.
         ([{"a": -0.1, "b": -0.2}, {"c": -0.5}], [{"a": -0.2, "b": -0.15}, {"c": -9.0}], (0.1, 0, "a")),
-        # A token that a list lacks has at most the smallest value of this list.
+        # If a list lacks a token, the token has at most the list's smallest value.
         ([{"a": -0.1, "b": -1.0}], [{"a": -0.1, "c": -4.0}], (3.0, 0, "b")),
         ([{"a": -0.1, "c": -4.0}], [{"a": -0.1, "b": -1.0}], (3.0, 0, "b")),
         ([{"a": -0.1}, {"b": -0.2}], [{"a": -0.1}, {"b": -0.2}], (0.0, 0, "")),
@@ -39,7 +39,7 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
     "normal": lambda drawn: abs(drawn.gauss(0, 0.02)),
     "lognormal": lambda drawn: drawn.lognormvariate(-4, 2),
     "student with two degrees of freedom": lambda drawn: abs(drawn.gauss(0, 1)) / drawn.expovariate(1) ** 0.5,
-    # The last bit sometimes makes a mixture of experts choose another expert.
+    # A change of the last bit sometimes makes a mixture of experts choose another expert.
     "jumps": lambda drawn: drawn.random() * (100 if drawn.random() < 0.01 else 1),
     "rarely not exact": lambda drawn: float(drawn.random() < 0.01),
 }
@@ -48,8 +48,8 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
 def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
-    """Judge one run as rounds.py does. wrong: draws the differences of every twelfth prompt and of fresh prompts."""
-    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # sent alone, and with other requests
+    """Judge one run as rounds.py does. wrong: draws the difference for every twelfth prompt and for fresh prompts."""
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # a prompt alone, and among requests
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
         return True
@@ -67,7 +67,7 @@ def is_called_different(
 
 @pytest.mark.parametrize("name", NOISE)
 def test_noise_is_not_called_different(name: str) -> None:
-    """At most one run in 10,000 is a false alarm. KVFIX_TEST_EXAMPLES=100000 simulates more runs."""
+    """At most one run in 10,000 gives a false alarm. KVFIX_TEST_EXAMPLES=100000 simulates more runs."""
     runs, drawn = int(os.environ.get("KVFIX_TEST_EXAMPLES", "2000")), random.Random(1)
     assert sum(is_called_different(drawn, NOISE[name]) for _ in range(runs)) <= runs * FALSE_ALARMS
 
@@ -109,7 +109,7 @@ def prompts() -> list[Prompt]:
 
 
 def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
-    """Most prompts are controls, which have whole blocks and one more token."""
+    """Most prompts are controls. A control has whole blocks and one more token."""
     assert len(prompts) == 48
     lengths = {"one chunk less one token": 255, "one chunk": 256, "one chunk and one token": 257, "whole chunks": 1024}
     for kind, length in lengths.items():

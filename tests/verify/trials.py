@@ -1,6 +1,6 @@
 """Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. Each run prints a line.
 
-NAME is one of these:
+NAME is one of these words:
 
     connectors   LMCache in process without and with kvfix, LMCache's server, OffloadingConnector, none
     faults       every planted fault, on LMCache in process with kvfix
@@ -32,11 +32,11 @@ from tests.conftest import Fresh
 from tests.engine import start, vllm_server
 from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Server
 
-#: {fault: the right exit codes}. A bit flip changes one bit of one loaded element. Bits 30 and 23 are the exponent's
-#: highest and lowest bit. Bit 0 is the mantissa's lowest bit.
+#: {fault: the allowed exit codes}. A bit flip changes one bit of one loaded element. Bit 30 is the exponent's highest
+#: bit, bit 23 the exponent's lowest bit, and bit 0 the mantissa's lowest bit.
 FAULTS = {
     "": (0,),
-    "two_chunks_swapped": (0, 1),  # only the last bits differ: attention adds in another order
+    "two_chunks_swapped": (0, 1),  # only the last bits differ, because attention adds in another order
     **dict.fromkeys((
         "k_of_two_chunks_swapped", "chunk_of_another_prompt", "chunk_shifted_by_one", "last_chunk_wrong",
         "other_weights:0.05", "other_weights:0.001", "other_adapter:0.1", "one_layer_wrong", "zeros", "only_one_chunk",
@@ -109,7 +109,7 @@ def refusals(folder: Path) -> bool:
 
 
 def kill_within_an_answer(server: Server) -> None:
-    """Kill the server when it computes its third request from now on."""
+    """Kill the server once three more requests have succeeded."""
     before = server.metric("vllm:request_success_total")
     while server.metric("vllm:request_success_total") < before + 3:
         time.sleep(0.05)
@@ -125,7 +125,7 @@ def lora(folder: Path) -> bool:
 
 
 def write_adapter(folder: Path) -> None:
-    """Write a LoRA of every layer's projections to queries and values, with weights that change each answer."""
+    """Write a LoRA adapter of all query and value projections, with weights that change each answer."""
     import torch
     from safetensors.torch import save_file
 

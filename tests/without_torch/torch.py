@@ -1,4 +1,4 @@
-"""This module replaces torch for `make quick`. It skips the test in pytest, and ends a test's program after a note."""
+"""This module replaces torch for `make quick`. In pytest it skips the test. A test's program makes a file and ends."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Plant hangs in a real engine, each at the place of a real hang. A hang begins when the file SPOIL exists."""
+"""Plant hangs in a real engine, each in the code where a real hang occurs. A hang begins when the file SPOIL exists."""
 
 import ctypes
 import os
@@ -33,7 +33,7 @@ def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
 
 
 def abort_comes_first(connector: Any) -> None:
-    """EngineCore handles an abort before its first step, so vLLM never asks the connector about the request."""
+    """Make EngineCore handle an abort before the first step, so vLLM never asks the connector about the request."""
     from vllm.v1.engine.core import EngineCoreProc
 
     step, abort = EngineCoreProc._process_engine_step, EngineCoreProc.abort_requests
@@ -87,7 +87,7 @@ def hook_waits(connector: Any) -> None:
 
 #: {hang: function that plants it in this connector}
 HANGS: dict[str, Callable[[Any], None]] = {
-    # the worker's thread that answers lookups ends, as after an exception that no code catches
+    # the worker's thread that answers lookups ends, as after an uncaught exception
     "lookup_thread_ends": lambda connector: _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit),
     # the worker's thread that answers lookups waits for ever in its next lookup
     "lookup_thread_waits": lambda connector: _before(

@@ -1,8 +1,8 @@
 """A stand-in for LMCache's GPU connector on a machine without a GPU. It copies whole KV blocks on the CPU.
 
 All other parts of LMCache are real. vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per
-layer. In a block, each head has all of K and then all of V, so the KV of a token is not one row. The stand-in copies
-whole blocks, so the chunk size must be a multiple of the block size.
+layer. In a block, each head has all of K and then all of V, so a token's KV is not one row. Therefore the stand-in
+copies whole blocks, and the chunk size must be a multiple of the block size.
 """
 
 import os
@@ -13,13 +13,13 @@ import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
 
-#: While this file exists, the stand-in adds 1.0 to all loaded KV. This is a negative control: if the outputs do not
-#: differ then, equal outputs prove nothing.
+#: While this file exists, the stand-in adds 1.0 to all loaded KV. As a negative control, the outputs must then differ.
+#: Otherwise equal outputs in the other rounds prove nothing.
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
 
 
 def make(interface: Any, metadata: Any) -> Any:
-    """Return the stand-in. Its class implements `interface`, LMCache's class for GPU connectors."""
+    """Return the stand-in. Its class implements `interface`, which is LMCache's base class of GPU connectors."""
     layers, two, _, heads, head_size = metadata.kv_shape
 
     class BlockCopy(interface):  # type: ignore[misc]
@@ -65,7 +65,7 @@ def current_releases(module: Any) -> None:
 
 
 def early_releases(adapter: Any) -> None:
-    """Replace LMCache 0.3's function that makes engine and connector, because the function needs a GPU."""
+    """Replace the function of LMCache 0.3 that makes engine and connector, because this function needs a GPU."""
     if not hasattr(adapter, "_init_lmcache_engine"):
         return
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
@@ -83,7 +83,7 @@ def early_releases(adapter: Any) -> None:
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
-    # vLLM 0.32 calls these functions, which LMCache 0.3 does not have. LMCache 0.3 would look for the tensors in vLLM's
+    # vLLM 0.32 calls functions that LMCache 0.3 does not have, so add them. LMCache 0.3 looks for the tensors in vLLM's
     # forward context, under a name that vLLM 0.32 does not have.
     impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     impl.get_kv_events = lambda self: []
@@ -92,8 +92,8 @@ def early_releases(adapter: Any) -> None:
 def in_tree(connector: Any) -> None:
     """Replace CUDA in vLLM's own multi-process connector, which marks each step with a CUDA event.
 
-    LMCache 0.4.6 does not know how vLLM for the CPU packs a block, but moves only whole blocks. So LMCache
-    gets a view of equal size with the shape that LMCache expects: the K rows, then the V rows.
+    LMCache 0.4.6 does not know how vLLM for the CPU packs a block. But LMCache moves only whole blocks, so it can use a
+    view of equal size that has the expected shape, first the K rows and then the V rows.
     """
     if isinstance(connector.torch, cuda_stand_in.Torch):  # the parent process has replaced CUDA before the fork
         return

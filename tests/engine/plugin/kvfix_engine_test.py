@@ -1,8 +1,8 @@
 """A vLLM plugin of the test suite. It reports from EngineCore and worker, and replaces LMCache's GPU connector.
 
 For each connector the plugin writes a line of JSON with the pid, the process and `kvfix.status()`, then a line for each
-grant and load. The plugin patches no function that kvfix fixes. It sets a stand-in when vLLM imports LMCache. If the
-plugin imported LMCache earlier, vLLM's CPU platform would not start.
+grant and load. The plugin patches no function that kvfix fixes. It sets a stand-in only when vLLM imports LMCache,
+because vLLM's CPU platform does not start if LMCache is imported earlier.
 """
 
 import itertools
@@ -107,7 +107,7 @@ def note(what: str, **more: Any) -> None:
 
 
 def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
-    """After each call of this method of this connector, call `act` with the answer and the arguments."""
+    """After each call of this method of this connector, call `act` with the method's result and arguments."""
     original = getattr(connector, name)
 
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
 
 
 def note_grants_and_loads(connector: Any) -> None:
-    """Note each grant in the scheduler, each finished load in the worker, and changes of LMCache's kept objects."""
+    """Note each grant in the scheduler, each finished load in the worker, and changes of the objects LMCache keeps."""
 
     def grant(_: Any, request: Any, blocks: Any, external: int) -> None:
         if external:
@@ -146,7 +146,7 @@ def note_grants_and_loads(connector: Any) -> None:
 
 
 def note_own_time(connector: Any) -> None:
-    """Note the processor time of kvfix every 64 steps. In a process with both roles it includes the worker's hooks."""
+    """Note kvfix's CPU time every 64 steps. In a process with both roles the time includes the worker's hooks."""
     from kvfix_engine_times import OwnTime
 
     from kvfix.session import session

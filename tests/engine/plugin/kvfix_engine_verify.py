@@ -1,11 +1,11 @@
 """Run LMCache in process on the CPU, and plant faults in loaded KV, for the tests of `kvfix verify`.
 
 LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). The connector gets KV in the
-GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. In vLLM for the CPU, each head of a block has K transposed
+GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. In vLLM for the CPU, each head of a block has transposed K
 and then V (float32). So this module copies KV between the two layouts.
 
-K includes the position of its token (RoPE). So answers do not change if K and V of two tokens are swapped together. The
-faults therefore move K without V, or lose rows. The file KVFIX_TEST_FAULT names the fault; "" means no fault.
+K includes the position of the token (RoPE). So answers do not change if K and V of two tokens are swapped together. The
+faults therefore change only K or only V, or lose rows. The file KVFIX_TEST_FAULT names the fault, or is empty.
 """
 
 import os
@@ -20,9 +20,9 @@ from kvfix_tools.roundtrip.engine_connector import InProcess
 
 FAULT = Path(os.environ.get("KVFIX_TEST_FAULT", "/nonexistent"))
 CHUNK = 64
-#: KV of the first chunk of the previous request.
+#: KV of the previous request's first chunk.
 EARLIER: list[torch.Tensor] = []
-#: Standard deviation of noise to add to every logit. It imitates a GPU, whose logits differ between batches.
+#: Standard deviation of noise to add to every logit. The noise imitates a GPU, whose logits differ between batches.
 NOISE = float(os.environ.get("KVFIX_TEST_NOISE", "0"))
 if NOISE:
     from vllm.v1.sample.sampler import Sampler
@@ -82,7 +82,7 @@ class Faulty(InProcess):
             packed[blocks] = torch.cat([k, v.reshape(-1, heads, size, both // 2)], dim=3)
 
     def blocks(self, mappings: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield for each layer: the engine's tensor, the packed tensor, and the blocks that have these slots."""
+        """Yield for each layer the engine's tensor, the packed tensor, and the blocks that have these slots."""
         slots = [mapping[mapping >= 0] for mapping in mappings]
         if slots:
             used = torch.unique(torch.cat(slots) // self.engine[0].shape[2])
@@ -127,7 +127,7 @@ def chunk_of_another_prompt(kv: torch.Tensor, chunks: list[slice], _: str) -> No
 
 
 def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
-    """Change V as an adapter of rank 4 on the values does."""
+    """Change V as a LoRA adapter of rank 4 on the value projection does."""
     noise = torch.Generator().manual_seed(0)
     for v in kv[1]:
         width = v.shape[-1]
@@ -135,8 +135,8 @@ def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
         v += float(share) * v @ down @ up.T
 
 
-#: {fault: function that changes the loaded chunks `kv` in place: [K and V, layers, tokens, ...]}. The last argument is
-#: the text after `NAME:` in the file. Without a text it is the number of requests for which the step loads.
+#: {fault: function that changes the loaded `kv` [K and V, layers, tokens, ...] in place}. The last argument of each is
+#: the text after `NAME:` in the file, or, without a text, the number of requests for which the step loads.
 FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "two_chunks_swapped": two_chunks_swapped,
     "k_of_two_chunks_swapped": lambda kv, chunks, _: two_chunks_swapped(kv[:1], chunks),
@@ -146,7 +146,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     ),
     # the last chunk's tokens are in reverse order in K, but not in V
     "last_chunk_wrong": lambda kv, chunks, _: kv[0, :, chunks[-1]].copy_(kv[0, :, chunks[-1]].flip(1)),
-    # KV changes as if the weights differed by this share
+    # KV changes as if the weights of the model differed by this share
     "other_weights": lambda kv, _, share: kv.mul_(
         1 + float(share) * torch.randn(kv.shape, generator=torch.Generator().manual_seed(0))
     ),
@@ -158,7 +158,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "not_a_number": lambda kv, chunks, _: kv[1, 1, chunks[2].start + 7].view(-1)[0].fill_(float("nan")),
     "zeros": lambda kv, *_: kv.zero_(),
 }
-#: {fault: condition under which `last_chunk_wrong` is done}. A condition gets the arguments of a fault without `kv`.
+#: {fault: condition under which the fault acts as `last_chunk_wrong`}. It gets a fault's arguments except `kv`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
     "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,

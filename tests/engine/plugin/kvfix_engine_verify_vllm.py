@@ -29,7 +29,7 @@ class FaultyNixl(NixlConnector):  # type: ignore[misc]
 
 
 class Offloading(OffloadingConnector):  # type: ignore[misc]
-    """An OffloadingConnector that copies with memmove. Its streams and events are stand-ins that are done at once.
+    """An OffloadingConnector that copies with memmove. Its streams and events are stand-ins that finish at once.
 
     vLLM refuses the connector without a GPU (kv_offload/cpu/spec.py 0.32.0:199).
     """
