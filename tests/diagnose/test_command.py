@@ -41,7 +41,7 @@ def test_exit_codes_and_summary(run: Run, tmp_path: Path) -> None:
     assert (code, err) == (1, "")
     assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
     for part in (
-        "granted 256, but hit 256 - computed 288 = -32; vLLM had 288",
+        "granted 256, but hit 256 - computed 288 = -32; vLLM had 288 computed tokens",
         "Do now: kvfix run -- CMD, or kvfix.apply() (KVF001 lookup-cache-ignores-computed); without kvfix: upgrade to",
         "For good: upgrade to LMCache 0.3.10.post1",
     ):

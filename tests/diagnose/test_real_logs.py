@@ -76,7 +76,7 @@ def test_a_recording_is_left_to_replay(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_history_of_a_crash() -> None:
     found = diagnose("crash-0.3.10").findings[0]
-    assert found.sentence == "granted 256, but hit 256 - computed 288 = -32; vLLM had 288"
+    assert found.sentence == "granted 256, but hit 256 - computed 288 = -32; vLLM had 288 computed tokens"
     assert found.violated[0].message == "granted 256, promised 0"
     assert [event.what for event in found.history] == [
         "lookup at 0 computed tokens promises 0: hit 0 - computed 0 = 0",

@@ -89,12 +89,12 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """A request waits for blocks. Each lookup counts the hit as stored once more, so LMCache stores no later tokens.
+    """A request waits for blocks. Each lookup adds the hit to the stored tokens, so LMCache stores no later tokens.
 
     The first 512 tokens of a prompt of 900 are cached. The prompt waits while another request runs with 22 of the 32
     blocks. Then the prompt is sent again. LMCache should find all 14 chunks of 64 tokens.
     """
-    long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # both use one server
+    long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # the cases share one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     ran = start.run(
         tmp_path, apply, server_of_046, rounds=rounds, lmcache=release("0.4.6"), engine=start.TWO_PROCESSES,
@@ -109,7 +109,7 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
 
 @APPLY
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
-    """The log has a line for each lookup that times out. With kvfix the pauses double: at most eight timeouts in 300 s.
+    """The log has a line for each lookup that times out. With KVF015, each pause after a timeout is twice as long.
 
     Without the fix the scheduler waits in the lookup, and a dump shows this. In this case kvfix records, but applies no
     fix. The process is not forked, because a dump reads the environment with which the process was started.

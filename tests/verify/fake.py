@@ -27,8 +27,9 @@ class Engine:
     """The behaviour of the fake server, and its state."""
 
     noise: float = 0.0  # deviation of a log probability between two computations
-    #: Return True for a wrong answer. Arguments: prompt, number of prompt tokens from the connector, number of requests
-    #: since the last read of /metrics. `kvfix verify` reads /metrics before and after each request that it sends alone.
+    #: Function of the test. If it returns True, the server gives a wrong answer. Arguments: prompt, number of prompt
+    #: tokens from the connector, number of requests since the last read of /metrics. `kvfix verify` reads /metrics
+    #: before and after each request that it sends alone.
     wrong: Callable[[list[int], int, int], bool] = lambda prompt, hit, together: False
     keeps: int = 1 << 30  # number of prompts that the connector can keep
     others: bool = False  # each request comes together with a request of another client

@@ -1,4 +1,4 @@
-"""Add the events and rules that only the tools use to the ledger.
+"""Add to the ledger the events and rules that only the tools use.
 
 No single process of an engine sees these events. They come from the lab, or from recordings of several processes. The
 decorator `rule` adds each rule to `kvfix.ledger.RULES`. Import RULES from this module to get the complete list.
@@ -28,7 +28,7 @@ class RankDiffers(NamedTuple):
 
 
 class LeaseRead(NamedTuple):
-    """Request `reader` of the peer has loaded the kept blocks of `request`, and uses their KV as correct."""
+    """The peer's request `reader` has loaded the blocks that were kept for it after `request` ended."""
 
     request: str
     reader: str
@@ -103,9 +103,9 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     """A peer reads blocks only while their lease lasts.
 
     A read that ends after the lease may have loaded KV of another request, which now has the blocks. Each read sends a
-    release message (nixl/pull_worker.py 0.32.0:546). A lease times out only if no release message has arrived,
-    so the read ended after the lease. In push mode, prefill writes the blocks. The rule compares no clocks, so a write
-    may have ended in the step of the timeout (push_worker.py 0.32.0:818): the result is unknown.
+    release message (nixl/pull_worker.py 0.32.0:546). If a lease timed out, no release message had arrived,
+    so every read ended after the lease. In push mode, prefill writes the blocks. A write can end in the same step as
+    the timeout (push_worker.py 0.32.0:818). The rule compares no clocks, so its result for push is unknown.
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:
@@ -165,7 +165,7 @@ def lease_not_returned(history: History, event: NotReturned) -> Outcome:
     """A request releases the blocks that a peer keeps for it, even if the request ends before it reads the blocks.
 
     Without the release message the peer keeps the blocks until their timeout, and other requests cannot use them. The
-    default timeout is 30 s (nixl/base_scheduler.py 0.32.0:73). After a failed load vLLM sends no release message: this
+    default timeout is 30 s (nixl/base_scheduler.py 0.32.0:82). After a failed load vLLM sends no release message: this
     is no violation. Only the records of both engines together show a violation.
     """
     done = "has loaded the kept blocks" if event.loaded else "has ended"

@@ -125,7 +125,7 @@ def _print(rows: list[ReleasedRow]) -> None:
         if mine:
             known = "kvfix knows it" if Version(mine[0].version) <= Version(newest) else f"kvfix knows up to {newest}"
             counts = ", ".join(f"{sum(row.change == change for row in mine)} {change}" for change in CHANGES)
-            print(f"newest {dist}: {mine[0].version} ({known}); functions of fixes: {counts}")
+            print(f"newest {dist}: {mine[0].version} ({known}); fixes: {counts}")
     changed = [row for row in rows if row.change != "unchanged"]
     for row in changed:
         print(f"\n{row.code} {row.slug} ({row.dist} {row.version}): {row.change}, {row.verdict}")

@@ -60,8 +60,9 @@ def _is_layerwise_producer(impl: Any) -> bool:
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
     """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
 
-    The fix for `start_load_kv` is for layerwise stores. After the loads have read the tokens of a request, the fix
-    removes the tokens. It does not wrap `save_kv_layer`, because that wrapper would run once for each layer.
+    The fix for `start_load_kv` is for layerwise stores. `start_load_kv` needs `token_ids` of a request for its load.
+    After it has returned, the fix empties `token_ids`, so nothing is stored. It does not wrap `save_kv_layer`, because
+    that wrapper would run once for each layer.
     is_meant: (metadata of a request) -> True if the request must not be stored.
     """
 
@@ -91,7 +92,8 @@ def stores(hook: Any, adapter: Any, impl: dict[str, Any], **more: Any) -> bool:
 
 #: The type of a function (keyword arguments of the call, metadata of the request) that adds keyword arguments.
 Add = Callable[[dict[str, Any], Any], None]
-#: The type of a function (keyword arguments of the call). If `Add` raises, it makes the call find and store nothing.
+#: The type of a function (keyword arguments of the call). If `Add` raises an exception, kvfix calls this function. It
+#: changes the arguments so that the engine finds and stores nothing.
 Closed = Callable[[dict[str, Any]], None]
 
 
@@ -121,7 +123,8 @@ def layer_loads(add: Add, closed: Closed | None = None) -> Fixing:
 
 
 def layer_saves(add: Add, closed: Closed) -> Fixing:
-    """For `save_kv_layer`: add arguments as `layer_loads` does. A call passes its request's own list of tokens."""
+    """For `save_kv_layer`: add arguments as `layer_loads` does. LMCache calls `store_layer` with the request's own
+    `token_ids` object, so `is` finds the request."""
 
     @fix_around(only=is_layerwise, on_fault=_closed.worker_saves_nothing)
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Steps | None:

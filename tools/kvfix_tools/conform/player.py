@@ -20,11 +20,14 @@ from kvfix_tools.lab.pair.pair import Pair
 from kvfix_tools.lab.pair.pair_engine import Engines
 from kvfix_tools.lab.steps import Step
 
-#: Fuzzer steps that kvfix drops for a connector without a stand-in. They need LMCache, or a way to make loads fail.
+#: Fuzzer steps that kvfix drops if it runs the connector itself, and not the lab's own setup for a known connector.
+#: They need LMCache, or a way to make loads fail.
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
-#: Fuzzer features that are off for a connector without a stand-in. With SupportsHMA, it gets several KV groups.
+#: Fuzzer features that are off for a connector without a stand-in. A connector with SupportsHMA gets several KV groups
+#: in the scenarios of kvfix conform, not in the fuzzer's schedules.
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
-#: Fuzzer features that kvfix does not use for a MultiConnector with a stand-in, which has one rank and one KV group.
+#: Fuzzer features that kvfix does not use for a MultiConnector with a stand-in. The lab plays such a MultiConnector
+#: with one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
 _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
 _STEPS = 50  # maximum number of engine steps for which `until_loading` and `until_running` wait

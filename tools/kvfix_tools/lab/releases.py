@@ -42,8 +42,8 @@ _DRAWN = {
     "offloading": _SINCE_0_5_6,
     "ranks": {**_SINCE_0_32, "lmcache": ">=0.4.5"},
 }
-#: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: releases whose
-#: transfer context waits for its stores on CUDA (LMCacheDrivenTransferContext.flush_inflight_stores, empty in 0.5.5).
+#: FORGETS: releases whose server drops silent workers (`worker_registration_grace_seconds`). FLUSHES: releases in
+#: which `flush_inflight_stores` waits for stores in flight on CUDA. In 0.5.5 the function does nothing.
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
 #: The releases on which the lab plays connectors outside `KNOWN`. These releases call the hooks in the lab's order.
 ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}

@@ -72,7 +72,7 @@ class Outcome:
     cases: list[Case]
     preemptions: int
     flushed_by: str
-    not_numbers: int  # number of first prompts (`Rounds._survey`) whose answer became NaN with KV from the connector
+    not_numbers: int  # number of survey prompts (`Rounds._survey`) whose answer is NaN with KV from the connector
     confirmations: list[Confirmation] = field(default_factory=list)
     shared_with: str = ""  # name of an adapter that got another adapter's KV; "" if there is none
 
@@ -103,7 +103,7 @@ class Outcome:
 
 
 def verdict(outcome: Outcome) -> tuple[int, str]:
-    """Return the exit code, and the reason for the last line of the output."""
+    """Return the exit code, and the reason, which the last line of the output shows."""
     found = outcome.first_test or outcome.shared_with or outcome.not_numbers
     if found or any(each.holds for each in outcome.confirmations):
         return DIFFERENT, where(outcome)
@@ -113,7 +113,7 @@ def verdict(outcome: Outcome) -> tuple[int, str]:
 
 
 def why_not(outcome: Outcome) -> str:
-    """Return why the answers prove nothing, or "" if they prove something. The caller has confirmed no wrong answer."""
+    """Return why the answers prove nothing, or "" if they prove something. No test has shown a wrong answer."""
     judge = outcome.judge
     if outcome.hits is None:
         return (

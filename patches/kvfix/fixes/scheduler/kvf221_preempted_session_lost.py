@@ -46,7 +46,8 @@ update_from_output = _has_sessions(_enqueue)
 
 
 def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
-    """After an error of the fix, also keep the session's earlier tokens, so that it returns the right text."""
+    """If the fix itself raises an exception, still keep the session's earlier tokens. Otherwise the session returns
+    wrong text."""
     if session.num_computed_tokens >= session.num_tokens - 1:
         return GO_ON
     update = inspect.unwrap(type(scheduler)._update_request_as_session)

@@ -44,7 +44,7 @@ def tokens_mismatch(log: Diagnosis, line: LogLine) -> Answers:
         return
     promised = f"hit {f['hit']} - computed {f['computed']}{' - 1' if f['spare'] else ''}"
     sentence = f"granted {f['granted']}, but {promised} = {f['hit'] - f['computed'] - f['spare']}"
-    sentence += f"; vLLM had {f['computed']}"
+    sentence += f"; vLLM had {f['computed']} computed tokens"
     capped = _capped(log, line)
     if capped:
         cut = "; the load was cut to whole chunks, but the promise was not"
