@@ -121,7 +121,7 @@ def test_the_log_and_the_text_of_the_readme_are_diagnosed(shell: Shell, tmp_path
 
 
 def test_the_installation_is_asked(shell: Shell, engine: dict[str, str]) -> None:
-    assert "`kvfix status` lists the bugs of your releases" in (ROOT / "README.md").read_text()
+    assert "`kvfix status` counts the bugs of your releases" in (ROOT / "README.md").read_text()
     done = shell("kvfix status", code=1, **engine)
     assert "lmcache 0.3.10" in done.stdout
     assert "to be fixed by kvfix.apply()" in done.stdout
