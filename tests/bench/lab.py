@@ -14,7 +14,7 @@ SPEED = """
 import gc, time
 from unittest import mock
 from kvfix_tools.lab import runner
-from tests.engine.plugin.kvfix_engine_times import timed
+from tests.engine.plugin.kvfix_engine_times import Spent, timed
 runner.prepare({path!r})
 with runner.quiet():
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -22,14 +22,14 @@ with runner.quiet():
     from kvfix_tools.lab.fuzz.fuzz import play
     from kvfix_tools.lab.fuzz.schedule import draw
 gc.freeze()  # as the command does
-spent = []
+spent = Spent()
 def measured(seeds):
     schedules = [draw(seed, {connector!r}, lacks=known) for seed in seeds]
-    spent.clear()
+    spent.seconds = 0.0
     start = time.process_time()
     steps = sum(play(each).steps for each in schedules)
     seconds = time.process_time() - start
-    return [steps / seconds, seconds / sum(spent)]
+    return [steps / seconds, seconds / spent.seconds]
 names = "schedule", "update_from_output", "add_request", "finish_requests"
 patched = mock.patch.multiple(Scheduler, **{{name: timed(vars(Scheduler)[name], spent) for name in names}})
 with runner.applied(False), patched:
