@@ -16,18 +16,19 @@ IMPORTS = 3
 #: equal processes differ by more than kvfix's time.
 WHOLE = """
 from time import thread_time
-from tests.engine.plugin.kvfix_engine_times import timed
+from tests.engine.plugin.kvfix_engine_times import Spent, timed
 
 started = thread_time()
 import kvfix
 kvfix.apply()
 from kvfix import activation
-own = [thread_time() - started]
+own = Spent()
+own.seconds = thread_time() - started
 for name in ("_settle", "_is_target"):
     setattr(activation, name, timed(getattr(activation, name), own))
 import vllm.v1.core.sched.scheduler, vllm.v1.engine.core
 import lmcache.integration.vllm.vllm_v1_adapter, lmcache.v1.cache_engine
-result = [sum(own), thread_time() - started]
+result = [own.seconds, thread_time() - started]
 """
 
 
