@@ -24,7 +24,6 @@ from kvfix import engine_log, metrics
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
-Only = Callable[[Any], Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: `on_fault` returns GO_ON if the function may run. If the function has already run, the caller gets its answer.
 GO_ON = object()
@@ -249,7 +248,7 @@ class WrappedFunction:
 
     def _compose(self, wrappers: dict[str, tuple[int, Wrapper]]) -> None:
         call = others = self._function
-        guards: dict[Only, None] = {}
+        guards: dict[Function, None] = {}
         try:
             for _, key, wrap in sorted((order, key, wrap) for key, (order, wrap) in wrappers.items()):
                 metrics.composing = metrics.of(key)
@@ -274,7 +273,7 @@ class WrappedFunction:
                 setattr(self.owner, self.name, self.original)
 
 
-def _for_some(guards: tuple[Only, ...], call: Function, others: Function) -> Function:
+def _for_some(guards: tuple[Function, ...], call: Function, others: Function) -> Function:
     """Return a function that runs `call` if a guard returns true for the instance. Otherwise it runs `others`."""
 
     @functools.wraps(others)

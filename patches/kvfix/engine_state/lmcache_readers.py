@@ -33,7 +33,8 @@ class V1(Reader):
         self._statuses = getattr(self.client, "reqs_status", {})
         #: A global dictionary of LMCache's module, which the connectors of both roles share if they are in one process.
         self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
-        self._timeout = (getattr(getattr(self.impl, "config", None), "lookup_timeout_ms", None) or 3000) / 1000
+        config = getattr(self.impl, "config", None)
+        self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
         self._chunk = getattr(self.impl, "_lmcache_chunk_size", 1)
 
     def hit(self, request: str) -> int | None:

@@ -53,10 +53,6 @@ def is_producer(impl: Any) -> bool:
     return bool(impl.kv_role == "kv_producer")
 
 
-def _is_layerwise_producer(impl: Any) -> bool:
-    return is_layerwise(impl) and is_producer(impl)
-
-
 def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing]:
     """Let a kv_producer store nothing for some requests. Return fixes for `wait_for_save` and `start_load_kv`.
 
@@ -73,7 +69,7 @@ def skip_producer_stores(is_meant: Callable[[Any], Any]) -> tuple[Fixing, Fixing
             _closed.store_nothing(impl, request)
         return bool(meant)
 
-    @fix_after(only=_is_layerwise_producer, on_fault=_closed.worker_saves_nothing)
+    @fix_after(only=is_layerwise, when=lambda impl, *_, **__: is_producer(impl), on_fault=_closed.worker_saves_nothing)
     def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> None:
         store_nothing_of(impl)
 

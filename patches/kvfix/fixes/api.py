@@ -88,7 +88,7 @@ GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "
 GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3", "V3")
 
 # LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 also have `_0180` and `_0201` for older vLLM. The user
-# selects such a module with `kv_connector_module_path`. vLLM has its own copy of the connector.
+# selects one of them with `kv_connector_module_path`. vLLM has its own copy of the connector.
 _MP = "lmcache.integration.vllm.lmcache_mp_connector"
 LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
 LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "lmcache_mp_connector_0201")

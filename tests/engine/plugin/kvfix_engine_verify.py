@@ -126,6 +126,11 @@ def chunk_of_another_prompt(kv: torch.Tensor, chunks: list[slice], _: str) -> No
         EARLIER[:] = [now]
 
 
+def chunk_shifted_by_one(kv: torch.Tensor, chunks: list[slice], _: str) -> None:
+    first = kv[:, :, chunks[0]]
+    first[:, :, 1:] = first[:, :, :-1].clone()
+
+
 def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
     """Change V as a LoRA adapter of rank 4 on the value projection does."""
     noise = torch.Generator().manual_seed(0)
@@ -141,9 +146,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "two_chunks_swapped": two_chunks_swapped,
     "k_of_two_chunks_swapped": lambda kv, chunks, _: two_chunks_swapped(kv[:1], chunks),
     "chunk_of_another_prompt": chunk_of_another_prompt,
-    "chunk_shifted_by_one": lambda kv, chunks, _: kv[:, :, 1 : chunks[0].stop].copy_(
-        kv[:, :, : chunks[0].stop - 1].clone()
-    ),
+    "chunk_shifted_by_one": chunk_shifted_by_one,
     # the last chunk's tokens are in reverse order in K, but not in V
     "last_chunk_wrong": lambda kv, chunks, _: kv[0, :, chunks[-1]].copy_(kv[0, :, chunks[-1]].flip(1)),
     # KV changes as if the weights of the model differed by this share

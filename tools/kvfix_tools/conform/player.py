@@ -26,7 +26,7 @@ _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
 #: Fuzzer features that are off for a connector without a stand-in. A connector with SupportsHMA gets several KV groups
 #: in the scenarios of kvfix conform, not in the fuzzer's schedules.
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
-#: Fuzzer features that kvfix does not use for a MultiConnector with a stand-in. The lab plays such a MultiConnector
+#: Fuzzer features that kvfix does not use for a MultiConnector with a stand-in. The lab plays this MultiConnector
 #: with one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
 _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}

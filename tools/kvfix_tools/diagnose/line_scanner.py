@@ -20,7 +20,7 @@ _DEBUG = FRAME + b"DEBUG:"
 _HEAD = STAMP + 24
 #: An input counts as a paste of messages if at most this number of lines are neither messages nor in tracebacks.
 _FEW = 5
-#: A Markdown heading, or a comment in a settings file. An input with such a line is not a log.
+#: A Markdown heading, or a comment in a settings file. An input with one of these lines is not a log.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
 
 

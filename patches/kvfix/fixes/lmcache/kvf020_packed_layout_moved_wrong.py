@@ -101,8 +101,10 @@ def _parts(connector: Any, memory_obj: Any, more: Any) -> list[tuple[Any, list[A
     except Exception:  # noqa: BLE001 - V3 rejects this layout, and LMCache's own code raises this error again
         return []
     groups = connector.metadata.kv_layer_groups_manager.kernel_groups
-    of_groups = [[caches[layer] for layer in group.layer_indices] for group in groups]
-    return [(memory_obj.get_tensor(number), held) for number, held in enumerate(of_groups)]
+    return [
+        (memory_obj.get_tensor(number), [caches[layer] for layer in group.layer_indices])
+        for number, group in enumerate(groups)
+    ]
 
 
 def _store(torch: Any, connector: Any, parts: Any, slots: Any) -> None:

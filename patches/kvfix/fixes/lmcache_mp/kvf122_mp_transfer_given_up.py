@@ -33,7 +33,8 @@ _SET = stubs.Stub(is_set=lambda: True)
 def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
     if adapter.is_healthy or not (adapter.retrieve_futures or adapter.store_futures):
         return False
-    return getattr(getattr(adapter.req_client, "_message_queue_client", None), "_kvfix_connected", False)
+    client = getattr(adapter.req_client, "_message_queue_client", None)
+    return getattr(client, "_kvfix_connected", False)
 
 
 def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:

@@ -5,7 +5,7 @@ then log `Timeout waiting for P side ready`. The prefill engine may keep transfe
 
 Cause: At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
 (mooncake_connector.py 0.32.0:2584). If the prefill was aborted before it was scheduled, the worker has no transfer. The
-`pop` then raises KeyError in a coroutine that nobody waits for. The worker then fails to drop the remaining transfers
+`pop` then raises KeyError in a coroutine that no code awaits. The worker then fails to drop the remaining transfers
 of this step. The worker is not told about a prefill that was preempted at its end (:1117).
 
 Fix: If a decode request waits for the dropped transfer, or asks for it within the timeout, the prefill worker reports

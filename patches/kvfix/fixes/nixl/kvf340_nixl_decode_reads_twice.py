@@ -22,7 +22,8 @@ from kvfix.fixes.api import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHED
 
 def _prefill(connector: Any, params: Any) -> tuple[Any, ...] | None:
     prefill = params.get("remote_engine_id"), params.get("remote_request_id")
-    return prefill if None not in prefill and getattr(connector, "_TRANSFER_MODE", "pull") == "pull" else None
+    pulls = getattr(connector, "_TRANSFER_MODE", "pull") == "pull"
+    return prefill if pulls and None not in prefill else None
 
 
 promise_once, arrive_once = _prefills.for_the_first(_prefill)

@@ -83,7 +83,8 @@ def peer_to_peer(setup: Setup) -> Iterator[Line]:
     """enable_p2p has the controller, the ports and the channel that LMCache asserts (config.py 0.5.6:744-752)."""
     if setup.v1 is None or not setup.on("enable_p2p"):
         return
-    missing = [name for name in _P2P if name in (setup.definitions.known or _P2P) and setup.setting(name) is None]
+    known = setup.definitions.known or _P2P
+    missing = [name for name in _P2P if name in known and setup.setting(name) is None]
     if not setup.on("enable_controller"):
         missing.insert(0, "enable_controller")
     if missing:

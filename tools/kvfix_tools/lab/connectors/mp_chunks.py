@@ -24,7 +24,7 @@ class Chunks:
         self.keep()
 
     def keep(self, windows: Sequence[int] = ()) -> None:
-        """Set the sizes in tokens of sliding windows, as a worker registers them. They determine what is stored."""
+        """Set the sizes in tokens of sliding windows, as a worker registers them. They determine the stored chunks."""
         self.objects = stored_objects(self._options, windows)
         #: Function of (groups, number of chunks). Returns for each object and chunk if the server does not store it.
         self.not_stored = _all_null(self._options, self.objects)

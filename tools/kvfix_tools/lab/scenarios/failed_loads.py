@@ -107,7 +107,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
     "failed-load-stored-under-way": since_0_4_1(
-        # The load brings none of the 128 promised tokens, but the second step of 64 tokens stores what it computes.
+        # The load brings none of the 128 promised tokens, but the second step of 64 tokens stores the KV it computes.
         [do.stored_elsewhere(prompt(128)), do.fail_load("first"), do.store("first", prompt(320))],
         do.admit("r", prompt(324), max_tokens=4),
         doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",
