@@ -1,6 +1,6 @@
 """Define the command `kvfix` with its subcommands and options. A subcommand imports slow modules only when it runs.
 
-All commands exit with 0 (nothing found), 1 (findings), 2 (wrong usage, unreadable input) or 77 (check impossible).
+_EXIT has the exit codes of all commands.
 """
 
 import os
@@ -30,6 +30,10 @@ COMMANDS = {
 }  # fmt: skip
 
 
+_EXIT = """Exit codes of all commands: 0 (nothing was found), 1 (a bug or violation was found), 2 (wrong usage or
+unreadable input), 77 (the check could not run here)."""
+
+
 class _InOrder(TyperGroup):
     def list_commands(self, ctx: object) -> list[str]:
         return [name for name in COMMANDS if name in self.commands]
@@ -45,7 +49,7 @@ app = typer.Typer(
     cls=_InOrder,
     result_callback=end,
     name="kvfix",
-    help="Find and fix known bugs of KV-cache connectors in vLLM and LMCache.",
+    help=f"Find and fix known bugs of KV-cache connectors in vLLM and LMCache.\n\n{_EXIT}",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # "rich" markup would remove words in square brackets from the help
@@ -146,7 +150,10 @@ def dump(
     out: Annotated[Path, value("DIR", "Write the bundle into this folder.", "-o")] = Path(),
     json: Json = False,
 ) -> None:
-    """Save the stacks of a running or hung engine, and the events that kvfix recorded there, as one tar.gz."""
+    """Save the stacks of a running or hung engine, and the events that kvfix recorded there, as one tar.gz.
+
+    Exit 0: the bundle is written. 77: the bundle is written, but kvfix could read no process of the engine.
+    """
     from kvfix_tools.dump import command
 
     raise typer.Exit(command.dump(pid, out, json))
@@ -184,7 +191,11 @@ def attach(
     wait: Wait = 60.0,
     json: Json = False,
 ) -> None:
-    """Apply the fixes to a running engine, between two of its steps. Exit 1 if that fails for a process or a fix."""
+    """Apply the fixes to a running engine, between two of its steps.
+
+    Exit 0: all processes have the fixes. 1: a process or a fix failed, and the output says why. 77: kvfix may not trace
+    the processes.
+    """
     from kvfix_tools.look import attach
 
     raise typer.Exit(attach.attach(pid, mode, only, idle, wait, json, plus))
@@ -192,7 +203,10 @@ def attach(
 
 @app.command(rich_help_panel=COMMANDS["detach"])
 def detach(pid: Pid, wait: Wait = 60.0, json: Json = False) -> None:
-    """Remove all fixes from a running engine."""
+    """Remove all fixes from a running engine.
+
+    Exit 0: no process has a fix. 1: a process failed, and the output says why. 77: kvfix may not trace the processes.
+    """
     from kvfix_tools.look import attach
 
     raise typer.Exit(attach.detach(pid, wait, json))
@@ -205,7 +219,10 @@ def doctor(
     server_http: Annotated[str, value("HOST:PORT", _SERVER)] = "",
     names: Annotated[bool, flag("--list", "List the checks.")] = False,
 ) -> None:
-    """Check a set-up before you launch it. Starts nothing and changes nothing."""
+    """Check a set-up before you launch it. Starts nothing and changes nothing.
+
+    Exit 0: no problem was found. 1: a problem was found. 77: no essential check could run here.
+    """
     from kvfix_tools.doctor import command as work
 
     raise typer.Exit(work.doctor(command or [], json, server_http, names))
