@@ -1,4 +1,4 @@
-"""Helpers for all tests: releases of LMCache on disk, fresh processes, and a fork server that imports vLLM once."""
+"""Provide tests with releases of LMCache, fresh processes, and forks of a process that has imported vLLM."""
 
 import functools
 import hashlib
@@ -30,8 +30,7 @@ ROOT = Path(__file__).parent.parent
 RELEASES = Path(os.environ.get("KVFIX_TEST_RELEASES", ROOT / ".cache/lmcache"))
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
-#: A test starts without these variables, because they change kvfix, vLLM or their metrics. Each process that imports
-#: LMCache sets the last variable. A server with the last variable shows the metrics of other processes.
+#: Tests start programs without these variables. LMCache sets the last variable, which merges metrics of processes.
 _OURS = ("KVFIX", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "PROMETHEUS_MULTIPROC_DIR")
 
 
@@ -40,7 +39,7 @@ def release_names() -> list[str]:
 
 
 def release(name: str) -> Path:
-    """Return the folder of an unpacked LMCache release. The caller puts it first on sys.path."""
+    """Return the folder of an unpacked LMCache release. The caller puts this folder first on sys.path."""
     path = RELEASES / name
     assert (path / "lmcache").is_dir(), f"{path} is missing: run `make install`"
     return path
@@ -50,7 +49,7 @@ PLUGIN = ROOT / "tests/engine/plugin"
 
 
 def clean_environment(*first: Path, **changes: str) -> dict[str, str]:
-    """Return the environment of a program, without variables of kvfix. first: folders to put first on PYTHONPATH."""
+    """Return a program's environment without the variables in _OURS. first: folders to put first on PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
     places = [*first, *([quick.SITE] if quick.VARIABLE in os.environ else []), ROOT / "patches", ROOT / "tools"]
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, places)), **changes}
@@ -75,7 +74,7 @@ class Fresh:
         return done
 
 
-#: Folders with the longest test files. These files run first, so that no worker ends with a long file.
+#: Folders with the longest tests. These tests run first, so that no worker of xdist starts a long test at the end.
 LONG = ("engine", "upstream", "roundtrip", "lab", "release", "connector_events")
 
 
@@ -86,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make kvfix forget its earlier errors, as kvfix reports an error once per process. Return the error counts."""
+    """Make kvfix forget earlier errors, because it reports each error once per process. Return the error counts."""
     from kvfix.session import session
 
     for name in ("faults", "reported", "lines", "tallies"):
@@ -99,12 +98,12 @@ def fresh() -> Fresh:
     return Fresh()
 
 
-#: Fixes to apply before a case: no fix (False), the fixes with these codes (a list), or the default fixes (True).
+#: The fixes to apply before a test: no fix (False), the fixes with these codes (a list), or the default fixes (True).
 Fixes = bool | list[str]
 
 
 def code_of(case: Callable[..., Any], arguments: tuple[Any, ...], fixes: Fixes) -> str:
-    """Return Python code for a fork. The code imports the case, applies the fixes, and calls the case."""
+    """Return Python code that imports the function `case`, applies the fixes, and calls the function."""
     apply = f"import kvfix; kvfix.apply(only={None if fixes is True else fixes})" if fixes is not False else ""
     load = f"from {case.__module__} import {case.__name__} as case\ncase = getattr(case, '__wrapped__', case)"
     return f"{load}\n{apply}\nresult = case(*{arguments!r})"
@@ -114,7 +113,6 @@ class ForkServer:
     """A process that has imported vLLM and torch, but not LMCache or kvfix. It runs each call in a separate fork."""
 
     def __init__(self, first: str = "", **settings: str) -> None:
-        """first: Python code to run before the first fork. settings: variables of the process's environment."""
         self._connection, there = multiprocessing.Pipe()
         self._process = forks.start(forks.serve, there, first, clean_environment(**settings))
         there.close()
@@ -122,10 +120,7 @@ class ForkServer:
     def __call__(
         self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any, fixes: Fixes = False
     ) -> Any:
-        """Run the case with this LMCache first on sys.path. Return its `result`, or fail with the output of the case.
-
-        case: Python code that leaves its answer in `result`, or a function of a test module, called with the arguments.
-        """
+        """Run `case` (a function, or code that sets `result`) with this LMCache first on sys.path. Return `result`."""
         code = case if isinstance(case, str) else code_of(case, arguments, fixes)
         self._connection.send({"code": code, "lmcache": str(lmcache or "")})
         answer = self._connection.recv()
@@ -138,7 +133,7 @@ class ForkServer:
 
 
 def run_forked(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in a fork of a process that has imported vLLM. folder: folder for the program's output."""
+    """Run a Python program in a fork of a process that has imported vLLM. The program's output goes into the folder."""
     files = [folder / "stdout", folder / "stderr"]
     with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
         process = forks.Forked(command, env=clean_environment(**environment), stdout=stdout, stderr=stderr, cwd=ROOT)
@@ -154,7 +149,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def call(function: Callable[..., Any], *arguments: Any, fixes: Fixes = False) -> str:
-    """Return code that prepares the lab and calls this function. torch uses one thread, as a fork has one thread."""
+    """Return code that prepares the lab and calls this function. A fork has only one thread, so torch uses one too."""
     return f"""
 import torch
 torch.set_num_threads(1)
@@ -165,7 +160,7 @@ with runner.quiet():
 """
 
 
-#: The newest release. Most cases run in forks of a process that has imported it, which saves a second per fork.
+#: The newest LMCache. Most tests run in forks of a process that has imported this LMCache, which saves 1 s per fork.
 NEWEST = RELEASES / "0.5.6"
 WARM = f"""
 from kvfix_tools.lab import runner
@@ -178,10 +173,9 @@ with runner.quiet():
 
 
 class Once:
-    """Run a function once, in a fork, for all processes of pytest. Return its result, or fail with its error."""
+    """Runs a function once, in a fork, for all processes of pytest. Returns the result, or fails with the error."""
 
     def __init__(self, fork_server: ForkServer, warm: ForkServer, answers: Path) -> None:
-        """warm: a process that has imported NEWEST. answers: the folder for the answers of this run of pytest."""
         self._fork_server, self._warm = fork_server, warm
         self._answers = answers
         self._read: dict[str, tuple[Any, str]] = {}
@@ -222,11 +216,11 @@ def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def answers(*expected: Any, also: str = "", **fixed: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Turn a function into a test. The test runs the function in a fork and compares the result with `expected`.
+    """Turn a function into a test that runs the function in a fork and compares the result with `expected`.
 
-    expected: the result; or two results, without fixes and with fixes; or nothing if `also` has `answer`.
-    also: names of parametrized arguments, separated by spaces: `fixes`, `release`, `answer`.
-    fixed: `fixes` and `release`, if `also` lacks them. Default: release 0.5.6, no fixes; for a second result all fixes.
+    - expected: one result, or two results (without and with fixes). If empty, the parameter `answer` has the result
+    - also: names of more parameters of the test, separated by spaces: `fixes`, `release`, `answer`
+    - fixed: values of `fixes` and `release`. Default: release 0.5.6; no fixes, or all fixes for the second result
     """
 
     def make(case: Callable[..., Any]) -> Any:

@@ -1,8 +1,7 @@
 """Fork a process that has imported vLLM (preloaded.py). A fork runs one program, or it starts further forks.
 
-A fork saves the 12 s of processor time that the imports take. EngineCore and the workers of an engine are forks too, as
-on a GPU, although vLLM for the CPU starts new processes by default (cpu.py 0.32.0:409). The plugin kvfix_engine_test.py
-lets vLLM fork after an import of LMCache. Programs that must start and end like a user's program are not forked.
+A fork saves 12 s of imports. EngineCore and the workers of an engine are forks too, although vLLM for the CPU starts
+new processes by default (cpu.py 0.32.0:409). Programs that must start and end like a user's program are not forked.
 """
 
 import contextlib
@@ -26,9 +25,9 @@ from tests import quick
 
 FORK = multiprocessing.get_context("fork")
 CONTEXT = multiprocessing.get_context("forkserver")
-#: Environment variables that a process reads only once, so they are set before the forks.
+#: Variables that a process reads only once, so the tests set them before the forks.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-#: The folder of the models that upstream's tests look up.
+#: Folder of the models that upstream's tests look up.
 HUB = Path(__file__).parent.parent / ".cache/peers/hub"
 #: If a program's environment has this variable, vLLM forks its processes too.
 FORK_WORKERS = "KVFIX_TEST_FORK"
@@ -53,7 +52,6 @@ class Forked:
     def __init__(
         self, command: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str], cwd: Path, **_: Any
     ) -> None:
-        """command: Python, then a program's file or `-m MODULE`, then arguments. stdout, stderr: named files."""
         self._process = start(run_program, command[1:], env, str(cwd), stdout.name, stderr.name)
         self.pid: int = self._process.pid
 
@@ -69,10 +67,7 @@ class Forked:
 
 
 def run_program(arguments: list[str], environment: dict[str, str], folder: str, output: str, errors: str) -> None:
-    """Run `python PROGRAM ARGUMENT...`, or `python -m MODULE ARGUMENT...`, in a new session.
-
-    The program ends with `os._exit`, because vLLM takes 8 s to end its processes. The test kills these processes.
-    """
+    """Run `python PROGRAM ARGUMENT...`, or `python -m MODULE ARGUMENT...`, in a new session."""
     os.setsid()
     os.chdir(folder)
     for number, file in ((1, output), (2, errors)):
@@ -97,7 +92,7 @@ def run_program(arguments: list[str], environment: dict[str, str], folder: str, 
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # vLLM would take 8 s to end its processes, so the test kills them
 
 
 def serve(connection: Connection, first: str, environment: dict[str, str]) -> None:

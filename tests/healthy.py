@@ -1,4 +1,4 @@
-"""Helpers for tests that play a healthy schedule twice. A fix or a patch must not change the schedule's events."""
+"""Help tests to play a healthy schedule twice. A fix or a patch must not change the events of the schedule."""
 
 from importlib import import_module
 from typing import Any
@@ -24,7 +24,7 @@ def events(done: Any) -> list[tuple[Any, ...]]:
 
 
 def own_blocks() -> None:
-    """Give LMCache's tracker a separate list of blocks. Plain schedules with a preempted request need this."""
+    """Give LMCache's tracker a separate list of blocks, because plain schedules may preempt a request."""
     adapter = import_module(ADAPTER)
     impl = adapter.LMCacheConnectorV1Impl
     impl.build_connector_meta = kvf022.fix(adapter)(impl.build_connector_meta)

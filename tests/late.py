@@ -1,4 +1,4 @@
-"""Names and modules of the lab that need vLLM. A fork imports each at its first use. pytest itself imports none."""
+"""Import a module of the lab only at its first use in a fork, because the import needs vLLM. pytest imports none."""
 
 from importlib import import_module
 from typing import Any

@@ -1,8 +1,4 @@
-"""Import all modules of vLLM that an engine and the lab need, but not LMCache. Tests run in forks of this process.
-
-Without the garbage collector the imports take a third less time. After `gc.freeze`, the garbage collector of a fork
-does not visit the imported objects, and so does not copy their memory.
-"""
+"""Import all modules of vLLM that an engine and the lab need, but not LMCache. Tests run in forks of this process."""
 
 import gc
 import importlib
@@ -13,9 +9,9 @@ MODULES = [
     "vllm.distributed.kv_transfer.kv_connector.factory", "transformers.models.llama.modeling_llama", "tests.conftest",
 ]  # fmt: skip
 
-gc.disable()
+gc.disable()  # the imports then take a third less time
 for name in MODULES:
     importlib.import_module(name)
 gc.collect()
-gc.freeze()
+gc.freeze()  # otherwise a garbage collection in a fork visits these objects, and so copies their memory
 gc.enable()

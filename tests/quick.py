@@ -1,8 +1,6 @@
 """`make quick` (pytest --quick) leaves out each test that imports torch, or starts a program that imports torch.
 
-vLLM and LMCache import torch first. So no list of the tests that use vLLM or LMCache is necessary. The module
-without_torch/torch.py replaces torch. A test is skipped if pytest's own process imports the replacement. If a program
-of the test imports the replacement, the program ends and the test is skipped too.
+vLLM and LMCache import torch first. without_torch/torch.py replaces torch, and skips the test or ends its program.
 """
 
 import os
@@ -16,13 +14,12 @@ from typing import Any
 import pytest
 
 WHY = "imports torch, vLLM or LMCache"
-#: pytest does not even collect these tests. Some install kvfix, run or examine engines and other programs, or build
-#: the documentation or a patched release. Some read all of vLLM, all releases or an endless log.
+#: pytest does not collect these tests, because they run engines, build a release, or read all releases.
 LEFT_OUT = (
     "docs", "dump", "engine", "look", "release", "upstream", "commands/test_mcp.py", "diagnose/test_memory.py",
     "doctor/test_releases.py", "engine_state/test_look.py", "runtime/test_releases.py",
 )  # fmt: skip
-#: This variable is the path of a file that a program makes when it imports torch. The path ends in pytest's pid.
+#: This variable names a file that a program creates when the program imports torch. The name ends in pytest's pid.
 VARIABLE = "KVFIX_TEST_WANTS_TORCH"
 #: The folder that comes first on PYTHONPATH in programs that tests start.
 SITE = Path(__file__).with_name("without_torch")
@@ -44,13 +41,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def skip() -> None:
-    """Skip a test that is about to import vLLM, if --quick was given."""
+    """Skip a test that is about to import vLLM, if pytest runs with --quick."""
     if VARIABLE in os.environ:
         pytest.skip(WHY)
 
 
 def skip_if_wanted() -> None:
-    """Skip the test if a program that it has started ended at the import of torch."""
+    """Skip the test if one of its programs ended at the import of torch."""
     with suppress(KeyError, FileNotFoundError):
         os.unlink(os.environ[VARIABLE])
         pytest.skip(WHY)
@@ -58,7 +55,7 @@ def skip_if_wanted() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip a test that failed because a program, which the test itself started, ended at the import of torch."""
+    """Skip a test that failed because one of its own programs ended at the import of torch."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A fixture that runs `kvfix replay` on recorder files."""
+"""Provide a fixture that runs `kvfix replay` on recorder files."""
 
 import json
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ class Replayed:
         self._capsys = capsys
 
     def engines(self, paths: Iterable[Path]) -> list[dict[str, Any]]:
-        """Return the JSON of each engine. Add its violations as `violated`, and the number of other findings."""
+        """Return each engine's JSON, plus its violations (`violated`) and the number of other findings (`unknown`)."""
         self._capsys.readouterr()
         code = replay.replay(list(paths), json=True)
         answer: Any = json.loads(self._capsys.readouterr().out)
@@ -27,7 +27,6 @@ class Replayed:
         return rows
 
     def __call__(self, paths: Iterable[Path]) -> dict[str, Any]:
-        """Return the JSON of the only engine, as `engines` does."""
         (engine,) = self.engines(paths)
         return engine
 

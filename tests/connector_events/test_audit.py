@@ -1,4 +1,4 @@
-"""Test how the audit computes errors, reads vLLM's layouts, and chooses engines. tests/engine runs real engines."""
+"""Test the audit, which compares the KV of a hit with computed KV. tests/engine/test_audit.py runs real engines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +131,6 @@ PACKED = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * WIDTH)
 def test_kv_that_cannot_be_compared_ends_the_audit(
     held: Any, cache: torch.Tensor, faults: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """kvfix writes one line to the log, counts no error of its own, and releases the chunk."""
     released: list[str] = []
     memory = SimpleNamespace(tensor=held, ref_count_down=lambda: released.append("chunk"))
     engine = SimpleNamespace(

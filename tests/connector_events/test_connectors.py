@@ -20,12 +20,12 @@ from tests.conftest import ForkServer, answers
 
 
 def play_all() -> dict[str, dict[str, list[str]]]:
-    """Return for each connector all hooks, hooks not watched exactly once, and hooks still watched after a revert."""
+    """Return each connector's hooks, the hooks not wrapped exactly once, and the hooks still wrapped after a revert."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     def functions(cls: type) -> dict[str, Any]:
-        """Return {hook: function that runs for it}, without hooks that only vLLM's base class has."""
+        """Return {hook: function}, without the hooks that only vLLM's base class defines."""
         found = {name: inspect.getattr_static(cls, name, None) for name in HOOKS}
         return {name: each for name, each in found.items() if each is not vars(KVConnectorBase_V1).get(name)}
 
@@ -53,11 +53,7 @@ def play_all() -> dict[str, dict[str, list[str]]]:
 
 @answers([[False] * 2, [True] * 2, ["wait_for_layer_load"] * 3, 3, ["RuntimeError: planted"], [], [False] * 2])
 def test_hooks_of_layers_are_watched_on_request_only() -> list[Any]:
-    """Return whether the hooks are wrapped: first without `layers`, then with `layers`, and last after a revert.
-
-    With `layers`, make three calls. The last call raises. Return the hook that runs in each call, the number of calls,
-    the recorded exceptions, and the hooks that still run afterwards.
-    """
+    """Return whether hooks are wrapped without `layers`, with `layers` and after a revert, and the recorded calls."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as connector
@@ -106,8 +102,7 @@ def test_every_hook_of_every_connector_is_watched_once(outcomes: dict[str, Any])
 
 @answers([[128, 128, 128], [None, 128, 0], [128, 128, 128], [[], 128]])
 def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found() -> list[Any]:
-    """A request waits for blocks. The server answers, then is silent, then answers again. Return for each of the three
-    states the hit that kvfix's reader sees, the tokens that the adapter has found, and the promised tokens."""
+    """The server answers, is silent, then answers again. Return each hit, the tokens found, and the promised tokens."""
     engine, said = late.LabEngine(Options(connector="mp", delay=0)), []
     engine.do("stored_elsewhere", prompt(128))
     engine.keep_blocks(0)

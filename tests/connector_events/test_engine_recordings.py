@@ -1,4 +1,4 @@
-"""Join the recordings of one engine's processes, nodes and ranks. The tests split a recording of the lab by role."""
+"""Test how kvfix joins the recordings of one engine's processes. The tests split a recording of the lab by role."""
 
 import json
 import os
@@ -24,7 +24,6 @@ Lines = dict[str, Any]
 
 
 def recorded(connector: str) -> str:
-    """Play a schedule in which several requests load, in mode `check`. Return the text of the recorder file."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     assert late.play(draw(3, connector, plain=True)).counts["loaded_tokens"] > 0
@@ -47,7 +46,7 @@ def on_node(
 
 
 def assert_between(clock: Any, true: float) -> None:
-    """Check the bounds that follow from common events. They must contain `true`, the seconds the clock is ahead."""
+    """Assert that the clock's bounds contain both its estimate and `true`, the seconds by which the clock is ahead."""
     assert clock.low <= clock.ahead <= clock.high
     assert clock.low <= int(true * 1e9) <= clock.high
 
@@ -56,7 +55,7 @@ class Split:
     """Writes the lines of one recording as files of separate processes: the scheduler and the ranks."""
 
     def __init__(self, text: str) -> None:
-        """Give all connectors one engine name, because in the lab the two roles may have two names."""
+        """Give all connectors one engine name, because the lab may give the two roles different names."""
         self._lines: list[Lines] = [json.loads(line) for line in text.splitlines()]
         self._connectors: dict[str, Lines] = {
             line["role"]: {**line, "engine": "e", "replica": 0}
@@ -74,7 +73,6 @@ class Split:
         return path
 
     def write(self, path: Path, role: str, rank: int, node: str, events: list[Lines], **more: Any) -> Path:
-        """Write a recorder file of this rank on this node. more: fields to change in the connector's line."""
         connector = {**self._connectors[role], "rank": rank, "ranks": 2, **more}
         head = {**self._lines[0], "pid": 99 if role == "SCHEDULER" else 100 + rank}
         return on_node(path, head, [connector], events, node, CLOCKS[node])
@@ -87,7 +85,6 @@ def split(request: pytest.FixtureRequest, once: Once) -> Split:
 
 @pytest.fixture
 def files(split: Split, tmp_path: Path) -> dict[str, Path]:
-    """Return the recorder files of scheduler, rank 0 and rank 1, each on a separate node."""
     parts = {"scheduler": ("SCHEDULER", 0, "n0"), "0": ("WORKER", 0, "n1"), "1": ("WORKER", 1, "n2")}
     return {name: split.write(tmp_path / f"{name}.jsonl", *part, split.events(part[0])) for name, part in parts.items()}
 
@@ -204,7 +201,7 @@ def test_without_common_events_wall_clocks_are_compared(files: dict[str, Path], 
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Return events. "A": request A loads. "a": request a stores. "2": request B is aborted. "-": one role's event."""
+    """Return events. "A": request A loads. "a": request a stores. "2": request B is aborted. "-": another event."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":

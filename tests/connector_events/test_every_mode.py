@@ -1,4 +1,4 @@
-"""Modes, dumps, reports and `kvfix replay`, on the real scheduler with the LMCache that has the reported bug."""
+"""Test modes, dumps, reports and `kvfix replay` on vLLM's scheduler, with the LMCache that has the reported bug."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.connector_events.conftest import Replayed
 
 
 def play_all(path: str) -> dict[str, Any]:
-    """Play the scenario in every mode. Recorder files and reports stay in the folder `path`."""
+    """Play the scenario in every mode. kvfix leaves its recorder files and reports in the folder `path`."""
     folder, scenario = Path(path), find("mismatch-in-tokens-to-load")
     answer: dict[str, Any] = {}
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
@@ -32,7 +32,6 @@ def play_all(path: str) -> dict[str, Any]:
     originals = [vars(owner)[name] for owner, name in wrapped]
 
     def play(mode: str | None, name: str, only: list[str] | None = None, **environment: str) -> Any:
-        """Play the scenario. Return how the engine ended, its events, and kvfix's files."""
         kvfix.revert()
         place = folder / name / f"kvfix-{os.getuid()}"
         os.environ.update(KVFIX_DUMP_DIR=str(place.parent), **environment)
@@ -82,7 +81,7 @@ def play_all(path: str) -> dict[str, Any]:
 
 
 def bounded(play: Any, folder: Path) -> Any:
-    """Record too many events, and write too many files. Return the numbers of events and files left, and sizes."""
+    """Exceed the recorder's limits for events and files. Return kept events, file size, last event, and kept files."""
     play("observe", "bounded")
     from kvfix.connector_events import recorder
     from kvfix.ledger import events
@@ -113,7 +112,6 @@ def played(folder: Path, once: Once) -> dict[str, Any]:
 
 
 def of_check(folder: Path, ending: str) -> list[Path]:
-    """Return the files of mode `check` with this ending, in the order in which kvfix wrote them."""
     return sorted((folder / "check").rglob(f"*{ending}"), key=lambda path: int(path.name.split("-")[3]))
 
 
@@ -140,7 +138,7 @@ def test_end_and_files_of_each_mode(mode: str, died: str, recorders: int, report
 
 
 def test_a_revert_restores_hooks_factory_and_signal(played: dict[str, Any]) -> None:
-    """kvfix handles the signal only if the process has no other handler for the signal."""
+    """kvfix handles the signal only if the process has no handler of its own for the signal."""
     assert played["reverted"] == [[False] * 3, [True] * 3]
     assert (played["signals"], played["ready left"]) == ([True, True], [])
 
@@ -229,7 +227,7 @@ CRASH = Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl"
 def test_the_lab_plays_a_record_again(
     crash: Path | None, request_id: str, option: str, folder: Path, played: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Without the fix, a replay has the findings of the recording. With the fix, the replay has no finding."""
+    """Without the fix, the lab has the findings of the recording. With the fix, the lab has no finding."""
     path = crash or of_check(folder, ".jsonl")[-1]
     command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
     done = run_forked([*command, "--lmcache-path", str(RELEASES / "0.3.10")], tmp_path)

@@ -1,4 +1,4 @@
-"""kvfix records each exception of a hook once, for any id and thread, and if the exception leaves several hooks."""
+"""kvfix records an exception once, even if it leaves two nested hooks or has the id of an earlier exception."""
 
 import gc
 import threading
@@ -15,13 +15,11 @@ from kvfix import applying, connector_events
 from kvfix.config import Config
 from kvfix.session import session
 
-#: Number of exceptions. On any host, some of these exceptions get the id of an earlier exception.
+#: With this many exceptions, some exceptions get the id of an earlier exception on any host.
 MANY = 64
 
 
 class Child:
-    """A connector whose hook raises its argument."""
-
     def start_load_kv(self, error: Exception | None, *more: Any) -> None:
         for each in more:
             each()
@@ -60,7 +58,7 @@ def recorded() -> list[str]:
 
 
 def test_many_exceptions_in_a_row() -> None:
-    """Python frees each exception before it creates the next exception. The next one often gets the old id."""
+    """Python frees each exception before it creates the next exception, which often gets the same id."""
     connector, ids = Parent(), set()
     for number in range(MANY):
         with suppress(ValueError):
@@ -73,7 +71,7 @@ def test_many_exceptions_in_a_row() -> None:
 
 
 def test_an_exception_that_is_raised_again_is_recorded_twice_and_not_kept_alive() -> None:
-    """A future raises its exception at each call. Each of these calls fails, so kvfix records each call."""
+    """A future raises the same exception at each call. Each call fails, so kvfix records one exception per call."""
     error: Any = Weak("held")
     kept = weakref.ref(error)
     for _ in range(2):

@@ -27,8 +27,6 @@ def fails(*_: Any, **__: Any) -> Any:
 
 
 class Odd:
-    """An object that JSON cannot encode."""
-
     def __eq__(self, other: object) -> bool:
         return fails()
 
@@ -36,11 +34,10 @@ class Odd:
 
 
 def play_all() -> dict[str, Any]:
-    # the two schedules have more events without drafts and pauses
+    # both schedules have more events without drafts and pauses
     schedules = [draw(3, connector, plain=True, lacks=("drafter", "pause")) for connector in ("v1", "mp")]
 
     def decided() -> list[Any]:
-        """Play both schedules. Return all events except leaks, which a fix of kvfix may remove."""
         return [healthy.events(late.play(schedule)) for schedule in schedules]
 
     alone = decided()
@@ -116,9 +113,9 @@ def backwards(clock: str) -> Any:
     return mock.patch(clock, iter(range(10**9, 0, -1)).__next__)
 
 
-#: The lab calls `get_transfer_results` only with several KV groups, which the two schedules do not have.
+#: Hooks without `get_transfer_results`, which the lab calls only with several KV groups.
 HOOKS = [name for name in vars(WatchedConnector) if name.startswith(("before_", "after_")) and "results" not in name]
-#: Faults that also plant a finding. kvfix logs this finding in a separate line.
+#: Faults that also plant a finding, for which kvfix logs a separate line.
 WITH_FINDING: dict[str, Callable[[], Any]] = {
     "a violation": violated,
     "odd object in an event": odd_event,

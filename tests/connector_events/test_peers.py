@@ -1,4 +1,4 @@
-"""Join recordings of the lab's prefill and decode engines. Together they show the blocks prefill keeps for decode."""
+"""Test how kvfix joins recordings of prefill and decode, which together show leases that decode did not return."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.connector_events.test_engine_recordings import assert_between, on_nod
 from tests.lab.planted import wrap
 from tests.lab.planted_in_pairs import leases_are_over_at_once  # noqa: F401  `recorded` finds it by its name
 
-#: {engine: seconds by which the monotonic clock and the wall clock of its machine are ahead}.
+#: {engine: (seconds by which its monotonic clock is ahead, seconds by which its wall clock is ahead)}
 CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
 
 
@@ -40,7 +40,7 @@ def lose_notice(pair: Any) -> None:
 
 
 def lose_aborts(pair: Any) -> None:
-    """Lose the notice to prefill when decode's request ends before vLLM schedules it."""
+    """Lose the notice that decode sends to prefill when a request ends before vLLM schedules the request."""
     scheduler = pair.decode.connector.scheduler_side
 
     def request_finished(finished: Any, request: Any, blocks: Any) -> Any:
@@ -52,7 +52,7 @@ def lose_aborts(pair: Any) -> None:
 
 
 def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
-    """Play a pair with this fault ("": none), and `seconds` more. Return the recorder file's text. Leases last 30 s."""
+    """Play a pair with this fault ("": none), then `seconds` without new requests. Return the recorder file's text."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix_tools.lab.engine.lab_engine import STEP
 
@@ -99,7 +99,7 @@ def peers_of(files: dict[str, Path]) -> Peers:
 
 
 def test_the_order_comes_from_messages_between_the_engines(files: dict[str, Path]) -> None:
-    """By the wall clocks alone, decode's reads come before the start of prefill."""
+    """According to the wall clocks alone, decode reads before prefill starts."""
     peers = peers_of(files)
     keeps, reads = peers.links[0].keeps, peers.links[0].reads
     assert_between(peers.clock(reads, keeps), CLOCKS["decode"][0] - CLOCKS["prefill"][0])

@@ -1,4 +1,4 @@
-"""Each engine has its own recording, also in threads, in forks, and with several engines in a process."""
+"""kvfix records each engine separately, also in threads, in forks, and with several engines in one process."""
 
 import json
 import os
@@ -15,7 +15,6 @@ from kvfix_tools.lab.fuzz.schedule import draw
 from tests import late
 from tests.conftest import Fresh
 
-#: Seeds of schedules without faults, one for each of two engines.
 SEEDS = (3, 5)
 
 
@@ -23,7 +22,7 @@ def play_all() -> dict[str, Any]:
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     kvfix.apply("check")
     alone = [Playing(seed).run() for seed in SEEDS]
-    # Create one engine after the other, because LMCache has one configuration per process. Then run both in threads.
+    # Create the engines one by one, because LMCache has one configuration per process. Then run both in threads.
     engines = [Playing(seed) for seed in SEEDS]
     with ThreadPoolExecutor() as pool:
         in_threads = list(pool.map(Playing.run, engines))
@@ -40,15 +39,12 @@ def play_all() -> dict[str, Any]:
 
 
 class Playing:
-    """An engine with a schedule to play on it."""
-
     def __init__(self, seed: int) -> None:
         schedule = draw(seed, "v1", plain=True)
         self._engine = late.LabEngine(schedule.options)
         self._steps = iter(schedule.steps)
 
     def moves(self) -> bool:
-        """Make the next step of the schedule. Return False if no step is left."""
         step = next(self._steps, None)
         if step is not None:
             late.move(self._engine, step)
@@ -66,7 +62,7 @@ class Playing:
 
 
 def forked(alone: list[str]) -> dict[str, Any]:
-    """Fork while an engine plays. The engine continues in the parent, and the child plays another engine."""
+    """Fork while an engine plays. The engine continues in the parent, and the child plays a second engine."""
     engine = Playing(SEEDS[0])
     assert session.events
     read, write = os.pipe()
@@ -86,7 +82,6 @@ def forked(alone: list[str]) -> dict[str, Any]:
 
 
 def test_each_engine_has_its_own_record(outcomes: dict[str, Any]) -> None:
-    """A forked child starts with an empty recording, and the parent's engine continues. No engine has a finding."""
     assert min(outcomes["alone"]) > 20
     assert outcomes["in turn"]
     assert outcomes["threads"]
@@ -112,7 +107,6 @@ result = prometheus_client.generate_latest(registry).decode()
 
 
 def test_counts_of_all_processes_are_merged(fresh: Fresh, tmp_path: Path) -> None:
-    """prometheus_client adds the workers' counts to the counts of the process that serves the metrics."""
     for _ in range(2):
         fresh(COUNT, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     found = fresh(ANSWER, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))

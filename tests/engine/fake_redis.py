@@ -25,7 +25,7 @@ ANSWERS = {
 
 
 class Redis(socketserver.ThreadingTCPServer):
-    """fault: a key of ANSWERS, or "silent" (answer no command), "closes" (cut off values), or "" (no fault)."""
+    """A server. fault: a key of ANSWERS, or "silent" (no answer), "closes" (cuts off values), or "" (no fault)."""
 
     daemon_threads = True
     allow_reuse_address = True

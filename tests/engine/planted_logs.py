@@ -1,8 +1,7 @@
-"""Make logs of real engines with a planted fault: `python -m tests.engine.planted_logs FOLDER [NAME ...]`.
+"""Make logs of real engines with planted faults: `python -m tests.engine.planted_logs FOLDER [NAME ...]`.
 
-planted_logs.toml has the cases. Each case starts vLLM's server, mostly with settings that cannot work. The logs stay in
-FOLDER/NAME, without paths of this host. The program prints the findings of kvfix-diagnose, and the problems that
-kvfix doctor reports before the launch. Without NAME it runs the cases that FOLDER does not have yet.
+Each case of planted_logs.toml starts vLLM's server, mostly with settings that cannot work. The program writes the logs
+to FOLDER/NAME, without paths of this host. Without NAME, the program runs the cases that FOLDER does not have yet.
 """
 
 import gzip
@@ -41,7 +40,7 @@ from tests.engine.vllm_server import Request, Server
 
 #: ANSWER: maximum seconds for an answer. END: maximum seconds from the signal SIGTERM to the end of the engine.
 ANSWER, END = 60, 40
-#: Checks of kvfix doctor that examine this host, and so say nothing about the planted fault.
+#: Checks of kvfix doctor that examine this host, and so cannot show the planted fault.
 _OF_THE_MACHINE = ("extensions", "gpu", "pinned-memory", "locked-memory", "program")
 REQUESTS: list[Request] = [(prompt(300, seed), 6) for seed in range(1, 5)]
 #: {value of `transfer` in planted_logs.toml: kv_transfer_config}
@@ -63,7 +62,7 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One case. The class Run replaces `$NAME` in the settings of the case by a value of this run."""
+    """A case of planted_logs.toml. The class Run replaces `$NAME` in the settings by a value of the run."""
 
     name: str
     truth: str = ""  # the cause in one sentence, written before the first run; "" for a healthy twin
@@ -112,7 +111,6 @@ def ask(server: Server, *requests: Request, **more: Any) -> dict[str, Any]:
 
 
 def process_named(server: Server, name: str) -> int:
-    """Return the last pid in the log for the process with this name."""
     return int(re.findall(rf"\({name} pid=(\d+)\)", server.log.read_text())[-1])
 
 
@@ -165,7 +163,6 @@ class Run:
                     engine.process.wait(END)
 
     def doctor(self, words: list[str], environment: Mapping[str, str]) -> None:
-        """Note the problems that kvfix doctor reports before the launch."""
         places = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
         setup = Setup(command_line.read(words), environment, Packages([*places, *sys.path]), limit=1)
         for each in checks.catalogue():
@@ -175,8 +172,6 @@ class Run:
 
     def filled(self, text: str) -> str:
         return string.Template(text).substitute(self.values)
-
-    # Methods for the field `main` of a case. Each method plays a whole case.
 
     def one_engine(self) -> None:
         with self.running() as engine:
@@ -192,7 +187,6 @@ class Run:
                     self.twice(engine)
 
     def server_alone(self) -> None:
-        """Run only an `lmcache server`, which fails to start."""
         options = tuple(map(self.filled, self.case.server or ()))
         self.logs["engine"] = log = self.folder / "server.log"
         self.doctor(["lmcache", "server", "--l1-size-gb", "0.5", "--eviction-policy", "LRU", *options], os.environ)
@@ -214,10 +208,8 @@ class Run:
                     getattr(self, self.case.change)(params, prefill)
                 ask(decode, (tokens, count), kv_transfer_params=params)
 
-    # Methods for the field `play` of a case. They are called while an engine runs.
-
     def twice(self, engine: Server) -> None:
-        """Send four prompts of four or more chunks each. Then reset vLLM's prefix cache and send them again."""
+        """Send four prompts of four or more chunks each. Then reset vLLM's prefix cache and send the prompts again."""
         ask(engine, *REQUESTS)
         with suppress(httpx.HTTPError):
             httpx.post(f"{engine.url}/reset_prefix_cache", timeout=ANSWER)
@@ -254,8 +246,6 @@ class Run:
         self.twice(engine)
         pid = next(pid for pid, each in servers.local() if each.options["port"] == self.values["SERVER"])
         paused(pid, 60, lambda: self.twice(engine))
-
-    # Methods for the field `change` of a case. They are called between prefill and decode.
 
     def wrong_port(self, params: dict[str, Any], prefill: Server) -> None:
         params.update(remote_port=real_engine.free_port(), remote_engine_id="9d3c1f0a-0b6e-4a52-8f0e-1f6f0c4d7a11")
@@ -306,7 +296,6 @@ def keep(log: Path, to: Path, folder: Path) -> Path:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Put the logs of all cases into one archive. The archive is small because the logs have many equal lines."""
     with tarfile.open(archive, "w:xz") as packed:
         for log in sorted(folder.glob("*/*.log.gz")):
             entry = tarfile.TarInfo(f"{log.parent.name}/{log.name.removesuffix('.gz')}")

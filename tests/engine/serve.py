@@ -1,14 +1,12 @@
-"""A program like a user's: it applies kvfix, starts vLLM and generates tokens. Run it as `python serve.py JOB.json`.
+"""Apply kvfix, start vLLM and generate tokens, as a user's program does: `python serve.py JOB.json`.
 
 The program writes its results to the file `out` of the job. The job also has these fields:
-
-- `apply`: mode of kvfix, or None; `transfer`: kv_transfer_config; `engine`: arguments of LLM; `rounds`: requests
+- `apply`: mode of kvfix, or None; `transfer`: kv_transfer_config; `engine`: arguments of LLM
+- `rounds`: lists of requests (prompt, number of tokens to generate). A number N in place of a prompt means the prompt
+  and the answer of request N of the previous round.
 - `before`: {number of a round: calls before this round, each [name of a function of this module, more arguments]}
 - optional: `config`: changes of the model; `counters`: names of vLLM's counters to return
 - `calm`, `hard`, `flags`: replace `rounds`, see `until_told()`
-
-A request is (prompt, number of tokens to generate). If the prompt is a number, it is the number of a request of the
-previous round, and stands for this request's prompt and answer.
 """
 
 import json
@@ -54,9 +52,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def until_told(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Generate round after round. If the folder `flags` has a file `hard` at the start of a round, the round has the
-    requests `hard`. Otherwise it has the requests `calm`. Return after the round in which a file `stop` appears.
-    """
+    """Run requests `calm`, or `hard` while the folder `flags` has a file `hard`, until the folder has a file `stop`."""
     folder, rounds, preempted = Path(job["flags"]), list[tuple[str, list[list[int]]]](), 0
     while not (folder / "stop").exists():
         kind = "hard" if (folder / "hard").exists() else "calm"
@@ -71,10 +67,7 @@ def continued(prompt: list[int] | int, asked: list[tuple[list[int], int]], round
 
 
 def recorders(folder: Path, limit: float, among: Container[int] | None = None) -> list[Path]:
-    """Make processes write their recorder files, as `kvfix dump` does, and return the files.
-
-    limit: maximum seconds. among: ids of the processes; None: all processes with a file `*.ready` in the folder.
-    """
+    """Make processes (`among`, or all with a file `*.ready`) write recorder files. limit: seconds to wait for them."""
     pids = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
     ready, before = [pid for pid in pids if among is None or pid in among], set(folder.rglob("*-signal.jsonl"))
     for pid in ready:
@@ -96,11 +89,7 @@ def spoil(engine: Any) -> None:
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """Start request `running`, add request `waiting`, abort `waiting`, and let `running` end.
-
-    The engine makes `steps` steps after each new request. An engine in another process makes steps by itself.
-    Then `steps` is 0, and the plugin stops the engine until the abort comes (`abort_comes_first`).
-    """
+    """Add request `running`, then add and abort `waiting`. steps: 0 if the engine makes steps in another process."""
 
     def add(name: str, **more: Any) -> None:
         prompt, tokens = job[name]

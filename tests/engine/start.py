@@ -29,8 +29,7 @@ LONG = pytest.mark.skipif(
 )
 #: Six requests with 300 prompt tokens and 60 generated tokens. 32 blocks of 32 tokens are too few, so vLLM preempts.
 CROWD = [(prompt(300, seed), 60) for seed in range(1, 7)]
-#: A small version of the first bug report. vLLM preempts the second request during its prefill, with 288 tokens
-#: computed and 256 stored. vLLM repeats the lookup until the first request ends. With LMCache 0.3.10, EngineCore dies.
+#: A small version of LMCache issue 2158. vLLM preempts the second request with 288 tokens computed and 256 stored.
 REPORT = [(prompt(411, 11), 20), (prompt(657, 12), 102)]
 ENGINE = {
     "max_model_len": 1024, "num_gpu_blocks_override": 33, "max_num_batched_tokens": 352,
@@ -38,10 +37,8 @@ ENGINE = {
 }  # fmt: skip
 #: Run scheduler and worker in the program's own process. Then Python imports vLLM once instead of three times.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-#: Run the worker in EngineCore's process, as on one GPU. With a multi-process connector, vLLM's worker for the CPU does
-#: not start in the program's own process.
+#: Run the worker in EngineCore's process. With a multi-process connector, vLLM's CPU worker needs a second process.
 TWO_PROCESSES = {**ENGINE, "distributed_executor_backend": "uni"}
-#: Return the kv_transfer_config for LMCache in the engine's own processes.
 v1 = real_engine.in_process
 #: Each set of requests runs twice. vLLM computes the KV in the first round, and loads the KV in the second round.
 ROUNDS = [REPORT, REPORT, CROWD, CROWD]
@@ -57,20 +54,16 @@ class Ran:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """Return the program's answer. If the engine died, fail with the end of its log."""
         assert self.written is not None, self.log[-3000:]
         return self.written
 
     def dumps(self, reason: str) -> list[Path]:
-        """Return the recorder files that kvfix wrote for this reason."""
         return sorted((self.folder / "dumps").rglob(f"kvfix-*-{reason}.jsonl"))
 
     def processes(self) -> dict[str, dict[str, Any]]:
-        """Return {role of the connector: the note of the process with this connector}."""
         return {note["role"]: note for note in self.notes if note["what"] == "connector"}
 
     def findings(self) -> set[str]:
-        """Return the codes of the findings of kvfix-diagnose in the log."""
         return {found.rule.code for found in diagnosed(self.log.encode()).findings if not found.is_note}
 
     def count(self, what: str) -> int:
@@ -94,15 +87,10 @@ def run(
     program: str = "serve.py", forked: bool = True, when: tuple[str, Callable[[int], None]] | None = None,
     limit: int = LIMIT, **more: Any,
 ) -> Ran:  # fmt: skip
-    """Run an engine, and return its results.
+    """Run an engine, and return its results. engine: arguments of LLM. more: fields of serve.py's job.
 
-    - engine: arguments of LLM
-    - lmcache: folder of a release of LMCache; None: the installed release
-    - program: name of a file in this folder
     - forked: fork a process that has imported vLLM. False: start a new process, as a user does
-    - when: (text, function). When the log has the text, the function is called with the pid of the program
-    - limit: maximum seconds
-    - more: fields of serve.py's job
+    - when: (text, function). When the log has the text, call the function with the pid of the program
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = clean_environment(
@@ -126,7 +114,6 @@ def run(
 
 
 def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
-    """Run `kvfix dump` for this process, and return its JSON answer."""
     command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
     done = subprocess.run(command, env=clean_environment(**environment), capture_output=True, text=True, check=False)
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr}
@@ -136,9 +123,7 @@ def dump(pid: int, folder: Path, **environment: str) -> dict[str, Any]:
 def server(
     lmcache: Path | None = None, options: tuple[str, ...] = (), log: Path | None = None, **settings: str
 ) -> Iterator[dict[str, Any]]:
-    """Start a real `lmcache server` with `kvfix run`: the server loads no plugin. Yield its kv_transfer_config.
-    lmcache: folder of 0.4.6; None: the newest release. log: file for the log.
-    options: more options of the server. settings: variables of the server's environment."""
+    """Start an `lmcache server` with `kvfix run`, as the server loads no plugin. lmcache: 0.4.6; None: the newest."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
     environment = clean_environment(*([lmcache] if lmcache else []), **settings)
     transfer_mode = ("--transfer-mode", "non_gpu") if lmcache else real_engine.ANY_MODE

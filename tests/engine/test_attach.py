@@ -28,7 +28,7 @@ pytestmark = [
 
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
-#: Code to run after a detach. Its result: the still wrapped functions, the number of once wrapped ones, and kilobytes.
+#: Code to run after a detach. The file ANSWER gets the functions still wrapped, the number ever wrapped, and the kB.
 ORIGINALS = """
 import inspect
 import json
@@ -40,7 +40,6 @@ open(ANSWER, "w").write(json.dumps([left, len(session.wrapped), memory]))
 
 
 def applied(capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """Return from the printed JSON the codes of the fixes that are applied in any process."""
     found = json.loads(capsys.readouterr().out)
     return {row["code"] for each in found for row in each["rows"] or () if row["verdict"] == "applied"}
 
@@ -54,7 +53,6 @@ def wait_for_rounds(folder: Path, kind: str, more: int) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Return plain vLLM's answers to the calm and to the hard requests."""
     folder = tmp_path_factory.mktemp("plain")
     ran = start.run(folder, apply=False, transfer=None, environment=start.ONE_PROCESS, rounds=[CALM, HARD])
     return list(ran.answer["rounds"])

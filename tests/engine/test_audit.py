@@ -1,10 +1,7 @@
 """On a real engine, the audit of hits reports nothing if the cache is right. Otherwise it names chunk and layer.
 
-The test plants the faults of plugin/kvfix_engine_verify.py in LMCache's memory. The plugin also replaces the GPU.
-The class Linear replaces the model's linear layers. In half of the rounds Linear sums and rounds as two ranks would.
-
-start.py also runs this file as a program. The engine is in the program's process, so the program can change chunks
-between two rounds. The field `dtype` of the job is the type of the model's weights.
+The tests plant the faults of plugin/kvfix_engine_verify.py. start.py also runs this file as a program. The program runs
+LMCache in its own process, so that it can change chunks in LMCache's memory.
 """
 
 import json
@@ -35,8 +32,7 @@ WRONG, OTHER = prompt(200, 77), prompt(200, 78)
 ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 257, "max_num_batched_tokens": 352}
 TRANSFER = {**start.v1(64), "kv_connector": "Copied", "kv_connector_module_path": "kvfix_engine_verify"}
 ENVIRONMENT = {**start.ONE_PROCESS, "KVFIX_TEST_REAL_CONNECTOR": "1"}
-#: {fault of the plugin: (number of wrong chunks; of the first one: position, first wrong layer, K or V, token with the
-#: largest error)}. With `other_weights`, the test changes the model's weights after LMCache stored the chunks.
+#: {fault: (number of wrong chunks, then of the first wrong chunk: number, first wrong layer, K or V, worst token)}
 FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
     "two_chunks_swapped": (2, 0, 0, "K", None),
     "chunk_of_another_prompt": (1, 0, 0, "K", None),
@@ -51,7 +47,7 @@ FOUND: dict[str, tuple[int, int, int | None, str, int | None]] = {
 
 
 class Linear:
-    """Replaces the linear layers of the model. halves: sum as two ranks do. change: relative change of the weights."""
+    """Replaces the model's linear layers. halves: sum as two ranks would. change: relative change of the weights."""
 
     halves = False
     change = 0.0
@@ -89,7 +85,7 @@ class Engine:
         return real_engine.generate(self.llm, [(each, TOKENS) for each in prompts])
 
     def audited(self, prompts: list[list[int]]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """Ask these prompts. Return the audit's Compared events, and the answers."""
+        """Send these prompts. Return the audit's Compared events, and the answers."""
         session.events.clear()
         answers = self.ask(prompts)
         return [event._asdict() for event in self.events("Compared")], answers
@@ -98,7 +94,6 @@ class Engine:
         return [each.event for each in session.events if type(each.event).__name__ == kind]
 
     def chunks(self, tokens: list[int]) -> list[torch.Tensor]:
-        """Return the chunks of this prompt in LMCache's memory."""
         keys = [key for _, _, key in self.lmcache.token_database.process_tokens(tokens=tokens)]
         return [self.memory.hot_cache[key].tensor for key in keys if key in self.memory.hot_cache]
 
@@ -108,7 +103,6 @@ class Engine:
             audit.failed, audit._below = False, fraction * 2**32
 
     def left(self) -> dict[str, int]:
-        """Return the numbers of pins and other objects that ended requests have left behind."""
         chunks = list(self.memory.hot_cache.values())
         scheduler = self.connectors[0]._lmcache_engine
         return {
@@ -123,7 +117,7 @@ class Engine:
 
 
 def healthy(engine: Engine) -> dict[str, Any]:
-    """Ask all 25 prompts four times, in both orders and with both ways to sum, which makes 100 hits."""
+    """Send all 25 prompts four times, in both orders and with both ways to sum, which makes 100 hits."""
     cold = [engine.ask([each])[0] for each in PROMPTS]
     compared, right = [], True
     for order in (1, -1, 1, -1):
@@ -183,7 +177,7 @@ def half_of_the_hits(engine: Engine) -> dict[str, Any]:
 
 
 def error_in_kvfix(engine: Engine) -> dict[str, Any]:
-    """Make the comparison raise, and ask twice. Return the number of calls, answers, kvfix's errors and `left()`."""
+    """Make the comparison raise, and send a prompt twice. Return calls, answers, errors of kvfix, and `left()`."""
     with mock.patch.object(audit, "largest", side_effect=RuntimeError("planted")) as largest:
         answers = [engine.ask([WRONG])[0] for _ in range(2)]
     engine.audit(1)

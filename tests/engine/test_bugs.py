@@ -1,8 +1,4 @@
-"""In real vLLM engines the newest LMCache dies, leaks or is slow without kvfix, and works with kvfix.
-
-Eleven engines run, each in one or two processes. vLLM's copy of LMCache's multi-process connector starts only with
-LMCache 0.4.4 to 0.4.6. On the CPU the copy needs a stand-in for CUDA events (plugin/kvfix_engine_stand_ins.py).
-"""
+"""In real vLLM engines the newest LMCache dies, leaks or is slow without kvfix, and works with kvfix."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -20,8 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "with kvfix"])
 ONE = prompt(300, 1)
-#: Request `running` leaves too few blocks for request `waiting` from the start, and has 31 blocks when it ends.
-#: `running` generates many tokens, so that it still runs when the program aborts `waiting`.
+#: Request `running` leaves too few blocks for `waiting`, and still runs when the program aborts `waiting`.
 ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
 #: A dump has this text if the scheduler is in the hook.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
@@ -31,7 +26,7 @@ run = partial(start.run, environment=start.ONE_PROCESS)
 
 
 def died(ran: Ran, text: str) -> bool:
-    """Return True if the engine died. Then its log must have this error."""
+    """Return True if the engine died. The log of a dead engine must have this error."""
     if ran.written is not None:
         return False
     assert text in ran.log, ran.log[-3000:]
@@ -68,7 +63,7 @@ def newest_server() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server_of_046() -> Iterator[dict[str, Any]]:
+def server_of_046() -> Iterator[dict[str, Any]]:  # vLLM's copy of the MP connector needs LMCache 0.4.4 to 0.4.6
     with server(release("0.4.6")) as transfer:
         yield transfer
 
@@ -89,11 +84,7 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_se
 
 @APPLY
 def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, server_of_046) -> None:  # type: ignore[no-untyped-def]
-    """A request waits for blocks. Each lookup adds the hit to the stored tokens, so LMCache stores no later tokens.
-
-    The first 512 tokens of a prompt of 900 are cached. The prompt waits while another request runs with 22 of the 32
-    blocks. Then the prompt is sent again. LMCache should find all 14 chunks of 64 tokens.
-    """
+    """While a request waits for blocks, each lookup adds the hit to the stored tokens, so LMCache stores too little."""
     long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # the cases share one server
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     ran = start.run(
@@ -109,11 +100,7 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
 
 @APPLY
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
-    """The log has a line for each lookup that times out. With KVF015, each pause after a timeout is twice as long.
-
-    Without the fix the scheduler waits in the lookup, and a dump shows this. In this case kvfix records, but applies no
-    fix. The process is not forked, because a dump reads the environment with which the process was started.
-    """
+    """KVF015 doubles the pause after each lookup that times out. Without KVF015, a dump shows that the lookup waits."""
     dumps: list[dict[str, Any]] = []
 
     def stands_in_the_lookup(pid: int) -> None:
@@ -126,6 +113,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
     transfer = start.v1(64, lookup_timeout_ms=300)
     environment = {**start.ONE_PROCESS, "KVFIX_TEST_HANG": "lookup_thread_waits"}
     environment |= {} if apply else {"KVFIX": "observe only="}
+    # The dumped process is not a fork, because a dump reads the environment with which the process was started.
     ran = run(
         tmp_path, apply, transfer, rounds=[CROWD], environment=environment, before={0: [["spoil"]]},
         when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,
@@ -141,11 +129,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 
 
 def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
-    """Run one engine as on one GPU, first without and then with kvfix.
-
-    While another request runs, vLLM preempts a long request during its prefill, and resumes it. Then the test sends the
-    long prompt again, and LMCache loads it. With kvfix both answers are equal, and without kvfix they differ.
-    """
+    """vLLM preempts and resumes the prefill of a long prompt. A later hit on the prompt is right only with kvfix."""
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:
         other, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)

@@ -1,7 +1,4 @@
-"""In real vLLM engines, kvfix runs in EngineCore and worker, prevents the reported crash, and changes no answer.
-
-vLLM and LMCache are real, with all their processes. Each of the five engines takes a minute.
-"""
+"""In real vLLM engines, kvfix runs in EngineCore and worker, prevents the reported crash, and changes no answer."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ MISMATCH = (
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run plain vLLM without a connector. The other engines must have the outputs of this engine."""
+    """Run plain vLLM without a connector. The other three engines must give the same outputs."""
     return start.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None, environment=start.ONE_PROCESS)
 
 
@@ -50,7 +47,7 @@ def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:
-    """The outputs equal plain vLLM's. Both engines preempt requests. Hits and loads prove that vLLM used LMCache."""
+    """Assert that the outputs equal plain vLLM's, both engines preempted requests, and vLLM loaded KV with LMCache."""
     assert ran.answer["preemptions"] > 0
     assert plain.answer["preemptions"] > 0
     assert ran.count("grant") > 0
@@ -63,7 +60,7 @@ def test_kvfix_diagnose_finds_nothing(plain: Ran, in_process: Ran, early: Ran, m
 
 
 def assert_arrived(ran: Ran, verdict: str, mode: str = "fix") -> None:
-    """kvfix runs in the processes of EngineCore and worker, although only their parent has called kvfix.apply()."""
+    """Assert that kvfix runs in EngineCore and worker, although only their parent has called kvfix.apply()."""
     found = ran.processes()
     assert found["SCHEDULER"]["process"] == "EngineCore"
     assert "Worker" in found["WORKER"]["process"]
@@ -79,7 +76,6 @@ def test_in_process_connector(in_process: Ran, plain: Ran) -> None:
 
 
 def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
-    """At the end, the recorders of EngineCore and worker have events of all types, and no violation."""
     for part in in_process.assert_healthy().parts:
         assert (part.recording.head["mode"], part.recording.head["violations"]) == ("check", {})
         assert part.line["trusted"]
@@ -89,7 +85,6 @@ def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
 
 
 def test_spoiled_loads_change_the_outputs(in_process: Ran, plain: Ran) -> None:
-    """As a negative control, the stand-in adds 1.0 to all loaded KV. Then the outputs differ."""
     assert in_process.answer["rounds"][4] != plain.answer["rounds"][3]
 
 
@@ -99,7 +94,6 @@ def test_multi_process_connector(multi_process: Ran, plain: Ran) -> None:
 
 
 def test_faults_in_all_hooks_are_logged_once(multi_process: Ran) -> None:
-    """All code of kvfix in hooks raises in both processes, but the outputs are right (test_multi_process_connector)."""
     logged = [line for line in multi_process.log.splitlines() if "a fault of kvfix itself" in line]
     assert len(logged) == len({line.partition("[pid ")[2].partition("]")[0] for line in logged}) == 2, logged
     assert all("planted" in line for line in logged)

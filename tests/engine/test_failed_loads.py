@@ -1,13 +1,8 @@
 """In a real engine with async scheduling, a load fails while the next step is in flight (KVF205, KVF007, KVF203).
 
-Without kvfix, the loading request and later requests get wrong answers, and the engine dies. Two engines play CASES,
-one without and one with kvfix. Stand-ins replace CUDA's events and streams, and LMCache's GPU connector.
-
-start.py also runs this file as a program. The engine is in the program's process, so a case can add a request between
-two steps. The program empties the prefix cache after each case, so that LMCache loads repeated prompts.
-
-A load fails because the test removes the chunks from LMCache's memory between lookup and load. The test also fills the
-request's blocks with random numbers, because old blocks of a small engine could still have the right KV.
+start.py also runs this file as a program, so that a case can add a request between two steps. A load fails because the
+program removes chunks from LMCache's memory after the lookup. The program also fills the request's blocks with random
+numbers, because old blocks of a small engine could still have the right KV.
 """
 
 import json
@@ -26,9 +21,8 @@ from tests.engine.start import Ran
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-#: Number of tokens that each request generates.
 TOKENS = 12
-#: Number of a prompt's first tokens that LMCache has before the request comes. They are three chunks, or six blocks.
+#: Number of a prompt's first tokens that LMCache has before the request comes: three chunks, or six blocks.
 HIT = 192
 JOB: dict[str, Any] = {
     "program": Path(__file__).name,
@@ -54,7 +48,7 @@ class Case(NamedTuple):
 LONG = prompt(720, 9)
 CASES = {
     "healthy": Case(prompt(200, 3), {"load": 192}),
-    # Both steps compute from failed blocks and store wrong KV. `load` is right, as no generated token was in flight.
+    # Both steps compute from failed blocks and store wrong KV. `load` is right, as no generated token is in flight.
     "long": Case(LONG, {"load": 704}, [{"other": 1, "load": 256}, {"other": 1, "load": 256}], (set(), {"load"})),
     "sharer": Case(
         LONG, {"load": 704, "sharer": 256}, [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],
@@ -66,14 +60,7 @@ CASES = {
 
 
 def switch_on_async_scheduling() -> None:
-    """Allow asynchronous scheduling, the default on a GPU. The LLM also needs `async_scheduling=True`.
-
-    vLLM's CPU platform turns asynchronous scheduling off (cpu.py 0.32.0:331), because the runner copies sampled tokens
-    with CUDA events and streams. The stand-ins for both do nothing, because a copy on the CPU ends with its call.
-
-    As on a GPU, vLLM gives step N + 1 to the worker before the scheduler has the tokens of step N. The two steps do not
-    overlap in time, because the forward pass runs inside `execute_model`.
-    """
+    """Allow asynchronous scheduling, which vLLM's CPU platform turns off (cpu.py 0.32.0:331)."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -84,6 +71,7 @@ def switch_on_async_scheduling() -> None:
         vllm_config.scheduler_config.async_scheduling = asked_for
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    # vLLM copies sampled tokens with events and streams. The stand-ins do nothing, because a CPU copy ends at once.
     for name in ("Event", "Stream", "current_stream", "stream"):
         setattr(torch.cuda, name, getattr(cuda_stand_in.CUDA, name))
 
@@ -114,7 +102,7 @@ class Engine:
         return self._retrieve(tokens, mask, **more)
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
-        """Note a step's failed blocks, the step's tokens, and the tokens of the steps in flight."""
+        """Note the failed blocks of a step, the tokens of the step, and the tokens of each later step in flight."""
         connector = model_output.kv_connector_output
         if connector and connector.invalid_block_ids:
             steps = [scheduler_output, *(step for _, step, _ in reversed(self.core.batch_queue))]
@@ -154,7 +142,7 @@ class Engine:
             self.lmcache.storage_manager.local_cpu_backend.clear()
 
     def play(self, case: Case) -> dict[str, Any]:
-        """While another request generates, send the prompt whose load fails."""
+        """Send the prompt whose load fails while another request generates tokens."""
         prompts = {"load": case.load, **({"sharer": case.sharer} if case.sharer else {})}
         other = prompt(150, 50)
         right = self.alone({**prompts, "other": other, "first": case.load[:HIT]}, cold=True)
@@ -187,7 +175,7 @@ def main(job: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Ran]:
-    """Run the cases without kvfix, and with kvfix in mode `check`. This mode would also show false alarms."""
+    """Run the cases without kvfix, and with kvfix in mode `check`, which would also show false alarms."""
     transfer = {**start.v1(64), "kv_load_failure_policy": "recompute"}
     ways = [("released", False), ("fixed", True)]
     released, fixed = (start.run(tmp_path_factory.mktemp(name), apply, transfer, **JOB) for name, apply in ways)
@@ -207,7 +195,6 @@ def failed(name: str) -> list[dict[str, Any]]:
 
 
 def wrong(found: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """Return the requests with a wrong answer, and the requests with a wrong answer when sent again."""
     right, answers, again = found["right"], found["answers"], found["again"]
     assert answers.keys() == right.keys() - {"first"}
     assert not any(answer["cached"] for answer in right.values())

@@ -1,5 +1,4 @@
-"""Plant hangs in a real engine. If the engine runs without kvfix, `kvfix look` explains each hang in one line. With
-kvfix, the watchdog explains the hang. `kvfix look` finds nothing in a healthy engine under load."""
+"""`kvfix look` and the watchdog explain hangs planted in a real engine. A healthy engine under load has no finding."""
 
 import os
 import signal
@@ -30,15 +29,14 @@ LOOKS = 12
 #: SHORT: ten short prompts. ONE_STEP: a token budget with which the scheduler looks up all ten prompts in one step.
 SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
 ONE_STEP = {"max_num_batched_tokens": 1024}
-#: Play the bug of KVF208 (`kvfix lab run loaded-requests-lock-out`). Each request of BOTH loads 8 of the 20 blocks. The
-#: second request, which has a higher priority, needs 8 more blocks.
+#: The bug of KVF208: each request of BOTH loads 8 of 20 blocks. The second request has priority and needs 8 more.
 STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
 BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
 TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}
 
 
 class Hang(NamedTuple):
-    """code, message: the verdict's code and a part of its text. fix: fix to leave out, because it prevents the hang."""
+    """code, message: the verdict's code and a part of its text. fix: a fix to leave out, as it prevents the hang."""
 
     code: str
     message: str
@@ -61,13 +59,13 @@ HANGS = {
     "hook_waits": Hang("KVD213", "has been in start_load_kv for at least "),
     "locked_out": Hang("KVD202", "1 request is loaded and waits behind r2-", rounds=[STORED, BOTH], engine=TWENTY),
 }
-#: Hangs that tests/engine_state/test_watchdog.py also plays. The hangs not listed need another process or a long step.
+#: Hangs that tests/engine_state/test_watchdog.py also plays. All other hangs need another process or a long step.
 SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
 
 
 @pytest.fixture(scope="module")
 def transfer() -> Iterator[dict[str, Any]]:
-    """Start an LMCache server, and yield its kv_transfer_config. Each test has its own model, and so no old hits."""
+    """Yield the kv_transfer_config of an LMCache server. Each test has its own model, and so no hit of another test."""
     with start.server() as transfer:
         yield transfer
 

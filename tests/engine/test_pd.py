@@ -1,9 +1,4 @@
-"""A real prefill and a real decode engine run in mode `check`. Their answers equal the answers of one plain engine,
-and decode computes no prompt. Later the test kills prefill under load. Then no answer is wrong, and kvfix-diagnose
-names the failure.
-
-With KVFIX_TEST_LONG=1, the test sends 200 requests, and also kills decode.
-"""
+"""A real prefill and decode pair answers as one plain engine does. After a kill, no answer is wrong."""
 
 import itertools
 import os
@@ -31,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
 #: Seconds for which prefill keeps blocks. On a busy host decode may read later than vLLM's default of 30 s.
 LEASE = 120
-#: Maximum number of starts of both engines. The test repeats a start if the handshake comes too late.
+#: Maximum number of starts of both engines. The test starts both again if the handshake comes too late.
 STARTS = 4
 SEEDS = itertools.count(1)
 #: The finding in decode's log for a request whose parameters name no host.
@@ -41,7 +36,7 @@ BLOCK_BYTES = BLOCK * 2 * 4 * MODEL["num_hidden_layers"] * MODEL["num_key_value_
 
 
 def requests(count: int) -> list[Request]:
-    """Return requests whose prompts all begin differently, so a prefix cache never has a hit."""
+    """Return requests whose prompts begin differently, so that a prefix cache never has a hit."""
     drawn = random.Random(count)
     return [(prompt(drawn.randrange(40, 400), next(SEEDS)), drawn.randrange(1, 24)) for _ in range(count)]
 
@@ -61,11 +56,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.fixture(scope="module")
 def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Yield both engines after the first answer. The engine of `expected` has ended, so both have all cores.
-
-    If decode gets no handshake in 5 s, the request fails (nixl/base_worker.py 0.32.0:1044). A busy host can cause this.
-    In this case, start both engines again, so that no log has the failure.
-    """
+    """Yield both engines. Start both again if the handshake takes over 5 s (nixl/base_worker.py 0.32.0:1044)."""
     extra = {"kv_lease_duration": LEASE}
     for _ in range(STARTS):
         with vllm_server.pair(tmp_path_factory.mktemp("pd"), "check", kv_connector_extra_config=extra) as pair:
@@ -129,8 +120,7 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
 
 
 def test_a_lease_that_is_not_returned(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    """The parameters lack prefill's host, so decode computes the prompt itself and cannot notify prefill. Only both
-    recordings together show that decode does not return the lease."""
+    """Without prefill's host, decode cannot return the lease. Only both recordings together show the violation."""
     tokens, count = prompt(100, next(SEEDS)), 4
     params = post(pair.prefill.url, (tokens, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
     del params["remote_host"]
@@ -156,8 +146,7 @@ def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
 
 
 def killed(pair: Pair, dies: Server, asked: list[Request], right: list[list[int]]) -> None:
-    """Pause decode, so that prefill ends requests before decode reads their KV. Then kill the server `dies`. Each
-    client must get the right answer or an error."""
+    """Kill the server `dies` before the paused decode reads KV. Each client must get the right answer or an error."""
     ended = "vllm:request_success_total"
     before = pair.prefill.metric(ended)
     with ThreadPoolExecutor(1) as clients:
@@ -177,7 +166,7 @@ def verdicts(engine: Server) -> list[standstill.Verdict]:
 
 
 def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
-    """UCX reports prefill's death to decode. Decode ends all reads from prefill and continues."""
+    """UCX reports prefill's death to decode. Decode ends all its reads from prefill, and serves other requests."""
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
@@ -188,7 +177,7 @@ def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
 
 @pytest.mark.skipif("KVFIX_TEST_LONG" not in os.environ, reason="minutes more: KVFIX_TEST_LONG=1 runs it")
 def test_decode_is_killed(pair: Pair, expected: Answers) -> None:
-    """Start prefill again, and kill decode. Prefill keeps the blocks until their lease ends."""
+    """Start prefill again, and kill decode. Prefill keeps the blocks until the lease ends."""
     pair.prefill.kill()
     with pair.prefill.running(**vllm_server.FEW_BLOCKS) as prefill:
         assert ask_all(pair.url, ROUNDS["prefill"]) == expected["prefill"]

@@ -1,9 +1,4 @@
-"""Engines in mode `check`, with options that production uses, give the answers of plain vLLM.
-
-The engines use speculative decoding (ngram), two ranks, or a model with sliding windows. LMCache runs in process or as
-a real `lmcache server`. The test empties the server's L1 between rounds, so that chunks come from the L2. Stand-ins
-(plugin/kvfix_engine_test.py) replace the GPU connector of LMCache in process, and a part of the start of vLLM's worker.
-"""
+"""Engines in mode `check` answer as plain vLLM does with speculative decoding, two ranks, or sliding windows."""
 
 import importlib.metadata
 import json
@@ -59,8 +54,6 @@ WINDOWS: dict[str, Any] = {
 
 
 class Engines:
-    """Run engines with a connector. Run the plain engine of each job only once."""
-
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self.stop_server = stack.close
@@ -81,7 +74,7 @@ class Engines:
         return start.run(self.folder / name, True, start.v1(64, **settings), mode="check", **job)
 
     def on_server(self, name: str, job: dict[str, Any], mix_before: int = -1, **settings: Any) -> Ran:
-        """Run an engine with the server. After the first round, all hits come from the L2."""
+        """Run an engine with an `lmcache server`. After the first round, all hits come from the server's L2."""
         extra = {f"lmcache.mp.{key}": value for key, value in settings.items()}
         extra |= self.transfer["kv_connector_extra_config"]
         before = {number: [["empty_l1", self.http]] for number in range(1, len(job["rounds"]))}
@@ -99,7 +92,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 
 def tokens(part: engine_recordings.Part) -> dict[str, int]:
-    """Return {type of event: sum of the tokens of all events of this type}."""
     events = [entry.event for entry in part.entries]
     return {
         "granted": sum(event.external for event in events if isinstance(event, ev.Granted)),
@@ -109,7 +101,7 @@ def tokens(part: engine_recordings.Part) -> dict[str, int]:
 
 
 def assert_loaded(ran: Ran, plain: Ran, ranks: int = 1) -> None:
-    """The engine answers as plain vLLM, and each rank has loaded the granted tokens."""
+    """Assert that the engine answers as plain vLLM does, and that each rank has loaded the granted tokens."""
     rounds = plain.answer["rounds"]
     assert ran.answer["rounds"][: len(rounds)] == rounds
     scheduled, *workers = map(tokens, ran.assert_healthy(ranks).parts)
@@ -150,7 +142,7 @@ def test_sliding_windows(engines: Engines) -> None:
 
 
 def test_doctor_knows_the_server(engines: Engines, fresh: Fresh, tmp_path: Path) -> None:
-    """Doctor reads release and options of the running server. Then the test stops the server, and doctor reports it."""
+    """kvfix doctor reads release and options of the running server. When the server has stopped, doctor reports it."""
     command, url = words(tmp_path, engines.transfer), f"tcp://localhost:{engines.port}"
     doctor = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--", *command]
     done = fresh.run(doctor, **real_engine.ENVIRONMENT)

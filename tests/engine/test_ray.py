@@ -1,8 +1,4 @@
-"""A real vLLM engine has two workers, Ray actors on two nodes. kvfix runs in each actor, and joins the recordings.
-
-vLLM's Ray executor, the cluster of two nodes on one machine, and LMCache are real. Stand-ins replace LMCache's GPU
-connector and the platform (plugin/kvfix_engine_ray.py). The cluster starts without kvfix's settings. vLLM sends them.
-"""
+"""vLLM sends kvfix's settings to two workers, which are Ray actors on two nodes. kvfix runs in each actor."""
 
 import json
 import os
@@ -34,10 +30,7 @@ RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness"
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Start two nodes, each with room for one rank. Yield the cluster's address and the pids of the nodes.
-
-    Try three times, because Ray may exceed its own timeouts on a busy host (30 s in ray/_private/node.py 2.60.0:428).
-    """
+    """Yield the address and the nodes' pids. Retry after Ray's 30 s timeout (ray/_private/node.py 2.60.0:428)."""
     for _ in range(3):
         with ExitStack() as stack:
             sockets, port = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfix-ray-")), free_port()
@@ -74,7 +67,6 @@ def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dumps: list[dict[str, Any]] = []
 
     def dump(pid: int) -> None:
-        """Dump the engine and the second node."""
         below.extend({each.pid for each in processes.tree(node)} for node in nodes)
         place = {"KVFIX_DUMP_DIR": str(tmp_path / "engine/dumps")}
         dumps.extend(start.dump(each, tmp_path, **place) for each in (pid, nodes[1]))
@@ -89,7 +81,6 @@ def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ran.answer["preemptions"] > 0
     assert ran.count("load") > 0
     assert ran.answer["rounds"][0] == ran.answer["rounds"][1]
-    # The fixes reach every actor.
     workers = [line for line in ran.notes if line["what"] == "connector" and line["role"] == "WORKER"]
     pids = {line["pid"] for line in workers}
     assert len(pids) == RANKS
@@ -97,12 +88,10 @@ def test_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in workers:
         assert line["choice"] == "check"
         assert {row["code"]: row["verdict"] for row in line["status"]}["KVF013"] == "applied"
-    # The recorder files of all ranks are read as one engine.
     engine = ran.assert_healthy(RANKS)
     assert engine.missing == []
     assert all(compared.pairs for compared in engine.compared.values())
-    # The dump of the engine has the actors, which are not children of the engine. The dump of the second node has the
-    # node's children, and finds the other processes of the engine by the engine's name.
+    # Each dump has all processes of the engine, although some are not children of the dumped process.
     for found in dumps:
         rows = {row["pid"]: row for row in found["processes"]}
         assert len({rank for row in rows.values() for rank in row["ranks"]}) == RANKS + 1, found

@@ -1,11 +1,7 @@
-"""vLLM's HTTP server with a small model: one server, or a prefill and a decode instance behind vLLM's toy proxy.
+"""Start vLLM's HTTP server with a small model: one server, or a prefill and a decode instance behind a proxy.
 
-vLLM for the CPU registers its KV blocks directly with NIXL (nixl/base_worker.py 0.32.0:857), so an engine reads whole
-blocks from the other engine's memory. UCX uses TCP, as between machines. In each of the two engines a thread of NIXL
-polls without a pause and takes a core.
-
-A test can plant faults in the connectors of the test suite's plugin. The file `fault` in the server's folder names the
-fault, and the connector reads the file at each load (plugin/kvfix_engine_verify.py).
+vLLM for the CPU registers its KV blocks directly with NIXL (nixl/base_worker.py 0.32.0:857). UCX uses TCP. In each
+engine of a pair, a thread of NIXL polls without a pause and takes a core.
 """
 
 import itertools
@@ -31,10 +27,9 @@ from tests.fork_server import FORK_WORKERS, Forked
 
 PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 SIZES = {"max-model-len": 1024, "num-gpu-blocks-override": 257, "max-num-batched-tokens": 512}
-#: Sizes for prefill and decode instances.
 FEW_BLOCKS = {**SIZES, "num-gpu-blocks-override": 97}
 CHUNK = 64
-#: Use LMCache in process, with its own GPU connector on CPU tensors. The class Faulty plants faults.
+#: Use LMCache in process, with its own GPU connector on CPU tensors. The class Faulty plants faults in loaded KV.
 FAULTY = {"kv_connector": "Faulty", "kv_connector_module_path": "kvfix_engine_verify"}
 IN_PROCESS = {**real_engine.in_process(CHUNK), **FAULTY}
 OFFLOADING = {
@@ -43,17 +38,12 @@ OFFLOADING = {
 }  # fmt: skip
 #: Maximum seconds for the start of an engine, and for an answer.
 LIMIT = 240
-#: Number of clients that send requests at the same time.
 CLIENTS = 8
 Request = tuple[list[int], int]
 
 
 class Server:
-    """vLLM's server, with kvfix in this mode ("": without kvfix). Each start uses the same ports.
-
-    transfer: kv_transfer_config. A text is passed unchanged, because a test may pass broken JSON. options: more
-    options. popen: class that starts the program. environment: more variables of the server.
-    """
+    """A vLLM server with this mode of kvfix ("": no kvfix). transfer: kv_transfer_config, or a text to pass on."""
 
     def __init__(
         self, folder: Path, transfer: dict[str, Any] | str | None, mode: str, options: Sequence[str] = (),
@@ -92,7 +82,6 @@ class Server:
 
     @contextmanager
     def started(self, **sizes: Any) -> Iterator[Self]:
-        """Start the server, and kill all its processes at the end."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.plant("")
         model = self.folder.parent / "model"
@@ -104,14 +93,11 @@ class Server:
 
     @contextmanager
     def running(self, **sizes: Any) -> Iterator[Self]:
-        """Start the server, and wait until it answers."""
         with self.started(**sizes):
             self.until_it_answers()
             yield self
 
     def until_it_answers(self, url: str = "") -> None:
-        """Wait until the server answers. url: if given, ask the proxy at this URL instead."""
-
         def answers() -> bool:
             try:
                 return httpx.get(url or f"{self.url}/health", timeout=1).is_success
@@ -128,18 +114,17 @@ class Server:
             time.sleep(0.1)
 
     def plant(self, fault: str) -> None:
-        """Plant this fault; "" plants none."""
+        """Plant this fault ("": none). The connector reads it at each load (plugin/kvfix_engine_verify.py)."""
         (self.folder / "fault").write_text(fault)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the metric's samples with these labels."""
         words = [f'{label}="{value}"' for label, value in labels.items()]
         lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT).text.splitlines()
         found = [line for line in lines if line.startswith(name + "{") and all(word in line for word in words)]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
     def signal(self, number: int) -> None:
-        """Send the signal to all processes of the server. They are in one session."""
+        """Send the signal to all processes of the server, which are in one session."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -152,15 +137,12 @@ class Server:
 
 
 def write_model(folder: Path) -> None:
-    """Write the model, and a tokenizer that has a token for each byte."""
     if not (folder / "config.json").exists():
         real_engine.write_model(folder, "float32", {})
         real_engine.write_tokenizer(folder)
 
 
 class Pair(NamedTuple):
-    """Two engines behind a proxy. url: URL of the proxy."""
-
     prefill: Server
     decode: Server
     url: str
@@ -168,7 +150,7 @@ class Pair(NamedTuple):
 
 @contextmanager
 def pair(folder: Path, mode: str, **transfer: Any) -> Iterator[Pair]:
-    """Start both engines and the proxy. transfer: more keys of the kv_transfer_config. No report is written."""
+    """Start both engines and the proxy. transfer: more keys of the kv_transfer_config."""
     nixl = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", **transfer}
     prefill, decode = (
         Server(folder / name, {**nixl, "kv_role": role}, mode, KVFIX_TEST_REPORT="")
@@ -199,7 +181,6 @@ def post(url: str, request: Request, limit: float = LIMIT, **more: Any) -> dict[
 
 
 def ask(url: str, request: Request, **more: Any) -> list[int] | None:
-    """Send a request, and return the generated tokens, or None after an error."""
     try:
         return list(post(url, request, **more)["choices"][0]["token_ids"])
     except httpx.HTTPError:

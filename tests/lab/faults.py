@@ -1,8 +1,4 @@
-"""Raise errors at random lines of the fixes while the lab plays. No outcome may be worse than without fixes.
-
-Run thousands of draws by hand with `python -m tests.lab.faults DRAWS [--seed N] [--lmcache-path FOLDER]`.
-Call `install` before Python loads the first fix. `install` replaces the functions of `kvfix.wrapping` that fixes use.
-"""
+"""Raise errors at random lines of fixes while the lab plays. Run this file as `python -m tests.lab.faults DRAWS`."""
 
 import ast
 import functools
@@ -35,7 +31,7 @@ class Fault(Exception):
 
 
 class Plan:
-    """Raise at a line of a fix, and count how often lines run. time: raise at this run. always: also at later runs."""
+    """Counts how often lines run, and raises at run `time` of `line` in the fix `code`. always: also at later runs."""
 
     def __init__(self, code: str = "", line: Line | None = None, time: int = 0, always: bool = False) -> None:
         self.code, self.line, self.time, self.always = code, line, time, always
@@ -116,7 +112,7 @@ def traced(inner: bool) -> Iterator[None]:
 
 
 def raising(code: str, function: Function, inner: bool = False) -> Function:
-    """Wrap a function of this fix, so that it raises at the planned line. inner: the engine calls this function."""
+    """Wrap a function of this fix, so that it raises at the planned line. inner: the engine itself calls it."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +142,7 @@ def _steps(steps: Generator[Any, Any, Any], inner: bool) -> Generator[Any, Any, 
 
 
 def install() -> None:
-    """Replace the functions of `kvfix.wrapping`, so that fixes loaded later can be made to raise."""
+    """Replace the functions of `kvfix.wrapping`, so that fixes can raise. No fix may be loaded before this call."""
     assert "kvfix.fixes.api" not in sys.modules, "a fix is loaded"
     for name in ("before", "after", "around"):
         setattr(wrapping, name, _with_faults(getattr(wrapping, name)))
@@ -182,12 +178,12 @@ def _with_faults(wrap: Function) -> Function:
 
 #: Rules that may be violated if a fix fails closed, because a load is too short or chunks are not stored or not found.
 CLOSED = ("LAB002", "LAB004", "LAB006")
-#: If one of these fixes fails, prefill writes nothing. Decode drops the load at a timeout after the schedule's end.
+#: Fixes whose failure makes prefill write nothing. Decode then drops the load at a timeout after the schedule's end.
 UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
 
 
 class Case(NamedTuple):
-    """A schedule. play: function that plays the schedule. Its result has `findings`. opt_in: opt-in fixes to apply."""
+    """A schedule, which `play` plays. The result of `play` has `findings`. opt_in: opt-in fixes to apply."""
 
     name: str
     play: Function
@@ -228,7 +224,7 @@ def counted(fix: Any, case: Case) -> Counted:
 
 
 def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> str:
-    """Play the case, and raise at this line of the fix. Return findings that do not occur without the fix."""
+    """Play the case, and raise at this line of the fix. Return the findings that do not occur without the fix."""
     with planned(fix.code, line, time, always):
         found = counted.case.findings()
         raised = PLAN.raised
@@ -265,10 +261,7 @@ def faults(draws: int, seed: int = 0, seeds: int = 0, only: Sequence[str] = (), 
 
 
 def main(draws: int, seed: int = 0, seeds: int = 4, only: str = "", lmcache_path: str | None = None) -> None:
-    """Raise at `draws` random lines of each fix, and print each outcome that is worse than without the fix.
-
-    seeds: number of random schedules for each connector of a fix. only: codes of fixes, separated by commas.
-    """
+    """Raise at `draws` random lines of each fix, and print each outcome that is worse than without the fix."""
     runner.prepare(lmcache_path)
     with runner.quiet():
         found = faults(draws, seed, seeds, tuple(filter(None, only.split(","))), functools.partial(print, flush=True))

@@ -43,10 +43,9 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 def fault(
     *shows: str, on: tuple[str, ...] = ("v1", "mp"), at: str = "", schedule: Plant | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a fault for the setups `on`. options: {setup, with "_" for "-", or "every": changed options}.
+    """Register a fault for the setups `on`. options: {setup (with "_" for "-") or "every": changed options}.
 
-    at: path from the engine to the method that the fault replaces; `*` stands for each item of a list. The fault gets
-    the engine, the original method and the arguments of the call.
+    at: path from the engine to the replaced method (`*`: each list item). The fault gets engine, method and arguments.
     """
     by_setup = {name.replace("_", "-"): each for name, each in options.items()}
 
@@ -67,7 +66,7 @@ def row(name: str, at: str, call: Callable[..., Any], *shows: str, **more: Any) 
 
 
 def rows(table: dict[str, tuple[Any, ...]], **more: Any) -> None:
-    """Register faults as `row` does. table: {name: (at, call, what the lab must find ...)}."""
+    """Register faults as `row` does. table: {name: (at, call, texts that the lab must find ...)}."""
     for name, (at, call, *shows) in table.items():
         row(name, at, call, *shows, **more)
 
@@ -94,10 +93,7 @@ def noted(engine: Any) -> dict[Any, Any]:
 
 
 def played(setup: str, name: str = "", planted: bool = True, **options: Any) -> dict[str, Any]:
-    """Play a setup with a fault. Return the codes and messages of the findings, the counters, and the hits.
-
-    Reports of kvfix are findings too. name: the fault ("": none). planted: if False, only play the fault's schedule.
-    """
+    """Play a setup with the fault `name` ("": none). planted: if False, play the fault's schedule without the fault."""
     made, fault = SETUPS[setup], FAULTS[setup, name] if name else Fault((), lambda _: None)
     changed = dataclasses.replace(made.options, **{**fault.options, **options})
     with (
@@ -136,8 +132,6 @@ def steps(*parts: Any) -> Plant:
 
 
 def until(condition: Callable[[Any], Any]) -> Plant:
-    """Return a part of a schedule in which the engine makes steps until this condition holds."""
-
     def play(engine: Any) -> None:
         while not condition(engine):
             engine.step()
@@ -146,8 +140,6 @@ def until(condition: Callable[[Any], Any]) -> Plant:
 
 
 def counted(name: str, least: int, most: float = inf) -> Plant:
-    """Return a part of a schedule that checks this counter of the engine."""
-
     def check(engine: Any) -> None:
         assert least <= engine.counts[name] <= most, f"{engine.counts[name]} {name}"
 
@@ -166,7 +158,7 @@ MP = steps(
     until(lambda engine: engine.requests["b"] in engine.scheduler.running),
     [do.preempt("b"), do.run(), do.serve("c", prompt(200), max_tokens=4), do.settle()],
 )
-#: LMCache has two prompts. SimpleCPUOffloadConnector has one of them and a third prompt, which LMCache has evicted.
+#: LMCache has two prompts. SimpleCPUOffloadConnector has one of them, and a third prompt that LMCache has evicted.
 V1_AND_SIMPLE = steps(
     [do.stored_elsewhere(prompt(100)), do.store("of lmcache", prompt(100), 5), do.serve("of both", prompt(100), 5)],
     [do.store("stored", prompt(150, seed=1), 5), do.evict(100), do.serve("of the other", prompt(150, seed=1), 5)],
@@ -196,7 +188,7 @@ def schedule_offloading(engine: Any) -> None:
 
 
 def of_pair(at_once: str = "") -> Plant:
-    """Return a schedule of three requests. "a" and "b" share a prefix. at_once: requests to send to both engines."""
+    """Return a schedule of three requests. "a" and "b" share a prefix. at_once: names of requests for both engines."""
     prompts = {"a": prompt(100), "b": prompt(150), "c": prompt(60, seed=1)}
     a, b, c = ((do.ask_at_once if name in at_once else do.ask)(name, tokens, 5) for name, tokens in prompts.items())
     return steps(a, b, do.step(3), c, do.run(), do.step(3))
@@ -217,7 +209,7 @@ OF_RANKS = steps(
     do.run(),
 )
 _FORGET = do.run(), do.step(5), [do.on(engine, "reset_prefix_cache") for engine in ("prefill", "decode")]
-#: Decode loads a prompt from prefill, a prompt from its own memory, and a prompt that both have.
+#: Decode loads one prompt from prefill, one from its own memory, and one prompt that prefill and the memory have.
 OF_MULTI = steps(
     [do.ask("a", prompt(100), 5), _FORGET],
     [do.ask_decode("b", prompt(100), 5), _FORGET],  # decode's own memory has this prompt

@@ -1,4 +1,4 @@
-"""Faults planted in one engine of the lab, at least one for each feature that the fuzzer draws."""
+"""Plant faults in one engine of the lab, at least one fault for each feature that the fuzzer draws."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -27,10 +27,7 @@ METADATA = "connector.scheduler_adapter.build_connector_meta"
 
 
 def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
-    """Return a fault that changes the promise of `get_num_new_matched_tokens`. Then the lab wraps the hook again.
-
-    change: function of the request, its computed tokens, the promise, and a list: preemptions at each call so far.
-    """
+    """Return a fault that changes promises: change(request, computed tokens, promise, preemptions at all calls)."""
 
     def plant(engine: Any) -> None:
         connector, asked = engine.scheduler.connector, []
@@ -50,8 +47,6 @@ def _promise(change: Callable[..., Any]) -> Callable[[Any], None]:
 
 
 def _built(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a fault that changes the metadata between scheduler and worker."""
-
     def built(engine: Any, build: Any, output: Any) -> Any:
         metadata = build(output)
         change(engine, metadata)
@@ -61,7 +56,6 @@ def _built(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 def _in_metadata(change: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    """Return a fault that changes the metadata of each request."""
     return _built(lambda engine, metadata: [change(engine, meta) for meta in metadata.requests])
 
 
@@ -76,15 +70,13 @@ def _skip(engine: Any, meta: Any) -> None:
 
 
 def _stored(start_later: int, end_later: int) -> Any:
-    """Return a fault that adds tokens to the start and to the end that the connector reports for each store."""
+    """Return a fault that shifts the start and the end that the connector reports for each store, in tokens."""
     return lambda _, report, name, tokens, start, end, rank=0: report(
         name, tokens, start + start_later, end + end_later
     )
 
 
 class _Kept(dict):  # type: ignore[type-arg]
-    """A dictionary that keeps each key for ever."""
-
     def __delitem__(self, key: Any) -> None: ...
 
     def pop(self, key: Any, default: Any = None) -> Any:
@@ -301,7 +293,6 @@ def dropped_token_of_a_turn_counts_as_computed(_: Any, update: Any, session: Any
 
 
 def _gives_way(engine: Any) -> bool:
-    """Return True if vLLM has preempted request "low". Assert that vLLM has not preempted request "high"."""
     assert engine.requests["high"].num_preemptions == 0
     return bool(engine.requests["low"].num_preemptions)
 

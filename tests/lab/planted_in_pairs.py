@@ -1,4 +1,4 @@
-"""Faults planted in a pair of engines of the lab: prefill and decode."""
+"""Plant faults in a pair of engines of the lab: prefill and decode."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Faults planted in an engine of the lab with several ranks, or with several KV groups."""
+"""Plant faults in an engine of the lab with several ranks, or with several KV groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ row(
 
 @fault("LAB001 is stored under their key", on=MP, **RANKS)
 def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
-    """Report the second rank's store before the store is done. So other requests write to the store's blocks."""
+    """Report the second rank's store before it ends. Other requests then write to the blocks that the store reads."""
     server, done = engine.connector.server, []
 
     def others_come(iterate: Any) -> None:
@@ -90,15 +90,12 @@ row(
     "a_rank_keeps_its_failure_to_itself", "workers.1.called.get_block_ids_with_load_errors", lambda *_: set(), "LAB001",
     "LAB008", on=V1, schedule=FAILING_RANK, **RANKS,
 )  # fmt: skip
-#: The setup `mp` with KV groups of sliding windows. The server keeps the groups in separate objects.
 WINDOWS = ("mp-windows",)
-#: The setup `mp` with a KV group of states.
 STATES = ("mp-states",)
 #: The server keeps all KV groups of a chunk in one object.
 ONE_OBJECT: dict[str, Any] = {"separate_object_groups": False, "windows": (32,)}
 #: Play a sliding window whose blocks have twice as many tokens as the blocks of full attention.
 LARGER_BLOCKS: dict[str, Any] = {"windows": (64,), "window_blocks": 2}
-#: Play speculative decoding with a KV group of states.
 STATES_AND_DRAFTS: dict[str, Any] = {"drafter": "mtp", "drafts": 3, "acceptance": 50}
 COMPUTED, STORED = "computed ones, its slot holds other KV", "is stored under their key"
 

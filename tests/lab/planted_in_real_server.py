@@ -1,4 +1,4 @@
-"""Faults in the messages to a real `lmcache server`. Some faults need a server that is dead, full or silent."""
+"""Plant faults in the messages to a real `lmcache server`. In some cases the server is dead, full or silent."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ def on_disk(engine: Any) -> None:
 
 
 def again(tokens: int) -> list[do.Step]:
-    """Return steps that empty vLLM's own cache, and send the first prompt again."""
     return [do.reset_prefix_cache(), do.serve("again", prompt(tokens), max_tokens=3), do.settle()]
 
 
@@ -93,7 +92,6 @@ row(
     lambda engine, check, name: None if name in engine.connector.server.unanswered_lookups else check(name),
     "LAB003 is WAITING for ever", on=REAL, schedule=UNANSWERED,
 )  # fmt: skip
-#: The server reads evicted chunks from its disk.
 FROM_DISK = steps(
     do.serve("first", prompt(100)), do.settle(), on_disk, do.evict(100), again(100), counted("read_from_disk", 6, 6)
 )

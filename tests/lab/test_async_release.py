@@ -54,7 +54,6 @@ class Engine(NamedTuple):
 
 
 def make_engine(mode: str, loading: Callable[[], None] = lambda: None) -> Engine:
-    """Make LMCache's engine. loading: function that each load calls."""
     import torch
     from lmcache.v1.cache_engine import LMCacheEngine
     from lmcache.v1.config import LMCacheEngineConfig
@@ -98,10 +97,7 @@ def last(layers: Iterable[Any]) -> Any:
 
 
 def after_one_load(mode: str, skip: int | None) -> list[Any]:
-    """Return the number of loaded tokens, and the [references, pins, validity] of the cached chunks afterwards.
-
-    Equal neighbours are one entry. skip: number of tokens that vLLM has, or None to abort the lookup before the load.
-    """
+    """Return the number of loaded tokens, and the distinct [references, pins, validity] of the cached chunks."""
     made = make_engine(mode)
     engine = made.cache_engine
     made.store()
@@ -130,7 +126,7 @@ def after_one_load(mode: str, skip: int | None) -> list[Any]:
 @pytest.mark.parametrize(("mode", "release"), [("", "0.5.5"), ("layers", "0.5.6")])
 @answers([0], [1], also="release")
 def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
-    """While request r loads chunks, the lookup server's thread pins them for request o. Return the pins afterwards."""
+    """While request r loads chunks, the thread of the lookup server pins them for request o. Return the later pins."""
 
     def lookup_of_o() -> None:
         thread = threading.Thread(target=made.look_up, args=("o",))
@@ -147,7 +143,7 @@ def test_a_pin_that_comes_during_a_load_stays(mode: str) -> list[int]:
 
 @answers([1], fixes=True)
 def test_a_load_that_ends_early_leaves_no_pin() -> list[int]:
-    """One of two layerwise loads ends early. LMCache must release the pins of both loads. Return the pins that stay."""
+    """One of two layerwise loads ends early. LMCache must release the pins of both loads. Return the remaining pins."""
     made = make_engine("layers")
     made.store()
     for name in "rso":
@@ -190,8 +186,6 @@ def test_chunks_after_one_load(mode: str, name: str, skip: int | None, released:
 
 
 class Worker:
-    """LMCache's adapter in the worker role, with LMCache's engine."""
-
     def __init__(self) -> None:
         from kvfix_tools.lab.connectors.v1 import adapter_in_worker
 
@@ -217,7 +211,7 @@ class Worker:
         return meta
 
     def step(self, requests: dict[str, str], load: bool, hit: int = 64) -> None:
-        """Make a step that loads or stores. requests: {name: tag}. The step stores the tokens beyond the hit."""
+        """Make a step that loads or stores. requests: {name: tag}. The step stores the tokens after the hit."""
         import torch
 
         metadata = self.module.LMCacheConnectorMetadata()

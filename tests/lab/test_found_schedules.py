@@ -21,11 +21,7 @@ LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights
 
 @answers([[0, 32], [32, 96]], fixes=True)
 def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
-    """A load fails with asynchronous scheduling. After an empty step the request starts again in its old blocks.
-
-    `make healthy` found that the first chunk was never stored (KVR007). KVF007 remembers the failed load until all
-    steps in flight have ended, even if one of them computes nothing.
-    """
+    """KVF007 must remember a failed load until all steps in flight have ended, even if a step computes nothing."""
     events = [event for _, event in late.play(draw(824, "v1", lacks=LACKS)).log if event.request == "r71"]
     failed = next(place for place, event in enumerate(events) if isinstance(event, LoadFailed))
     return [[event.start, event.end] for event in events[failed:] if isinstance(event, Stored)][:2]
@@ -33,7 +29,7 @@ def test_the_first_chunk_after_a_failed_load_is_stored() -> list[list[int]]:
 
 @answers([True, True], [False, False])
 def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
-    """A step starts beyond its request's blocks. Return whether the lab reports this step, and any violation at all."""
+    """A step starts beyond its request's blocks. Return two flags: the lab reports this step, and reports anything."""
     options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
     steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
     violations = [str(found) for found in late.play(Schedule(options, steps)).violations]
@@ -42,11 +38,7 @@ def test_a_step_beyond_the_blocks_of_its_request() -> list[bool]:
 
 @answers([True, True], release="0.4.6", fixes=True)
 def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
-    """`r` shares blocks with `other`, and the load of `r` fails. KVF103 and KVF110 wrap the function that reports this.
-
-    The fixes must report only blocks that the load writes. Return whether the number of computed tokens of `other`
-    never falls, and whether `other` has 20 steps or more.
-    """
+    """`other` shares blocks with `r`, whose load fails. KVF103 and KVF110 must not make `other` compute again."""
     begin = (("admit", "other", 0, 90, 20), *[("step",)] * 4, ("stored_elsewhere", 0, 128), ("admit", "r", 0, 140, 1))
     schedule = Schedule(Options(connector="mp-in-tree"), (*begin, ("fail_load", 1, 1)))
     log = [event for _, event in late.play(schedule).log]
@@ -58,11 +50,7 @@ def test_a_failed_load_of_another_request_computes_nothing_anew() -> list[bool]:
 @pytest.mark.parametrize("release", ["0.4.6", "0.5.6"])
 @answers([8, 4, 8], [8, 4, 8], also="release")
 def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
-    """vLLM preempts a request in its decode phase. vLLM has its whole prompt, but LMCache has evicted half of it.
-
-    LMCache's worker also stores tokens that the metadata exclude (0.5.6 vllm_v1_adapter.py:1152). So there is no hole.
-    Return the number of cached chunks before the eviction, after it, and at the end of the request.
-    """
+    """LMCache also stores tokens that the metadata exclude (0.5.6 vllm_v1_adapter.py:1152). Return the chunk counts."""
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
     engine = late.LabEngine(options)
     engine.admit("r", prompt(128), max_tokens=8)
@@ -78,11 +66,7 @@ def test_a_resumed_request_of_a_kv_producer_leaves_no_hole() -> list[int]:
 @pytest.mark.parametrize(("is_fixed", "answer"), [(True, [False, False]), (False, [True, True])])
 @answers(also="answer")
 def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> list[bool]:
-    """A client aborts decode's request, and the notice to prefill is lost. Decode keeps blocks for prefill's writes.
-
-    With KVF322 decode keeps the blocks until the registration ends, and without fixes for ever. Return whether there is
-    a finding of KVR009, and whether there is any finding or report.
-    """
+    """With KVF322, decode frees an aborted request's blocks when the registration ends. Without fixes it never does."""
     timeout = {"push_registration_timeout": 5.0}
     options = Options(connector="nixl-push", num_blocks=40, max_num_batched_tokens=64, extra=timeout)
     steps = [("fail", "notice", 1), ("ask_at_once", "r", 0, 64, 5, 1), ("step",), ("abort", 0), ("step",)]
@@ -93,7 +77,7 @@ def test_blocks_kept_until_the_registration_ends_are_no_leak(is_fixed: bool) -> 
 
 @answers([True, True])
 def test_a_lookup_timeout_advances_both_clocks() -> list[bool]:
-    """While one engine waits for a lookup, the clocks of both engines advance. So a lease can end during the wait."""
+    """While one engine waits for a lookup, the clocks of both engines advance, so a lease can end during the wait."""
     options = Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
     pair = late.Pair(options)
     pair.on("decode", "lookups_fail", 1)

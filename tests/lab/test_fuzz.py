@@ -27,7 +27,6 @@ SERVER = {"server_restarts", "evicted_by_server", "read_from_disk"}
 
 
 def without(*features: str) -> set[str]:
-    """Return the names of the counters of transfers with these features."""
     return {f"{what}_with_{feature}" for feature in features for what in ("loads", "stores")}
 
 
@@ -35,9 +34,8 @@ def without(*features: str) -> set[str]:
 GROUPS = ("one_window", "two_windows", "larger_blocks", "states", "states_and_drafts", "one_object", "separate_objects")
 #: Counters of pairs of engines whose numbers of ranks differ.
 PAIRS = without("more_ranks", "fewer_ranks", "copied_heads")
-#: Counters that stay 0. A kv_consumer stores nothing (mp: lmcache_mp_connector.py 0.5.6:608). v1 has one KV group and
-#: no server, and a rank ends each transfer in the step of its start. With mp the lab has no OtherConnector, no partial
-#: load, no repeated request id and no request parameters. It plays OffloadingConnector in one role, without a server.
+#: {connector: counters that stay 0}. For example, a kv_consumer stores nothing (lmcache_mp_connector.py 0.5.6:608),
+#: v1 has one KV group and no server, and the lab plays OffloadingConnector in one role.
 NEVER = {
     "v1": {
         "loads_of_groups", "stores_of_groups", "null_objects_left_out", "ranks_apart", "stores_of_kv_consumer",
@@ -105,7 +103,6 @@ def test_plain_schedules_are_clean_and_have_tested_something(connector: str, out
 
 
 def test_two_processes_find_what_one_does(outcomes: dict[str, Any]) -> None:
-    """A seed determines its schedule, so the number of processes changes no result."""
     one, two = outcomes["jobs"]
     assert one == two
     assert one[2], "there is something to find"
@@ -130,7 +127,7 @@ def test_each_drawn_feature_happens(connector: str, outcomes: dict[str, Any]) ->
 
 
 def test_an_engine_is_released_when_its_run_is_over(outcomes: dict[str, Any]) -> None:
-    """v1 alone has played more than 200 engines. LMCache's metrics may keep only the last few of them alive."""
+    """The runs with v1 alone make more than 200 engines. LMCache's metrics may keep only the last few engines alive."""
     assert outcomes["engines"] < 10
 
 
@@ -163,16 +160,12 @@ FUZZED: list[tuple[str, str, Sequence[int], str, tuple[str, ...]]] = [
 ]
 
 
-#: Number of schedules to play twice, to find a schedule that plays differently the second time.
+#: Number of schedules that a second round repeats. A schedule must play twice in the same way.
 AGAIN = 8
 
 
 def fuzzed(connector: str, plain: bool, mode: str, seeds: list[int], only: str) -> list[Any]:
-    """Play these schedules with the fixes, but plain schedules of SimpleCPUOffloadConnector without fixes.
-
-    only: play only schedules with this option. If it is "", play all schedules, and then repeat the first AGAIN ones.
-    Return [violations, counts] of each schedule, in both rounds.
-    """
+    """Play schedules with the option `only` ("": all). Return [violations, counts] of each schedule, in two rounds."""
 
     def played(seeds: list[int]) -> list[Any]:
         done = map(late.play, (each for each in run.schedules(seeds) if not only or getattr(each.options, only)))

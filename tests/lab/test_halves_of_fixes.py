@@ -1,10 +1,7 @@
 """kvfix applies either all targets of a fix or none. If one target is left out, the lab finds the bug.
 
-A site patch or a later release may replace a function that a fix wraps. Then kvfix must wrap no function of the fix,
-and the fix's scenarios must have the outcomes that they have without fixes.
-
-Some fixes wrap functions in two processes, and one of the processes may run without kvfix. So each half of a fix alone
-must not add a finding to the findings without fixes. One new finding is allowed: a load may time out that never ended.
+Some fixes wrap functions in two processes, and one process may run without kvfix. So half of a fix must cause no new
+finding. One new finding is allowed: a load may time out that never ended without the fix.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +58,6 @@ FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 
 
 def failed_store(connector: str) -> Case:
-    """Return a case in which a store fails, and then a request with the same prompt comes."""
     options = Options(connector=connector, max_num_batched_tokens=512)
     before = [do.fail_store("before"), do.serve("before", prompt(128)), do.settle(), do.reset_prefix_cache()]
     return of_scenario(scenario(before, do.serve("r", prompt(128)), shows="", options=options, name="failed-store"))
@@ -99,16 +95,13 @@ def found(options: Options, *parts: Any) -> list[str]:
 
 
 def other_fails(_: Any) -> None:
-    """In another engine of this process, let the load of a request with the id `sharing` fail."""
+    """In another engine of this process, let the load of a request with the same id `sharing` fail."""
     other = [do.stored_elsewhere(prompt(64)), do.fail_load("sharing"), do.serve("sharing", prompt(112))]
     steps(other, counted("loads_failed", 1))(late.LabEngine(OPTIONS))
 
 
 def shared(*parts: Any) -> list[str]:
-    """In one step a load fails, and `sharing` is computed from token 64 on. vLLM has the first 64 tokens, LMCache none.
-
-    The worker does not store the computed tokens, and vLLM rolls `sharing` back to token 64. parts: the next steps.
-    """
+    """A load fails in the step that computes `sharing` from token 64 on. Only vLLM has the first 64 tokens."""
     findings = found(
         OPTIONS,
         [do.store("first", prompt(160)), do.serve("before", prompt(64)), do.fail_load("failing")],
@@ -139,7 +132,7 @@ def without(code: str, function: str, play: Callable[[], Any]) -> list[str]:
 FAILED = "a load has failed"
 HOLE = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
 SAVED = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
-#: (fix, the target to leave out or "", the case to play, starts of the findings). The last case leaves notes behind.
+#: (fix, target to leave out or "", case to play, starts of the findings). In the last case, the fix keeps old notes.
 INCOMPLETE: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("KVF007", "", shared, ()),
     ("KVF007", "_update_requests_with_invalid_blocks", shared, (HOLE,)),
@@ -174,7 +167,7 @@ def test_another_engine_in_the_process_changes_no_notes() -> list[str]:
 
 @contextmanager
 def replaced(fix: Fix, target: Target) -> Iterator[None]:
-    """Replace the target by an equal function with another file name. The target's behaviour probe gives no answer."""
+    """Replace the target by an equal function with another file name. Give the target no behaviour probe."""
     owner, name, original = installed_source.live_function(import_module(target.module), target.function)
     is_static = isinstance(original, staticmethod)
     inner = original.__func__ if is_static else original
@@ -214,10 +207,7 @@ def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
 
 
 def play_replaced() -> dict[str, Any]:
-    """Replace one function at a time. Return {fix and function: [wrapped functions, scenarios that the fix changes]}.
-
-    For each copy of the code, also return the functions that the fix wraps when no function is replaced.
-    """
+    """Replace one function at a time. Return {fix and function: [wrapped functions, scenarios changed by the fix]}."""
     found: dict[str, Any] = {}
     every = list(of_several_functions())
     for fix, copy, wrong in every:

@@ -1,4 +1,4 @@
-"""A healthy schedule violates no rule. With and without fixes, it has equal lookups, promises, loads and stores."""
+"""A healthy schedule violates no rule. Fixes do not change the schedule's lookups, promises, loads and stores."""
 
 from typing import Any
 

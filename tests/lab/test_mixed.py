@@ -1,4 +1,4 @@
-"""Mixed roll-out: only one of two engines has the default fixes. They violate no rule that the release keeps."""
+"""Mixed roll-out: only one of two engines has the default fixes. The pair violates no rule that the release keeps."""
 
 from functools import partial
 from math import inf
@@ -22,7 +22,7 @@ PLAYED = [
 
 
 def fuzzed(connector: str, fixes_in: str, seeds: int) -> dict[str, Any]:
-    # Without fixes, requests may wait for ever. All other schedules of these seeds end in 1,000 steps.
+    # Without fixes, requests may wait for ever. All other schedules of these seeds end within these steps.
     with mock.patch.object(late.fuzz_run, "play", partial(late.play, end=500)):
         return dict(late.fuzz(late.Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0).as_json())
 
@@ -41,7 +41,7 @@ def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str
 )
 @answers(also="answer")
 def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -> list[int]:
-    """Two engines share a cache. If one engine has KVF017, neither loads stores of the other. Return loaded tokens."""
+    """Two engines share a cache. If only one has KVF017, neither loads the other's stores. Return the loaded tokens."""
     loaded = []
     with late.pair_engine.fixes_in(fixes_in):
         kvfix.apply(only=only)
@@ -60,7 +60,7 @@ def test_what_an_opt_in_fix_does_in_one_engine(only: list[str], fixes_in: str) -
 )
 @answers(also="answer")
 def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str) -> list[list[str]]:
-    """Return the engines in which functions ran with the fixes, and the engines in which functions ran without."""
+    """Return the engines in which functions ran with fixes, and the engines in which functions ran without fixes."""
     ran: tuple[set[str], set[str]] = set(), set()
     pair_engine = late.pair_engine
     choose = pair_engine._in_one

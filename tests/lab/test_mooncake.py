@@ -46,16 +46,12 @@ def test_a_longer_timeout_of_the_decode_engine_prevents_late_writes(longer: floa
 
 
 RANKS = replace(OPTIONS, prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail", delay=8)
-#: Address of the prefill rank that fails.
 ADDRESS = "tcp://prefill:1"
 
 
 @answers([True, True], [False, False])
 def test_blocks_are_kept_until_the_last_rank_has_written() -> list[bool]:
-    """A load must end only when the last prefill rank reports (KVF369). Otherwise a rank overwrites another request.
-
-    One prefill rank answers each message with an error. Return whether LAB001 is violated, and whether any rule is.
-    """
+    """KVF369 ends a load only when the last prefill rank reports. Return whether LAB001, and any rule, is violated."""
     pair = late.Pair(RANKS)
     pair.ask("a", prompt(32, seed=2))
     pair.run()

@@ -77,7 +77,7 @@ def test_a_load_that_fails_behind_another_has_no_finding() -> list[str]:
 
 @answers([])
 def test_a_store_that_a_reset_leaves_has_no_finding() -> list[str]:
-    """A reset frees blocks while they are stored. Then the request has more stored tokens than computed tokens."""
+    """A reset frees blocks that the connector still stores. The request then has more stored than computed tokens."""
     options = replace(
         SIMPLE, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5, max_num_seqs=2,
         drafter="mtp", drafts=4, acceptance=30, cpu_blocks=75, extra={"lazy_offload": False},

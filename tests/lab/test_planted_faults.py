@@ -22,7 +22,6 @@ from tests.lab.planted_in_ranks import LARGER_BLOCKS, ONE_OBJECT, RANKS, SHARES,
 
 #: The only allowed finding. This release has the bug of scenario priority-left-after-resume.
 KNOWN = "_requests_priority still holds it"
-#: Settings of LMCache in process: for asynchronous loads, and for layerwise loads.
 FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
 
 ONE = {"loaded_tokens": 64, "preemptions": 1, "stored_tokens": 224}

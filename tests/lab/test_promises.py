@@ -81,10 +81,7 @@ def test_a_promise_needs_a_peer(name: str, once: Once) -> None:
     ("annotation", "good", "wrong"), [(list[int], [1, 2], [[1, 2]]), ("BlockIds", [[1, 2]], [1, 2])]
 )
 def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
-    """Up to vLLM 0.15, block ids are one list (nixl_connector.py 0.15.1:755), later a list for each KV group.
-
-    KVF301 accepts both forms. If the form is wrong for this release, the fix must promise 0 tokens.
-    """
+    """KVF301 takes block ids as one list (up to vLLM 0.15: nixl_connector.py 0.15.1:755), or as a list per KV group."""
     scheduler = SimpleNamespace(
         get_num_new_matched_tokens=lambda self, request, num_computed_tokens: (32, True),
         update_state_after_alloc=lambda self: None,

@@ -15,7 +15,7 @@ from tests.conftest import RELEASES, Once
 from tests.lab.planted import played, wrap
 from tests.lab.planted_in_pairs import read_the_next_block
 
-#: {connector: (first seed, last seed + 1)}. These seeds do not wait long for leases.
+#: {connector: (first seed, last seed + 1)}. Schedules of these seeds do not wait long for leases.
 SEEDS = {
     "nixl-pull": (4, 12), "nixl-push": (1, 8), "nixl-multi": (0, 8), "nixl-push-multi": (0, 6), "nixl-offload": (5, 13),
 }  # fmt: skip

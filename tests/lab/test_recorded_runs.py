@@ -19,7 +19,6 @@ PAIRS = scenario_matrix.load(TEXT)
 
 
 def test_the_matrix_is_whole_and_as_expected() -> None:
-    """docs/matrix.json has the format of `make matrix`, and has each scenario with each release."""
     assert scenario_matrix.dump(PAIRS) == TEXT
     vllm = {pair[0] for pair in PAIRS}
     named = {name for file in scenario_matrix.VLLM_RELEASES for name in (ROOT / file).read_text().split()}
@@ -65,7 +64,6 @@ def shown(connector: str, seed: int, rule: str) -> list[str]:
 
 
 def test_released_has_every_connector_with_every_release() -> None:
-    """Each run has enough steps, has only known rules and fixes, and has no finding with the fixes."""
     releases = {installed_source.version("vllm"), *(ROOT / released_findings.NEWER).read_text().split()}
     assert [(run.connector, run.versions["vllm"]) for run in RUNS] == [
         (connector, release) for connector in CONNECTORS for release in sorted(releases)

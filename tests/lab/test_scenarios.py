@@ -170,7 +170,6 @@ def demo(folder: Path, release: str, *more: str) -> subprocess.CompletedProcess[
 
 
 def test_demo_shows_the_report(tmp_path: Path) -> None:
-    """`make demo` shows the exact error message without fixes, and a finished request with the fixes."""
     done = demo(tmp_path, "0.3.10")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "\x1b[" not in done.stdout

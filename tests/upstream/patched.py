@@ -25,14 +25,12 @@ from tests.healthy import events, violated
 
 #: Seeds of random schedules without faults. With LMCache 0.3.10, only seed 22 violates no rule.
 SEEDS = (*range(12), 22)
-#: Number of random schedules with faults.
 FAULTY = 4
 #: {code of a fix: other fixes to apply, because requests of the fix's scenarios never end without them}
 BESIDE = {"KVF325": ["KVF322"]}
 
 
 def touched(patch: str) -> list[str]:
-    """Return the files that the patch changes or creates."""
     return [line.partition(" b/")[2] for line in patch.splitlines() if line.startswith("diff --git a/")]
 
 
@@ -46,7 +44,6 @@ def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
 
 
 def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
-    """Fill `folder` with the patched release. Raise AssertionError if the patch does not apply cleanly."""
     git_apply(patch, released, folder)
     link(released, folder)
     return folder
@@ -78,7 +75,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """Remove touched modules, and modules of _OURS that import them. Then Python imports them again from the folder."""
+    """Unload modules that the folder changes, and modules of _OURS that import them. Python then imports new ones."""
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
         if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
@@ -115,7 +112,6 @@ _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_conn
 
 
 def _is_test(module: str) -> bool:
-    """Return True if the module is in a package `tests`, of kvfix or of upstream."""
     return module.partition(".")[0] == "tests"
 
 
@@ -148,10 +144,7 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 
 
 def tried(folder: str, dist: str, tests: list[str], code: str, played: list[str], fixes: list[str]) -> dict[str, Any]:
-    """Return all results of the release in this folder. tests: files of regression tests.
-
-    code: the fix that the patch replaces, or "" without a patch. fixes: fixes for random schedules without faults.
-    """
+    """Return all results of the release in `folder`. code: the fix that the patch replaces, or "" without a patch."""
     place = Path(folder)
     prefer(place)
     found: dict[str, Any] = {}
@@ -190,7 +183,6 @@ def _imports(file: Path) -> frozenset[str]:
 
 
 def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes, except code that only type checkers run."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
             yield node
@@ -198,9 +190,7 @@ def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
-    """Return {regression test file of the folder: [passed, failed, messages of the failed tests]}.
-
-    Leave out the release's own tests that fail without kvfix, for example because they need a GPU."""
+    """Return {test file: [passed, failed, messages]}, without tests of the release that fail without kvfix too."""
 
     class Count:
         def __init__(self) -> None:
@@ -279,10 +269,7 @@ def status_of(code: str, dist: str) -> str:
 
 
 def plays(code: str, connectors: list[str], fixes: list[str]) -> dict[str, dict[str, str]]:
-    """Play the fix's scenarios that the release violates, and random schedules, with these fixes.
-
-    Return {"outcomes": {scenario: outcome}, "digests": {schedule: digest of its events}}.
-    """
+    """Play the fix's scenarios that the release violates, and random schedules. Return outcomes and events' digests."""
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.scenario import scenarios
 

@@ -1,7 +1,4 @@
-"""The upstream patches apply to vLLM releases of which only the Python files are available.
-
-If a patch no longer applies, add `vllm-<release>.patch` next to the patch for the release before.
-"""
+"""Upstream patches apply to newer vLLM releases too. If one does not, add `vllm-<release>.patch` next to it."""
 
 from pathlib import Path
 

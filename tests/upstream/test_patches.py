@@ -1,9 +1,4 @@
-"""Each patch for upstream applies to the released code, fixes the bug, and has a test that fails without the patch.
-
-For each release of LMCache, one process imports LMCache, the lab and vLLM. A fork of this process tries each patch. The
-fork runs the patch's regression test, kvfix's status, the fix's scenarios and plain schedules on the patched release.
-One more fork runs the release without the patches.
-"""
+"""Each patch for upstream applies to the released code, fixes the bug, and has a test that fails without the patch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,14 +41,12 @@ def released(row: upstream.Ready) -> tuple[Path, Path]:
 
 
 def lmcache_of(row: upstream.Ready) -> str:
-    """Return the LMCache release with which to try the patch."""
     if row.dist == "lmcache":
         return row.version
     return FOR_IN_TREE if row.code < "KVF200" else release_names()[-1]
 
 
 def connectors(row: upstream.Ready) -> list[str]:
-    """Return the connectors of the lab that run the changed code."""
     if row.code < "KVF100":
         return ["v1"]
     if row.code < "KVF200":
@@ -70,7 +63,7 @@ IDS = [f"{row.slug}-{row.dist}-{row.version}" for row in PATCHES]
 
 
 class Release:
-    """A process that has imported one LMCache. `unpatched`: results of the release without patches."""
+    """A process that has imported one LMCache and the lab. unpatched: results of the release without patches."""
 
     def __init__(self, lmcache: str, scratch: Path) -> None:
         rows = [row for row in PATCHES if lmcache_of(row) == lmcache]
@@ -97,7 +90,7 @@ class Release:
         return dict(self.fork_server(patched.tried, None, str(folder), dist, tests, code, played, list(fixes)))
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Return the digests the patch must have: without fixes, or with its fix if this changes healthy schedules."""
+        """Return the digests that the patch must give: without fixes, or with a fix that changes healthy schedules."""
         if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
@@ -149,7 +142,6 @@ def test_on_the_release(release: Release, row: upstream.Ready, tmp_path: Path) -
 
 @pytest.mark.parametrize("row", [row for row in PATCHES if row.code in ENGINE], ids=lambda row: str(row.slug))
 def test_chunks_after_one_load(row: upstream.Ready, fork_server: ForkServer, tmp_path: Path) -> None:
-    """Try the patch on LMCache's own cache engine, which the lab replaces."""
     folder, mode = patched.apply(row.path, released(row), tmp_path / "patched"), ENGINE[row.code]
     found = fork_server(call(test_async_release.after_one_load, mode, 0), folder)
     assert found == [64, [test_async_release.right(mode)]]
@@ -187,7 +179,7 @@ TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 
 
 def theirs(row: upstream.Ready) -> list[str]:
-    """Return upstream's tests that import a changed file. If they are more than MANY, select them by name."""
+    """Return upstream's tests that import a changed file. If the tests are more than MANY, select tests by name."""
     if not released_tests(row).is_dir():
         return []
     files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]

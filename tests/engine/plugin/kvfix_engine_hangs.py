@@ -54,7 +54,7 @@ def abort_comes_first(connector: Any) -> None:
 
 
 def locked_out(connector: Any) -> None:
-    """Two requests load. The worker reports the end of the loads only when both have ended."""
+    """Let the worker report two loads as finished only when both loads have finished."""
     adapter = connector.worker_adapter
     begin, finished, held = adapter.batched_submit_retrieve_requests, adapter.get_finished, set[str]()
     begun: list[str] = []
@@ -79,26 +79,23 @@ def locked_out(connector: Any) -> None:
 
 
 def hook_waits(connector: Any) -> None:
-    """A hook of the worker waits in a C function that never returns."""
+    """Let a hook of the worker wait in a C function that never returns."""
     reading, _ = os.pipe()
     read, buffer = ctypes.CDLL(None).read, ctypes.create_string_buffer(1)
     _before(connector.worker_adapter, "create_recorded_event", lambda: read(reading, buffer, 1))
 
 
-#: {hang: function that plants it in this connector}
+#: {name of the hang: function that plants the hang in this connector}
 HANGS: dict[str, Callable[[Any], None]] = {
-    # the worker's thread that answers lookups ends, as after an uncaught exception
+    # the worker's thread that answers lookups ends (as after an uncaught exception), or waits for ever in a lookup
     "lookup_thread_ends": lambda connector: _before(connector._lmcache_engine.lmcache_engine, "lookup", sys.exit),
-    # the worker's thread that answers lookups waits for ever in its next lookup
     "lookup_thread_waits": lambda connector: _before(
         connector._lmcache_engine.lmcache_engine, "lookup", threading.Event().wait
     ),
-    # the LMCache server runs, but answers nothing from the next lookup on
     "server_stops": lambda connector: _before(
         connector.scheduler_adapter, "maybe_submit_lookup_request",
         lambda: [os.kill(int(pid), signal.SIGSTOP) for pid in SERVER.split()],
     ),
-    # the worker forgets its loads and never reports them
     "load_is_lost": lambda connector: _before(
         connector.worker_adapter, "get_finished", lambda: connector.worker_adapter.retrieve_futures.clear()
     ),

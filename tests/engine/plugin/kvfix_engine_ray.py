@@ -1,13 +1,9 @@
-"""A platform plugin of the test suite: vLLM's CPU platform, with a resource name so that Ray can place its workers.
-
-vLLM refuses Ray on the CPU because its platform names no resource of Ray (`ray_device_key`, ray_utils.py 0.32.0:572).
-This platform names "GPU", because a Ray cluster may declare any number of GPUs. All other parts are vLLM's own.
-"""
+"""Name a resource for Ray on vLLM's CPU platform. Without the name vLLM refuses Ray there (ray_utils.py 0.32.0:572)."""
 
 from vllm.platforms.cpu import CpuPlatform
 
 
 class RayCpuPlatform(CpuPlatform):
-    """vLLM uses this platform if the environment has KVFIX_TEST_RAY."""
+    """vLLM uses this platform if the environment has KVFIX_TEST_RAY. A Ray cluster may declare any number of GPUs."""
 
     ray_device_key = "GPU"

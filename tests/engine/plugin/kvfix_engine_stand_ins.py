@@ -1,8 +1,7 @@
-"""A stand-in for LMCache's GPU connector on a machine without a GPU. It copies whole KV blocks on the CPU.
+"""Replace LMCache's GPU connector on a machine without a GPU. The stand-in copies whole KV blocks on the CPU.
 
-All other parts of LMCache are real. vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per
-layer. In a block, each head has all of K and then all of V, so a token's KV is not one row. Therefore the stand-in
-copies whole blocks, and the chunk size must be a multiple of the block size.
+vLLM for the CPU registers `[blocks, kv_heads, block_size, 2 * head_size]` per layer. Each head of a block has all of K
+and then all of V, so a token's KV is not one row. Therefore the chunk size must be a multiple of the block size.
 """
 
 import os
@@ -14,7 +13,6 @@ import torch
 from kvfix_tools.roundtrip import cuda_stand_in
 
 #: While this file exists, the stand-in adds 1.0 to all loaded KV. As a negative control, the outputs must then differ.
-#: Otherwise equal outputs in the other rounds prove nothing.
 SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
 
 
@@ -83,18 +81,13 @@ def early_releases(adapter: Any) -> None:
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
-    # vLLM 0.32 calls functions that LMCache 0.3 does not have, so add them. LMCache 0.3 looks for the tensors in vLLM's
-    # forward context, under a name that vLLM 0.32 does not have.
+    # vLLM 0.32 calls both functions. LMCache 0.3 lacks both, and looks for KV tensors in vLLM's forward context.
     impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     impl.get_kv_events = lambda self: []
 
 
 def in_tree(connector: Any) -> None:
-    """Replace CUDA in vLLM's own multi-process connector, which marks each step with a CUDA event.
-
-    LMCache 0.4.6 does not know how vLLM for the CPU packs a block. But LMCache moves only whole blocks, so it can use a
-    view of equal size that has the expected shape, first the K rows and then the V rows.
-    """
+    """Replace CUDA in vLLM's own multi-process connector, which marks each step with a CUDA event."""
     if isinstance(connector.torch, cuda_stand_in.Torch):  # the parent process has replaced CUDA before the fork
         return
     connector.torch = cuda_stand_in.Torch()
@@ -102,7 +95,7 @@ def in_tree(connector: Any) -> None:
     register = owner.register_kv_caches
 
     def register_kv_caches(self: Any, kv_caches: dict[str, torch.Tensor]) -> None:
-        shown = {}
+        shown = {}  # LMCache 0.4.6 expects K rows, then V rows. A view works, because LMCache moves only whole blocks
         for name, cache in kv_caches.items():
             blocks, heads, block_size, both = cache.shape
             shown[name] = cache.view(blocks, 2, heads, block_size, both // 2)

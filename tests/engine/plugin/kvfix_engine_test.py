@@ -1,7 +1,6 @@
-"""A vLLM plugin of the test suite. It reports from EngineCore and worker, and replaces LMCache's GPU connector.
+"""A vLLM plugin that writes notes in EngineCore and worker (JSON lines), and replaces LMCache's GPU connector.
 
-For each connector the plugin writes a line of JSON with the pid, the process and `kvfix.status()`, then a line for each
-grant and load. The plugin patches no function that kvfix fixes. It sets a stand-in only when vLLM imports LMCache,
+The plugin patches no function that kvfix fixes. The plugin replaces parts of LMCache only when vLLM imports LMCache,
 because vLLM's CPU platform does not start if LMCache is imported earlier.
 """
 
@@ -13,7 +12,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
-#: {module: function to call after its import}. LMCache's own GPU connector may run (roundtrip/engine_connector.py).
+#: {module: function to call after its import}. With KVFIX_TEST_REAL_CONNECTOR, LMCache's own GPU connector runs.
 STAND_INS = {
     **({} if os.environ.get("KVFIX_TEST_REAL_CONNECTOR") else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
@@ -72,8 +71,7 @@ def stand_in() -> None:
 
 
 def override_kernels_beside_llvmlite() -> None:
-    """Let vLLM for the CPU start in a process in which LMCache has imported llvmlite: a fork, or the program itself.
-    vLLM calls `vars()` on all objects of all modules (triton_utils/dispatcher.py 0.32.0:139). llvmlite refuses this."""
+    """Return {} to vLLM for objects of llvmlite, which refuse `vars()` (triton_utils/dispatcher.py 0.32.0:139)."""
     from vllm.triton_utils import dispatcher
 
     def of(value: Any) -> Any:
@@ -84,7 +82,6 @@ def override_kernels_beside_llvmlite() -> None:
 
 
 def plant_faults() -> None:
-    """Make all code of kvfix in hooks raise."""
     from kvfix.connector_events import recorder, watched
     from kvfix.engine_state import lmcache_readers
 
@@ -107,7 +104,6 @@ def note(what: str, **more: Any) -> None:
 
 
 def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
-    """After each call of this method of this connector, call `act` with the method's result and arguments."""
     original = getattr(connector, name)
 
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +115,7 @@ def after(connector: Any, name: str, act: Callable[..., Any]) -> None:
 
 
 def note_grants_and_loads(connector: Any) -> None:
-    """Note each grant in the scheduler, each finished load in the worker, and changes of the objects LMCache keeps."""
+    """Note grants in the scheduler, finished loads in the worker, and how many objects LMCache's scheduler keeps."""
 
     def grant(_: Any, request: Any, blocks: Any, external: int) -> None:
         if external:

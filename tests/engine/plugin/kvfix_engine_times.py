@@ -7,12 +7,11 @@ from typing import Any
 
 
 class OwnTime:
-    """The `seconds` that kvfix took and the `calls` of wrapped functions since the creation of this object."""
+    """Counts the `seconds` of kvfix and the `calls` of wrapped functions since the creation of this object."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
-        """functions: objects of class WrappedFunction that have at least one wrapper."""
         self._outside, self._inside = Spent(), Spent()
-        #: This timer runs inside another timer. `_inside` minus `_within` is the time that one timer takes.
+        #: The timer of `_within` runs inside the timer of `_inside`. The difference is the time that one timer takes.
         self._within = Spent()
         for function in functions:
             function._function = timed(timed(function._function, self._within), self._inside)

@@ -1,11 +1,9 @@
 """Run LMCache in process on the CPU, and plant faults in loaded KV, for the tests of `kvfix verify`.
 
-LMCache's own GPU connector runs on CPU tensors (kvfix_tools.roundtrip.engine_connector). The connector gets KV in the
-GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. In vLLM for the CPU, each head of a block has transposed K
-and then V (float32). So this module copies KV between the two layouts.
-
-K includes the position of the token (RoPE). So answers do not change if K and V of two tokens are swapped together. The
-faults therefore change only K or only V, or lose rows. The file KVFIX_TEST_FAULT names the fault, or is empty.
+LMCache's GPU connector runs on CPU tensors in the GPU layout of vLLM 0.26 and later: [tokens, heads, K then V]. vLLM
+for the CPU has transposed K and then V in each head of a block. So this module copies KV between the two layouts.
+K includes the token's position (RoPE), so answers stay equal if K and V of two tokens are swapped together. Therefore
+the faults change only K or only V, or lose rows.
 """
 
 import os
@@ -82,7 +80,7 @@ class Faulty(InProcess):
             packed[blocks] = torch.cat([k, v.reshape(-1, heads, size, both // 2)], dim=3)
 
     def blocks(self, mappings: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield for each layer the engine's tensor, the packed tensor, and the blocks that have these slots."""
+        """Yield for each layer the engine's tensor, the tensor in the GPU layout, and the blocks with these slots."""
         slots = [mapping[mapping >= 0] for mapping in mappings]
         if slots:
             used = torch.unique(torch.cat(slots) // self.engine[0].shape[2])
@@ -113,7 +111,7 @@ def is_whole(chunk: slice) -> bool:
 
 
 def two_chunks_swapped(kv: torch.Tensor, chunks: list[slice], _: str = "") -> None:
-    """Swap two chunks, K and V together. This changes the order of a sum, and so only the last bits of the answer."""
+    """Swap two chunks, K and V together. The swap changes the order of sums, and so only the answer's last bits."""
     if len(chunks) > 1 and is_whole(chunks[1]):
         one, other = (kv[:, :, chunk].clone() for chunk in chunks[:2])
         kv[:, :, chunks[0]], kv[:, :, chunks[1]] = other, one
@@ -140,8 +138,8 @@ def other_adapter(kv: torch.Tensor, _: list[slice], share: str) -> None:
         v += float(share) * v @ down @ up.T
 
 
-#: {fault: function that changes the loaded `kv` [K and V, layers, tokens, ...] in place}. The last argument of each is
-#: the text after `NAME:` in the file, or, without a text, the number of requests for which the step loads.
+#: {fault: function that changes the loaded `kv` [K and V, layers, tokens, ...] in place}. The last argument is the text
+#: after `NAME:` in the file FAULT. Without a text, the argument is the number of requests for which the step loads.
 FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "two_chunks_swapped": two_chunks_swapped,
     "k_of_two_chunks_swapped": lambda kv, chunks, _: two_chunks_swapped(kv[:1], chunks),
@@ -149,7 +147,6 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "chunk_shifted_by_one": chunk_shifted_by_one,
     # the last chunk's tokens are in reverse order in K, but not in V
     "last_chunk_wrong": lambda kv, chunks, _: kv[0, :, chunks[-1]].copy_(kv[0, :, chunks[-1]].flip(1)),
-    # KV changes as if the weights of the model differed by this share
     "other_weights": lambda kv, _, share: kv.mul_(
         1 + float(share) * torch.randn(kv.shape, generator=torch.Generator().manual_seed(0))
     ),
@@ -161,7 +158,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, list[slice], str], Any]] = {
     "not_a_number": lambda kv, chunks, _: kv[1, 1, chunks[2].start + 7].view(-1)[0].fill_(float("nan")),
     "zeros": lambda kv, *_: kv.zero_(),
 }
-#: {fault: condition under which the fault acts as `last_chunk_wrong`}. It gets a fault's arguments except `kv`.
+#: {fault: condition under which the fault acts as `last_chunk_wrong`}. A condition gets the arguments except `kv`.
 SOMETIMES: dict[str, Callable[[list[slice], str], bool]] = {
     "last_partial_chunk_wrong": lambda chunks, _: not is_whole(chunks[-1]),
     "one_rank_wrong": lambda *_: get_tensor_model_parallel_rank() == 1,

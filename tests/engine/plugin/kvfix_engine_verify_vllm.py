@@ -1,4 +1,4 @@
-"""vLLM's own connectors with faults or stand-ins, so that tests of `kvfix verify` can run them on the CPU."""
+"""Provide vLLM's own connectors, with faults or without CUDA, for the tests of `kvfix verify` on the CPU."""
 
 import os
 from pathlib import Path
@@ -29,10 +29,7 @@ class FaultyNixl(NixlConnector):  # type: ignore[misc]
 
 
 class Offloading(OffloadingConnector):  # type: ignore[misc]
-    """An OffloadingConnector that copies with memmove. Its streams and events are stand-ins that finish at once.
-
-    vLLM refuses the connector without a GPU (kv_offload/cpu/spec.py 0.32.0:199).
-    """
+    """An OffloadingConnector without a GPU, which vLLM refuses (kv_offload/cpu/spec.py 0.32.0:199). It uses memmove."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         from vllm.v1.kv_offload.cpu import spec
