@@ -1,5 +1,3 @@
-"""`kvfix explain` finds each fix, rule and finding by code and by name. `kvfix search` finds them by a description."""
-
 import io
 import json
 from pathlib import Path
@@ -15,8 +13,7 @@ from kvfix_tools.search import candidates, search
 
 ENTRIES = list(explain.entries())
 RETIRED_CODES = {**RETIRED, **problems.knowledge().retired}
-#: {code: finding} for findings that a function detects (field `on`). A log text detects each other finding.
-FINDINGS = {each.code: each for each in problems.catalogue() if each.on}
+FINDINGS = {each.code: each for each in problems.catalogue() if each.on}  # a function detects each of these findings
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry.code for entry in ENTRIES])

@@ -1,5 +1,3 @@
-"""Test `kvfix mcp` with a client of the official SDK. The client starts the server and talks to it over pipes."""
-
 import asyncio
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""`kvfix status` shows one screen, the requested rows, or JSON. tests/runtime tests the status of released code."""
-
 import json
 import re
 import sys
@@ -15,7 +13,6 @@ FIXES = catalogue.fixes()
 
 
 def rows(*verdicts: str) -> list[catalogue.FixRow]:
-    """Return a row for every fix and distribution, with these verdicts in turn."""
     return [
         catalogue.FixRow(fix.code, fix.slug, dist, "1.0", verdicts[number % len(verdicts)], "has the code of 1.0")
         for number, fix in enumerate(FIXES)
@@ -107,7 +104,6 @@ def test_where_the_connector_is_named(named, config, environment, expected, monk
     ],
 )
 def test_a_name_that_is_not_known(options: list[str], message: str, fresh: Fresh) -> None:
-    """A short message suggests the right name, and does not list the whole catalogue."""
     done = fresh.run([sys.executable, "-m", "kvfix_tools.cli", "status", *options])
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr

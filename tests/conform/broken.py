@@ -15,9 +15,7 @@ def lose(connector):
         file.unlink()
 
 
-class CountsQuestions(FolderConnector):
-    """The connector treats a call of get_num_new_matched_tokens as a grant, and then promises nothing more."""
-
+class CountsQuestions(FolderConnector):  # it treats each call of get_num_new_matched_tokens as a grant
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         asked = self.__dict__.setdefault("asked", set())
         if request.request_id in asked:
@@ -36,7 +34,7 @@ class PromisesComputed(FolderConnector):  # its promise includes tokens that vLL
         return tokens + num_computed_tokens * between_steps, between_steps
 
 
-class HidesFailedLoads(FolderConnector):  # a load that fails is not reported
+class HidesFailedLoads(FolderConnector):  # it reports no failed load
     def get_block_ids_with_load_errors(self):
         return set()
 
@@ -64,7 +62,7 @@ class ResetsNothing(FolderConnector):  # its reset does nothing and reports succ
         return True
 
 
-class ForgetsAborted(FolderConnector):  # a load takes two steps; if the request ends in between, it is not reported
+class ForgetsAborted(FolderConnector):  # it takes two steps for a load, and forgets the load of a request that ends
     def get_finished(self, finished_req_ids):
         waiting = self.__dict__.setdefault("waiting", deque([set(), set()]))
         waiting.append(super().get_finished(finished_req_ids)[1])
@@ -113,7 +111,7 @@ class ChangesTheOutput(FolderConnector):  # it removes ended requests from the s
         return meta
 
 
-class HandsOutRequests(FolderConnector):  # its metadata contain vLLM's requests, which no other process can read
+class HandsOutRequests(FolderConnector):  # its metadata has vLLM's requests, which no other process can read
     def build_connector_meta(self, scheduler_output):
         meta = super().build_connector_meta(scheduler_output)
         meta.requests = list(self.requests.values())

@@ -1,5 +1,3 @@
-"""`kvfix conform` finds all planted faults, all wrong KV in tensors, and no fault in the documented connector."""
-
 import io
 import json
 import sys
@@ -17,8 +15,7 @@ from kvfix_tools.conform.scenarios import NEEDS, SCENARIOS, WITHOUT
 from kvfix_tools.lab.options import Options
 from tests.conftest import NEWEST, Fresh, Once, run_forked
 
-#: Options of a pytest that runs in a separate process.
-OWN = ["-q", "-rs", "-p", "no:cacheprovider", "-c"]
+OWN = ["-q", "-rs", "-p", "no:cacheprovider", "-c"]  # options of a pytest in a separate process
 FAULTS = {
     "CountsQuestions": "asked-again",
     "PromisesComputed": "promise",
@@ -81,7 +78,6 @@ def says() -> Any:
 
 
 def test_connector_of_the_documentation_keeps_all(once: Once) -> None:
-    """The connector breaks no rule. If a rule is not applicable, the report gives the reason."""
     good = once(commanded, NEWEST, "FolderConnector")
     assert (good["violations"], good["code"], good["seeds"]) == ([], 0, 6)
     assert [each["rule"] for each in good["verdicts"]] == [rule.slug for rule in verdicts.RULES]
@@ -164,8 +160,7 @@ def test_pytest_without_the_option_imports_nothing(tmp_path: Path, fresh: Fresh)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-#: Contents of a block in the lab's TensorMemory.
-CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]
+CONTENTS = [-7_205_759_403_792_794, 1, 2**62 + 9, 77]  # of a block in the lab's TensorMemory
 #: {fault: a function that changes block 1 of the first layer}
 WRONG: dict[str, Callable[[Any, Any], Any]] = {
     "another layer": lambda first, second: first[1].copy_(second[1]),

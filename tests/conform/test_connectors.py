@@ -1,5 +1,3 @@
-"""docs/connectors.json has the verdicts of `kvfix conform` on vLLM's connectors. A test plays one connector again."""
-
 import re
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ def violated(verdicts: dict[str, str]) -> set[str]:
 
 
 def test_each_connector_that_vllm_ships_is_in_the_table() -> None:
-    """Each connector has a verdict for each rule, and no text has a path of this host."""
     factory = site_packages() / "vllm/distributed/kv_transfer/kv_connector/factory.py"
     shipped = re.findall(r'KVConnectorFactory\.register_connector\(\s*"(\w+)"', factory.read_text())
     named = {each.partition("[")[0] for each in connectors.SUBJECTS}

@@ -1,4 +1,4 @@
-"""Logs for the tests of kvfix-diagnose, and single lines: log statements of the releases, filled with test values."""
+"""Make logs and log lines for the tests of kvfix-diagnose. A line is a filled log statement of a release."""
 
 import gzip
 import re
@@ -18,15 +18,11 @@ from kvfix_tools.diagnose.statements import Statement
 from tests.conftest import ROOT
 
 NEWEST = "0.5.6"
-#: Logs of real engines. test_real_logs.py describes them.
-LOGS = Path(__file__).parent / "logs"
-#: Lines of LMCache's logger and of vLLM's logger.
+LOGS = Path(__file__).parent / "logs"  # logs of real engines (test_real_logs.py)
 LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"
 VLLM = "(EngineCore_DP0 pid=276) {level} 12-03 01:24:36 [any.py:7] {text}\n"
-#: The prefix of each line of a traceback that EngineCore logs.
-CORE = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:7] "
+CORE = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:7] "  # the prefix of each line of a traceback
 FATAL = f"{CORE}EngineCore encountered a fatal error.\n"
-#: The line that names the release of vLLM.
 STARTS = "(EngineCore_DP0 pid=276) INFO 12-03 01:24:36 [core.py:7] Initializing a V1 LLM engine (v{}) with config: x\n"
 
 
@@ -66,14 +62,13 @@ def filled(template: str, given: tuple[Any, ...] = ()) -> tuple[str, list[str]]:
 
 
 def printed(release: str, row: Statement, *values: Any) -> str:
-    """Return the line that this log statement prints, in the format of LMCache's logger."""
     at = f"{row.file}:{row.lines[release][0]}:lmcache.{row.file.removesuffix('.py')}"
     text, _ = filled(row.template, values)
     return f"\x1b[32;20m[2026-11-21 01:41:27,007] LMCache {row.level.upper()}:\x1b[0m {text} \x1b[3m({at})\x1b[0m\n"
 
 
 def logged(release: str, message: str, *values: Any, which: str = "") -> str:
-    """Return the line of this release's first statement that logs this message. which: part of the template."""
+    """Return the line of this release's first statement that logs this message. which: part of the statement's text."""
     for row in statements.known()["lmcache"]:
         if row.message == message and release in row.lines and which in f"'{row.template}'":
             return printed(release, row, *values)
@@ -107,7 +102,6 @@ def asked(release: str, total: int, computed: int, hit: int, need: int, request:
 
 
 def site_packages() -> Path:
-    """Return the folder in which vLLM is installed."""
     return Path(str(installed_source.package_dir("vllm"))).parent
 
 
@@ -126,6 +120,5 @@ def raised(frames: list[tuple[str, str, str]], error: str) -> str:
 
 
 def scanned(log: str | bytes) -> list[LogLine]:
-    """Return all lines of this log that kvfix-diagnose recognizes."""
     scanner = Scanner("log")
     return [*scanner.scan(log.encode() if isinstance(log, str) else log), *scanner.end()]

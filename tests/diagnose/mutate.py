@@ -1,9 +1,4 @@
-"""Make damaged logs, as users send them: cut, joined, repeated, with rubbish. kvfix-diagnose must read each log.
-
-    python -m tests.diagnose.mutate --count 100000 [--first N]
-
-The logs consist of lines of the real logs in logs/. To make a log that fails again, call `draw` with the log's number.
-"""
+"""Make damaged logs from lines of real logs, and read them: `python -m tests.diagnose.mutate --count 100000`."""
 
 import gzip
 import io
@@ -43,7 +38,7 @@ def corpus() -> list[bytes]:
 
 
 def draw(number: int) -> bytes:
-    """Return the log with this number. A fifth of the logs are only cut off."""
+    """Return the log with this number. To make a log again, pass the number that `main` printed."""
     dice = random.Random(f"0:{number}")
     lines = corpus()
     if dice.random() < 0.5:  # consecutive lines of a real log make a history
@@ -70,7 +65,6 @@ def draw(number: int) -> bytes:
 
 
 def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
-    """Read the log in blocks of this size, and make every kind of output. Return the codes of the findings."""
     diagnosis = Diagnosis(request="1-aa")
     scanner = Scanner()
     for block in log_files.blocks(log_files.Source("log", len(log)), io.BytesIO(log), size):
@@ -86,7 +80,7 @@ def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
 
 
 def main(count: int = 1000, first: int = 0) -> None:
-    """Read mutated and truncated logs. Exit 1 if one is not read."""
+    """Read damaged logs. Exit 1 if reading fails for a log."""
     bad = 0
     for number in range(first, first + count):
         log = draw(number)

@@ -1,5 +1,3 @@
-"""The summary of at most 8 kB and the bug report show the root exception, and nothing private."""
-
 from pathlib import Path
 
 import pytest

@@ -28,7 +28,7 @@ def sentence(log: str) -> str:
 
 @pytest.mark.parametrize("dist", PACKAGES)
 def test_the_file_has_what_the_release_has(dist: str) -> None:
-    """checks.json is up to date: `make statements` was run."""
+    """If checks.json is out of date, run `make statements`."""
     release, package = PACKAGES[dist]
     releases, table = statements.checks()[dist]
     taken: statements.Table = {}
@@ -46,7 +46,7 @@ def test_the_file_has_what_the_release_has(dist: str) -> None:
         (failed("Lazy offload is enabled but no GPU block pool is bound", "_process_lazy_offload_store_requests",
                 "lmcache/integration/vllm/lmcache_mp_connector.py"),
          "LMCache has this code from 0.5.4 to 0.5.5, but not in 0.5.6, which may still have the cause"),
-        # kvfix-diagnose finds an assertion without a text by its source line, and a line without frames by its text.
+        # kvfix-diagnose finds assertions without text by their source, and exceptions without frames by their text.
         (asserted(), "; vLLM has this code from 0.12.0 to "),
         (f"{CORE}ValueError: {RAISED[2]}\n", "because this was true: `not spec_str`"),
     ],

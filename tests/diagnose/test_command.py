@@ -1,5 +1,3 @@
-"""Test the command `kvfix-diagnose`: exit codes, stdout and stderr, JSON, HTML page, trace, one request, a stream."""
-
 import json
 import os
 import re
@@ -24,8 +22,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command, and return its exit code and what it printed to stdout and stderr."""
-
     def run(*paths: str, json: bool = False, **options: Any) -> tuple[int, str, str]:
         code = command.main(list(paths), Options(**{"format": "json" if json else "text", **options}))
         return code, *capsys.readouterr()
@@ -194,7 +190,6 @@ def test_no_token_ids_in_what_is_shown(run: Run, tmp_path: Path) -> None:
         assert "9015" not in out + page
 
 
-#: Logs with an uncertain finding, a finding about slowness, and a note.
 SHORT = {
     "unsure": "multiproc_executor.py:1] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.",
     "slow": "scheduler.py:7] Failing 1 request(s) due to KV load failure (failure_policy=fail, 9 tokens affected).",

@@ -1,5 +1,3 @@
-"""kvfix-diagnose reports each finding for the finding's own logs, but not for similar logs (finding_logs.toml)."""
-
 import pytest
 
 from kvfix_tools.diagnose import advice, problems

@@ -1,5 +1,3 @@
-"""A log yields equal findings in every format in which people paste it, whatever text surrounds the lines."""
-
 import builtins
 import json
 import traceback
@@ -26,7 +24,6 @@ def as_json(log: bytes, key: str, end: str = "", many: int = 1, **more: Any) -> 
 
 
 def docker(log: bytes) -> bytes:
-    """Return the log as written by Docker's json-file driver."""
     return as_json(log, "log", "\n", stream="stderr", time="2026-11-21T10:22:55.1Z")
 
 

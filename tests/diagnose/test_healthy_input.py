@@ -1,5 +1,3 @@
-"""Logs of working engines, parts of these logs, and other texts give no finding. They may give a note."""
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,27 +7,22 @@ from kvfix_tools.diagnose.diagnosis import diagnosed
 from tests.conftest import ROOT
 from tests.diagnose.lines import real
 
-#: Logs of real engines and of an LMCache server, from start to end.
 HEALTHY = (
     "healthy-0.5.6", "healthy-0.5.6-debug", "healthy-plain-0.5.6", "healthy-quiet-0.5.6", "healthy-disk-0.5.6",
     "mp-0.5.6", "mp-0.5.6.server",
 )  # fmt: skip
-#: {lines of an excerpt: lines from the start of one excerpt to the start of the next}
-WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}
-#: Harmless errors. For example, a request is refused, a client is gone, or a library fails.
+WINDOWS = {20: 3, 50: 7, 100: 11, 200: 17}  # {lines of an excerpt: lines between the starts of two excerpts}
 ERRORS = (
     b"(APIServer pid=7) ERROR 11-21 10:01:10 [serving_chat.py:257] Error in preprocessing prompt inputs\n",
     b"[2026-11-21 10:01:10,123] LMCache ERROR: Failed to send heartbeat once (x.py:7:lmcache.v1.x)\n",
     b"ERROR:    Exception in ASGI application\n",
     b"ValueError: This model's maximum context length is 8192 tokens.\n",
 )
-#: Texts that are no engine log, for example settings, manifests, logs of other programs, and kvfix's own pages.
-FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())
+FOREIGN = sorted((Path(__file__).parent / "foreign").iterdir())  # texts that are no log of an engine
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 
 
 def parts(whole: list[bytes], step: int) -> Iterator[list[bytes]]:
-    """Yield beginnings, ends and windows of the log."""
     for cut in range(1, len(whole), step):
         yield whole[:cut]
         yield whole[cut:]

@@ -100,17 +100,14 @@ def test_a_mistake_names_the_file_and_the_record(line: str, says: str, tmp_path:
     assert maintained.records(file)[0]["name"] == "it-fails"
 
 
-#: The first releases that the records cover. All releases of LMCache are installed, but only one release of vLLM. For
-#: the other releases of vLLM, checks.json has the exceptions and assertions.
+#: The first covered releases. For vLLM releases that are not installed, checks.json has exceptions and assertions.
 FIRST = {"lmcache": Version("0.3.9"), "vllm": Version("0.11.2")}
-#: The characters between two literals of one string.
-_JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")
-#: The minimum length of a needle. A shorter text could be in any source.
-_SHORTEST = 6
+_JOINT = re.compile(r"""["']\s*\n\s*[rbf]*["']""")  # between two literals of one string
+_SHORTEST = 6  # a shorter needle could be in any source
 
 
 def needle(sign: Sign) -> str:
-    """Return the text that the source must have: a part of the sign's text, or its source line or function head."""
+    """Return the text that the source must have: a part of the sign's text, its source line, or its function head."""
     if sign.text:
         return _plain(max(PLACE.split(sign.text)[::2], key=len))
     if sign.form in ("logged", "died"):
@@ -121,7 +118,6 @@ def needle(sign: Sign) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the text without white space, and with one kind of quotes."""
     return re.sub(r"\s+", "", text.replace("\\", "")).replace('"', "'")
 
 
@@ -162,7 +158,7 @@ def _source(package: Path) -> str:
 
 @EVERY
 def test_the_signs_stand_in_the_releases_that_the_record_covers(problem: Problem) -> None:
-    """Each release has a sign of the record, unless a library prints the signs or the record says why none is there."""
+    """Each release's source has a sign of the record, unless a library prints the signs or `unanchored` is set."""
     if problem.said_by or problem.unanchored:
         return
     found = [anchors().get(needle(sign), {}) for sign in problem.shows]
@@ -189,7 +185,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("pattern", COMPILED)
 def test_signs_of_a_library_stand_in_it(pattern: str) -> None:
-    """NIXL's agent prints a function name before a message, and UCX a level. These prefixes are not in the library."""
+    """NIXL prints a function name before a message, and UCX prints a level. The libraries lack these prefixes."""
     libraries = sorted(site_packages().glob(pattern))
     if not libraries:
         pytest.skip("nixl is not installed here, so that there is no library to look into")
@@ -247,7 +243,7 @@ def meet(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def second(problem: Problem, log: str) -> list[str]:
-    """Return the other findings in this log of one line, without records that share no release with this problem."""
+    """Return the other findings in this one-line log whose records have a release in common with this problem."""
     known = {each.code: each for each in catalogue()}
     records = {code: known.get(code) for code in codes(diagnose(log)) if code != problem.code}
     return [code for code, record in records.items() if record is None or meet(problem.releases, record.releases)]

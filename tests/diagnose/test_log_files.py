@@ -1,7 +1,4 @@
-"""If logs are packed, split into files, streamed or damaged, no line is lost, and memory does not grow.
-
-KVFIX_TEST_EXAMPLES: number of damaged logs. For 100,000, run `python -m tests.diagnose.mutate --count 100000`.
-"""
+"""No line of a packed, split, streamed or damaged log is lost. KVFIX_TEST_EXAMPLES: number of damaged logs."""
 
 import gzip
 import io
@@ -107,7 +104,6 @@ def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
     "piece", [b"] LMCache INFO: ", b"(EngineCore pid=", b'File "', b"  AssertionError", b"Reqid: a, "]
 )
 def test_one_piece_many_times_over(piece: bytes) -> None:
-    """The log has a line of 64 kB that only repeats this piece."""
     assert diagnosed(piece * (LONGEST_LINE // len(piece)) + b" Error\n" + polls(1)).counts["asked"] == 1
 
 

@@ -1,5 +1,3 @@
-"""The memory that kvfix-diagnose uses for an endless log stops growing, whatever lines the log has."""
-
 import gc
 import types
 from collections.abc import Iterator
@@ -12,8 +10,7 @@ from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
 from tests.bench.diagnose import FIXTURES, lives
 
-#: Types of code. `kept` does not count code, because no part of a log is code.
-CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)
+CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)  # no part of a log is code
 
 
 def kept(*roots: object) -> int:
@@ -67,5 +64,5 @@ def test_crashes_without_end() -> None:
     log = diagnosis.diagnosed(b"".join(lives("crash-0.3.10", 36 << 20)))
     assert FINDINGS <= len(log._found) < FINDINGS + 10
     assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]
-    # A crashed request also violates a rule. This is no separate finding, however many requests crash.
+    # A crashed request also violates a rule, but the violation is no separate finding, however many requests crash.
     assert {found.rule.code for found in log.findings} == {"KVD101"}

@@ -1,5 +1,3 @@
-"""A failure has one finding: in the whole log, in the log's end, in its decisive line, and with renumbered records."""
-
 import random
 from functools import lru_cache
 
@@ -24,7 +22,7 @@ def troubles(log: Diagnosis) -> set[str]:
 
 
 def test_the_end_of_a_log_and_its_decisive_line_do_not_contradict_the_whole() -> None:
-    """The whole log has each certain finding of a part. A symptom or an unknown line in a part is no contradiction."""
+    """Each certain finding of a part is also in the whole log. Symptoms and unknown lines of a part do not count."""
     for log in known():
         whole = diagnosed(log)
         lines = log.splitlines(keepends=True)

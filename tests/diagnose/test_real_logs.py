@@ -1,8 +1,7 @@
-"""Whole logs of real engines on the CPU (tests/engine/start.py), without paths of the host that ran the engines.
+"""Logs of real engines on the CPU (tests/engine/start.py). In process, only LMCache's GPU connector is a stand-in.
 
-With LMCache in process, a stand-in replaces LMCache's GPU connector; all else is real. The archive planted.tar.xz has
-logs of engines with a planted fault, and logs of their healthy twins (tests/engine/planted_logs.toml).
-`python -m tests.engine.planted_logs FOLDER --pack` makes the archive.
+planted.tar.xz has logs of engines with a planted fault, and of healthy twins (tests/engine/planted_logs.toml).
+`python -m tests.engine.planted_logs FOLDER --pack` makes this archive.
 """
 
 import io

@@ -1,5 +1,3 @@
-"""kvfix-diagnose finds vLLM's release in logs of LMCache that do not name vLLM's release."""
-
 import pytest
 from msgspec import structs
 from packaging.specifiers import SpecifierSet
@@ -39,7 +37,7 @@ def died(place: str, words: str = "EngineCore encountered a fatal error.") -> st
 
 @pytest.mark.parametrize("release", sorted(vllm_releases()))
 def test_the_line_at_which_enginecore_dies(release: str) -> None:
-    """The line number of either message identifies the release, even if the release cannot start here."""
+    """Each of the two messages comes from a line of core.py that identifies the release."""
     lines = (vllm_releases()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
     for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
         at = next(number for number, line in enumerate(lines, 1) if words in line)
@@ -63,8 +61,7 @@ def test_other_files_and_lines_say_nothing() -> None:
 
 @pytest.mark.parametrize("place", sorted(grammar.TABLES.files))
 def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
-    """`grammar.TABLES` has a range of releases for each file. Only releases in the range have the file with code in
-    it. A file of at most 20 lines only re-exports names."""
+    """Only releases in the file's range have the file with code. A file of at most 20 lines only re-exports names."""
     for release, packages in vllm_releases().items():
         path = packages / place
         files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
@@ -82,8 +79,7 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, problem: Problem, release: str) -> Diagnosis:
-    """Diagnose a log that shows this problem, as if kvfix-diagnose knew no other problem. release: the release that the
-    log names, or ""."""
+    """Diagnose a log of this release of vLLM ("": not named), as if kvfix-diagnose knew only this problem."""
     monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
     named = STARTS.format(release) if release else ""
     return diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())

@@ -1,5 +1,3 @@
-"""Logs and lines as people report them (reported.toml), also without the head that the logger prints."""
-
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ MESSAGES = [
     for row in rows
     if row.message in error_index.kinds()
 ]
-#: Messages of both LMCache and its copy in vLLM. Without a logger's head, a message counts as LMCache's.
+#: Messages that LMCache and LMCache's copy in vLLM log. Without a logger's head, the message counts as LMCache's.
 BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for each in MESSAGES if each[0] == "lmcache"}
 
 
@@ -64,7 +62,7 @@ def test_a_bare_line_is_explained_or_noticed(case: dict[str, str]) -> None:
 
 
 def test_a_line_far_above_a_traceback_heads_nothing() -> None:
-    """The error line has its own finding, even if it is directly above an exception that no record has."""
+    """The error line has its own finding, even directly above an exception that has no record."""
     line = LMCACHE.format(level="ERROR", text="Cannot store keys due to exception")
     frames = [("lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", "retrieve", "self.context(instance)")]
     for apart, text in (("", "nobody knows this"), ("x\n" * 200, "No GPU context registered for 7")):

@@ -1,5 +1,3 @@
-"""The documentation and its generated pages. As with `make docs`, a warning of the build is an error."""
-
 import copy
 import json
 import re
@@ -21,7 +19,7 @@ from maintain.documentation.diagnose_picture import picture
 from tests.conftest import ROOT, clean_environment
 from tests.diagnose.lines import real
 
-#: {page: text to add}. The texts plant faults: links to a missing page or heading, and a page without links to it.
+#: {page: text to add}. Planted faults: links to a missing page or heading, and a page to which no page links.
 PLANTED = {
     "docs/faq.md": "[gone](nowhere.md) and [gone](matrix.md#lmcache-9.9)",
     "README.md": "[gone](docs/nothing.md)",
@@ -31,10 +29,7 @@ PLANTED = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site without vLLM, LMCache and torch. The build must fail, and only because of the planted faults.
-
-    mkdocs writes all pages before it ends with an error. With `--quiet` mkdocs would print no warnings.
-    """
+    """Build the site without vLLM, LMCache and torch. mkdocs writes all pages, then fails because of PLANTED."""
     root, missing = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("missing")
     for name in ("vllm", "lmcache", "torch"):
         (missing / f"{name}.py").write_text("raise ImportError('the documentation is built without it')")
@@ -163,11 +158,9 @@ def test_messages_lead_to_their_findings_and_fixes(words: str, findings: object,
 def test_no_message_is_left_without_an_answer() -> None:
     assert all(entry.findings or entry.fixes for entry in error_index.entries())
     found = {code for entry in error_index.entries() for code in entry.findings}
-    # by_text omits rules that count over the whole log, rules that read numbers in ordinary lines, and the rule for
-    # unknown exceptions.
+    # by_text omits rules that count lines or read numbers in ordinary lines, and the rule for unknown exceptions.
     by_text = [rule for rule in problems.catalogue() if not {"", "asked", "stats", "retrieved"} >= set(rule.on)]
-    # KVD117 and KVD112 share an assertion. The patterns in diagnose/grammar.py do not match the errors of KVD212 and
-    # the stacks of KVD213, so the index lacks both.
+    # KVD117 shares its assertion with KVD112. No pattern of diagnose/grammar.py matches the lines of KVD212 and KVD213.
     others = [rule.code for rule in by_text if rule.on and rule.code not in found]
     assert sorted(others) == ["KVD117", "KVD212", "KVD213"]
     page = error_index.messages()

@@ -1,4 +1,4 @@
-"""Stand-ins for site-packages folders (with links to released files), and for a host (with text files)."""
+"""Make site-packages folders (links to released files) and a host (text files) for the tests of kvfix doctor."""
 
 import json
 import socket
@@ -56,9 +56,7 @@ def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
     return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
 
 
-class Planted(NamedTuple):
-    """A row of planted.toml. The head of that file describes the fields."""
-
+class Planted(NamedTuple):  # a row of planted.toml, whose head describes the fields
     check: str
     what: str = ""
     do: str = ""
@@ -82,7 +80,6 @@ class Planted(NamedTuple):
 
     @contextmanager
     def served(self) -> Iterator["Planted"]:
-        """Yield the row with the ports of running servers."""
         with ExitStack() as stack:
             listening, closed = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
             ports = {"$LISTENING": listening.getsockname()[1], "$CLOSED": closed.getsockname()[1]}

@@ -1,5 +1,3 @@
-"""Test `kvfix doctor`: output, exit codes, JSON, hidden secrets. It parses an engine's command line as vLLM does."""
-
 import json
 import re
 from pathlib import Path
@@ -46,7 +44,7 @@ def test_the_json_is_stable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
-    """The secret is in file, environment, command and URLs. All these settings are wrong, so the report shows them."""
+    """File, environment, command and URLs have the secret. All these settings are wrong, so the report shows them."""
     secret = "hunter2hunter2"
     (tmp_path / "lmcache.yaml").write_text(
         f"remote_url: redis://:{secret}@no-such-host.invalid:1\nchunk_size: 'api_key={secret}'\n"

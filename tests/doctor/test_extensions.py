@@ -1,4 +1,4 @@
-"""Compiled extensions that are broken, or crash during loading. torch is a stand-in. The child process is real."""
+"""Load compiled extensions that are broken or crash, in a real child process. A stand-in replaces torch."""
 
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -24,7 +24,6 @@ SYMBOL = "_ZN3c105ErrorC2ENS_14SourceLocationE"
 
 
 def make(folder: Path, files: dict[str, bytes], cuda: str | None = "13.0") -> Path:
-    """Make a package LMCache with these compiled files, and a package torch."""
     (folder / "lmcache").mkdir(parents=True)
     (folder / "lmcache/__init__.py").touch()
     for name, content in files.items():
@@ -35,7 +34,6 @@ def make(folder: Path, files: dict[str, bytes], cuda: str | None = "13.0") -> Pa
 
 
 def library() -> bytes:
-    """Return the bytes of a library that loads in this Python."""
     return Path(msgspec._core.__file__).read_bytes()
 
 

@@ -1,5 +1,3 @@
-"""Each check of kvfix doctor finds its planted faults (planted.toml). A set-up that works has no complaint."""
-
 import json
 import re
 import socket
@@ -37,7 +35,6 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, newest: Path, monke
 
 
 def words(folder: Path, transfer: dict[str, Any] | None) -> list[str]:
-    """Return the command `vllm serve` with the settings of `real_engine.make`."""
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model/config.json").write_text(json.dumps({**real_engine.MODEL, "torch_dtype": "float32"}))
     options = ["--dtype", "float32", "--enforce-eager", "--block-size", str(real_engine.BLOCK), "--port", "0"]
@@ -90,7 +87,6 @@ def test_addresses(url: str, host: str, port: int | None) -> None:
 
 
 def test_the_installation_itself(tmp_path: Path, fresh: Fresh) -> None:
-    """Run the whole command. Its child process imports torch, and tries the extensions."""
     command = [sys.executable, "-m", "kvfix_tools.cli", "doctor", "--json", "--"]
     done = fresh.run([*command, *words(tmp_path, real_engine.in_process(64))], **real_engine.ENVIRONMENT)
     lines = json.loads(done.stdout)

@@ -1,8 +1,4 @@
-"""A process whose connector hangs in a hook. tests/engine has real engines.
-
-The process prints a line and waits. With argument `deaf`, no signal handler runs during the wait. With the arguments
-`engine NAME`, the process is a worker of this engine.
-"""
+"""A process whose connector hangs in a hook. With `deaf` no signal handler runs. `engine NAME` names its engine."""
 
 import ctypes
 import signal

@@ -1,5 +1,3 @@
-"""`kvfix dump PID` on processes that hang in a hook. tests/engine/test_bugs.py has a real engine that hangs."""
-
 import json
 import os
 import shutil
@@ -20,7 +18,6 @@ from kvfix.connector_events import signals
 from kvfix_tools.dump import command, processes
 from tests.conftest import clean_environment
 
-#: Each value holds the secret "hush". No bundle may contain it.
 SECRETS = {
     "LMCACHE_API_KEY": "hush",
     "LMCACHE_REMOTE_URL": "redis://user:hush@cache:6379",
@@ -92,7 +89,6 @@ def test_a_hook_that_blocks_signals_is_found_by_its_stacks(tmp_path: Path, capsy
 
 @pytest.fixture
 def idle() -> Iterator[subprocess.Popen[bytes]]:
-    """A process without kvfix that waits for a line."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()

@@ -1,5 +1,3 @@
-"""`engine_state.collect` reads the state of the real scheduler and of LMCache's connectors."""
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Run `kvfix look PID` on engines of the lab, and on a process that is stuck in C code."""
-
 import json
 import os
 import pty
@@ -22,8 +20,7 @@ from tests.conftest import ROOT, Fresh, clean_environment
 from tests.dump.test_dump import hanging
 
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
-#: A program of plain Python that waits.
-READY = "import signal; print('ready', flush=True); signal.pause()"
+READY = "import signal; print('ready', flush=True); signal.pause()"  # a program without kvfix that waits
 
 
 @contextmanager

@@ -78,8 +78,7 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(locked_out: States) -> N
 
 @pytest.mark.parametrize("what", ["", "computed", "total", "preemptions"])
 def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
-    """If the request's counter `what` changed between the looks, the request may have a new load, so there is no
-    verdict. With an empty `what` the connector's transfers are unknown, so there is no verdict either."""
+    """A changed counter `what` may mean a new load. With an empty `what`, the connector's transfers are unknown."""
     states = copy.deepcopy(once(wedged.twice, NEWEST, "engine_without_load"))
     (row,) = states[1]["scheduler"]["requests"]
     assert waits_for(liveness.engines(states)[1], row) == "no worker has its load"
@@ -92,7 +91,6 @@ def test_a_load_that_no_worker_has(what: str, once: Once) -> None:
 
 @pytest.mark.parametrize("connector", ["v1", "v1-async", "mp"])
 def test_a_healthy_engine_has_no_verdict(connector: str, once: Once) -> None:
-    """No two looks at a healthy engine lead to a verdict, even if each step takes a second."""
     states = once(wedged.healthy, NEWEST, connector, 240)
     rows = [row for state in states for row in state["scheduler"]["requests"]]
     assert any(row["preemptions"] for row in rows)
@@ -132,7 +130,7 @@ def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, locked_ou
 
 
 def test_a_rank_whose_thread_for_lookups_has_ended(locked_out: States) -> None:
-    """The verdict does not depend on the code that the scheduler runs during a look. It may be outside the lookup."""
+    """The verdict does not depend on the scheduler's code during a look. The scheduler may be outside the lookup."""
     rank = {"threads": {"lookup_server": False}}
     states = [{**each, "hook": "", "in_step": False} for each in in_lookup(locked_out, rank)]
     found = verdicts(looks(states, 1))[0]
@@ -161,7 +159,7 @@ def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
         seen.append(Look(at, inside))
         assert [each.code for each in verdicts(seen)] == ["KVD213"] * (at > 3)
         assert (seconds_to_look(seen) > 1) is (at <= 3)
-    brief = [*seen[:1], Look(6, inside)]  # by chance, only the last look found the worker in a hook
+    brief = [*seen[:1], Look(6, inside)]  # only the last look found the worker in a hook, perhaps by chance
     assert [each.code for each in verdicts(brief)] == ["KVD204"]
 
 

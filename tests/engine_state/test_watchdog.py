@@ -20,8 +20,7 @@ from tests import late
 from tests.conftest import RELEASES, Once, answers
 from tests.engine_state import wedged
 
-#: Seconds that the clock advances with each step. Twelve steps make the limit of 60 s.
-STEP = 5.0
+STEP = 5.0  # seconds by which each step advances the clock; twelve steps make the limit of 60 s
 #: A function `step` whose file has the name of EngineCore's file. Code that `step` calls has a frame of EngineCore.
 _CORE: dict[str, Any] = {}
 exec(compile("def step(call):\n    return call()", "/vllm/v1/engine/core.py", "exec"), _CORE)
@@ -53,7 +52,6 @@ def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambd
 
 
 def logged_reports() -> list[str]:
-    """Return a list that collects each later report of a standstill."""
     reports: list[str] = []
     vars(watchdog.engine_log)["warning"] = lambda line: reports.extend([line] * ("State, stacks and events" in line))
     return reports
@@ -85,10 +83,7 @@ def wedge(name: str) -> dict[str, Any]:
 
 @answers([0.0, 0.0, 0.0, True, 0.0])
 def test_engines_that_do_not_hang() -> list[float]:
-    """Return the seconds until a report for five engines: idle, working, waiting in a step, waiting outside, paused.
-
-    The watchdog must report only the wait outside a step. If it does not, the other cases prove nothing.
-    """
+    """Return the seconds until a report for engines that idle, work, wait in a step, wait outside steps, and pause."""
     prepare()
     engine = wedged._engine(Options(connector="mp", delay=3, num_blocks=48, chunk_size=64))
 

@@ -1,8 +1,4 @@
-"""Make engines of the lab that stand still or work, and read their states with `engine_state.collect`.
-
-Tests call these functions in a fork that has imported vLLM. `python -m tests.engine_state.wedged NAME` runs an engine
-in a loop like EngineCore's, and prints a line when the loop runs.
-"""
+"""Make engines of the lab, in a fork with vLLM. `python -m tests.engine_state.wedged NAME` runs one in a loop."""
 
 import json
 import sys
@@ -82,7 +78,6 @@ def engine_without_load() -> Any:
 
 
 def silent_server() -> Any:
-    """Return an engine whose server does not answer a load."""
     engine = begun_to_load()
     engine.connector.server.lose_loads(0, set())
     return engine
@@ -142,7 +137,6 @@ def planted_fault() -> dict[str, Any]:
 
 
 def with_recorder() -> dict[str, Any]:
-    """Return the state of a process in mode `observe`, in which kvfix records."""
     kvfix.apply("observe")
     engine = begun_to_load()
     assert session.connectors
@@ -173,7 +167,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
         if waits:
             whole, *step = counts if reserve else [0, *counts]
             assert done is None or step
-            if step:  # if it is empty, vLLM has found the whole request too large
+            if step:  # `step` is empty if vLLM has found the whole request too large
                 found.append((ours, max(whole, step[0] + named["reserved_blocks"])))
         return done
 
@@ -184,9 +178,7 @@ def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int 
     return found
 
 
-class EngineCore:
-    """Stands in for vLLM's EngineCore, because EngineCore needs a model. A step takes at least 0.01 s."""
-
+class EngineCore:  # a stand-in, because vLLM's EngineCore needs a model; a step takes at least 0.01 s
     model_executor = None
 
     def __init__(self, lab: Any) -> None:

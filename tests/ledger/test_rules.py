@@ -1,5 +1,3 @@
-"""Check each rule with histories that violate the rule, that keep the rule, and that the rule cannot judge."""
-
 import re
 
 import pytest
@@ -18,7 +16,6 @@ FULL_HIT = [FRESH._replace(total=512, promised=511), ev.Granted("r", 511)]
 REPLAYED = FRESH._replace(replay=128)
 REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)
-#: Events of blocks that prefill keeps for decode.
 LEASED, READ, PUSHED = ev.Leased("r", 30.0), LeaseRead("r", "d"), LeaseRead("r", "d", pushed=True)
 WRITES = WriteBegun("r", "d")
 COMPARED = ev.Compared("r", 3, 1, 64, 128, "model.layers.0.self_attn.attn", "K", 70, 1.4, 0.008)

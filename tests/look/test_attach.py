@@ -1,5 +1,3 @@
-"""`kvfix attach` and `detach` in the lab, after a request has begun. tests/engine attaches to engines under load."""
-
 import json
 import os
 import sys

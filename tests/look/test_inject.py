@@ -1,5 +1,3 @@
-"""kvfix injects code into real processes."""
-
 import os
 import subprocess
 import sys
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.skipif(not ptrace.MACHINE, reason="kvfix cannot call in
 
 
 def value(process: subprocess.Popen[str], expression: str) -> str:
-    """Return the value of this expression in the process."""
     code = f"import __main__, signal, threading; open(ANSWER, 'w').write(str({expression}))"
     return inject.run(process.pid, code, seconds=60)
 
@@ -58,8 +55,7 @@ def test_the_main_thread_answers(does: str) -> None:
 
 
 def test_a_thread_that_has_gone_on_meanwhile_is_left_alone() -> None:
-    """The thread may be about to take the GIL, and may already hold the GIL's mutex. Then a call injected into this
-    thread would wait for the mutex for ever."""
+    """The thread may hold the mutex of Python's GIL. A call injected into the thread would then wait for ever."""
 
     class GoesOn(Process):
         def wait(self) -> str:

@@ -8,8 +8,7 @@ import pytest
 from kvfix_tools.look import shared_folder
 from kvfix_tools.look.shared_folder import SharedFolder
 
-#: The user of the process. Only root can give a file to another user.
-USER = 12345 if os.getuid() == 0 else os.getuid()
+USER = 12345 if os.getuid() == 0 else os.getuid()  # only root can give a file to another user
 
 
 @pytest.fixture

@@ -1,5 +1,3 @@
-"""The bundle for a GPU host has wheels, and stages that run on the host. The tests need no GPU."""
-
 import argparse
 import csv
 import json

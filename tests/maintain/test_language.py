@@ -1,5 +1,3 @@
-"""Test `python -m maintain language`, with which `make lint` checks for plain English."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""The environment of a new user of kvfix: a fresh Python, an empty home, and a checkout."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Test the content of wheel and source archive. kvfix also works if vLLM, LMCache and torch are not installed."""
-
 import json
 import sys
 import zipfile

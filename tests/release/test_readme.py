@@ -1,8 +1,4 @@
-"""Run the code blocks of the README, from the error text to a fixed engine and to an exported patch.
-
-The environment has a fresh Python, an empty home, and kvfix from its source archive. In place of an engine, the real
-vLLM scheduler runs with the released LMCache 0.3.10. The scheduler dies when it plays the schedule of KVF001.
-"""
+"""Run the README's code blocks. In place of an engine, vLLM's scheduler with LMCache 0.3.10 plays KVF001's schedule."""
 
 import os
 import re
@@ -20,8 +16,6 @@ from tests.release.conftest import Shell
 
 
 class Block(NamedTuple):
-    """A code block of the README. language: "" for an indented block, whose lines are for a shell or from a log."""
-
     section: str
     language: str
     text: str
@@ -40,8 +34,7 @@ def blocks(text: str) -> list[Block]:
 README = blocks((ROOT / "README.md").read_text())
 DIED, ELSE, UPSTREAM, MORE = "EngineCore died with this?", "Another problem?", "Send the fix upstream", "More"
 
-#: The program after the README's two lines. It loads vLLM's plugins, as each process of vLLM does. It plays KVF001's
-#: schedule with the fixes, removes the fixes, and plays the schedule again. It exits with the dead engine's error.
+#: The program plays KVF001's schedule with the fixes and then without. It exits with the error of the dead engine.
 ENGINE = """
 import sys
 from vllm.plugins import load_general_plugins

@@ -20,7 +20,6 @@ ADAPTER = "lmcache/integration/vllm/vllm_v1_adapter.py"
 
 
 def root(dist: str) -> Path:
-    """Return the folder with the files of the newest installed release."""
     if dist == "lmcache":
         return RELEASES / "0.5.6"
     newest = applicability.fingerprints()[dist]["releases"][-1]

@@ -1,5 +1,3 @@
-"""Test layouts, and how elements encode their identity. The torch backend passes all cells (CUDA is a stand-in)."""
-
 from itertools import combinations, product
 from unittest import mock
 
@@ -87,7 +85,6 @@ def test_the_torch_backend_passes() -> None:
 
 
 def test_what_is_compared_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check compares large regions in parts. The size of the parts changes no result."""
     monkeypatch.setattr(region, "AT_ONCE", 7)
     check = CellCheck(Cell("torch", layout="hnd", tokens="33"), CPU)
     assert check.run(TorchCopy(check)).verdict == "passed"
@@ -102,12 +99,10 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(stream: CudaStream) -> list[str]:
-    """Return the called methods of CUDA's stream."""
     return [name for name, _, _ in stream.native.method_calls]
 
 
 def staged(copy: TorchCopy) -> TorchCopy:
-    """Add streams to this copy, each with its own staging buffer, as on a GPU."""
     copy.streams = [CudaStream(CUDA) for _ in range(IN_FLIGHT)]
     copy.staging = [torch.empty_like(copy.buffers[0]) for _ in range(IN_FLIGHT)]
     return copy
@@ -141,10 +136,7 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
 
 
 def test_a_race_orders_its_work_on_cuda_streams() -> None:
-    """The current stream makes the operands, so a stream's work waits for it. The stream keeps the operands alive.
-
-    A stream does not stop the host from writing to a buffer that the stream still reads. So the host waits too.
-    """
+    """The stream waits for the current stream, which makes the operands. The host waits until the stream has ended."""
     stream, seen = CudaStream(CUDA), list[str]()
     stream.wait("event")
     stream.submit(lambda: seen.extend(asked(stream)), host=True)

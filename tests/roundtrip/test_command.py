@@ -1,5 +1,3 @@
-"""Test `kvfix roundtrip`: exit codes, JSON, the line that runs a cell again, and a run with torch alone."""
-
 import contextlib
 import io
 import json
@@ -22,12 +20,10 @@ from tests.conftest import Fresh
 
 SIZES = ["--gib", "0", "--layout", "nhd", "--block", "16", "--chunk", "32", "--heads", "2", "--tokens", "33"]
 QUICK = ["--backend", "torch", *SIZES]
-#: Options that leave exactly one cell.
-ONE = [*QUICK, "--dtype", "uint8", "--slots", "random", "--skip", "none"]
+ONE = [*QUICK, "--dtype", "uint8", "--slots", "random", "--skip", "none"]  # exactly one cell
 
 
 def output_of(*arguments: str) -> dict[str, Any]:
-    """Return the output of `kvfix roundtrip --device cpu --json`, run in this process."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = command.main([*arguments, "--device", "cpu", "--json"])

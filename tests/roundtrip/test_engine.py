@@ -1,5 +1,3 @@
-"""The backend `engine` judges the answers of an engine. Two tests start real engines, as tests/engine does."""
-
 import functools
 import os
 import sys
@@ -45,7 +43,6 @@ REMOTE = SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)
     ],
 )
 def test_judgement(changes: dict[str, Any], text: str) -> None:
-    """Judge a run that is right except for these changes."""
     plain = changes.get("plain", PLAIN)
     right = {**plain, "warm": {**plain["warm"], "hits": 576, "loaded": 576}}
     ran = {name: {**each, **changes.get(name, {})} for name, each in right.items()}
@@ -94,11 +91,8 @@ def test_the_error_that_came_first_is_reported() -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 class TestOnRealEngines:
-    """LMCache's own connector V2 moves the KV of vLLM's attention. (tests/engine has the multi-process mode.)"""
-
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """LMCache issue 4463: LMCache promises and loads all tokens and logs nothing, but the answers differ. LMCache
-        0.5.6 is the first release whose torch operations refuse the layout of vLLM for the CPU."""
+        """LMCache issue 4463: nothing is logged, but the answers differ. Releases from 0.5.6 on refuse the layout."""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))

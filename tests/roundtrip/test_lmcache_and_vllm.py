@@ -24,7 +24,6 @@ RIGHT = {
 
 @pytest.fixture(scope="module")
 def run(fork_server: ForkServer) -> Any:
-    """Return a function that runs `kvfix roundtrip` in a fork, in which vLLM is already imported."""
     return lambda *arguments, lmcache=None: fork_server(output_of, lmcache, *arguments, "--gib", "0")
 
 
@@ -48,7 +47,7 @@ def as_released(run: Any) -> dict[str, Any]:
 
 
 def test_the_default_matrix_passes(run: Any) -> None:
-    """With the fixes the matrix passes, with packed layouts of vLLM 0.26 and later. Refused layouts have a reason."""
+    """With the fixes, the packed layouts of vLLM 0.26 and later pass too. For each refused layout there is a reason."""
     lmcache = run("--backend", "lmcache", "lmcache-engine")
     assert lmcache["exit"] == 0
     assert {"KVF020", "KVF021"} <= set(lmcache["fixes"])
@@ -147,7 +146,7 @@ def test_an_older_lmcache(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["0.4.5", "0.5.0"])
 def test_the_packed_layout_with_each_age_of_lmcache(run: Any, name: str) -> None:
-    """LMCache 0.4.5 does not know the packed layout. 0.5.0 to 0.5.2 take it for another one. The fix corrects both."""
+    """LMCache 0.4.5 does not know the packed layout. 0.5.0 to 0.5.2 mistake this layout. The fix corrects both."""
     some = ["--backend", "lmcache-v2", "lmcache-engine", "--layout", "packed", "packed-hnd"]
     assert run(*some, lmcache=release(name))["exit"] == 0
     assert run(*some, "--no-fixes", lmcache=release(name))["exit"] != 0

@@ -1,5 +1,3 @@
-"""`kvfix roundtrip` finds and names the faults of `--inject`, and errors in the torch backend's copy."""
-
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +60,6 @@ def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
 
 
 def spoiled(move: str, spoil: Callable[[Region, Region], object]) -> type[TorchCopy]:
-    """Return a copy that spoils the KV cache or the host after each store or load."""
-
     class Spoiled(TorchCopy):
         def __init__(self, check: CellCheck) -> None:
             super().__init__(check)

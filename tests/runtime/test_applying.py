@@ -1,5 +1,3 @@
-"""kvfix wraps the right functions, also from several threads."""
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,9 +9,7 @@ from kvfix import applying
 from kvfix.wrapping import WrappedFunction, after
 
 
-class Target:
-    """A class with every kind of attribute that can have the name of a hook."""
-
+class Target:  # it has every kind of attribute that can have the name of a hook
     def hook(self) -> str:
         return "plain"
 

@@ -1,5 +1,4 @@
-"""If LMCache or a part of kvfix is missing, too old or broken, kvfix prints one clear line and does not apply the
-affected fixes. Odd installations work."""
+"""If LMCache or a part of kvfix is missing, too old or broken, kvfix prints one clear line and skips affected fixes."""
 
 import compileall
 import os
@@ -102,8 +101,7 @@ def test_a_closed_stderr_stops_nothing(fork_server: ForkServer) -> None:
     assert fork_server(without_stderr, release("0.3.10")) == "applied"
 
 
-#: This program needs two files of kvfix: the catalogue, because `only=` names a fix, and the fingerprints, because
-#: status() compares them.
+#: The program needs two files of kvfix: the catalogue for `only=`, and the fingerprints for status().
 INSTALLED = """
 import sys; sys.path.insert(0, {lmcache!r})
 import kvfix, kvfix.fixes
@@ -150,8 +148,7 @@ def test_an_installation_without_fixes_is_an_error(tmp_path: Path, fresh: Fresh)
     assert "kvfix status: this installation of kvfix has no fixes" in status.stderr
 
 
-#: In an editable install whose source folders do not match the package names, setuptools writes an import finder and a
-#: .pth file. At start `site` runs the .pth file.
+#: Folder and package names differ, so setuptools writes an import finder, which `site` starts from a .pth file.
 EDITABLE = """
 import site, sys
 site.addsitedir({site!r})

@@ -9,12 +9,10 @@ import pytest
 import kvfix
 from tests.conftest import answers
 
-#: Keeps the chunk `kept` alive if the thread hangs, because its `__del__` would hang too.
-KEPT: list[Any] = []
+KEPT: list[Any] = []  # keeps the chunk `kept` alive if the thread hangs, because `__del__` would hang too
 
 
 def host_memory() -> Any:
-    """Return LMCache's allocator with 1 MiB of host memory."""
     try:
         from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
     except ModuleNotFoundError:  # LMCache up to 0.5.1

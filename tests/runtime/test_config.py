@@ -1,5 +1,3 @@
-"""The configuration accepts valid text, and refuses invalid text with a short error."""
-
 import pytest
 
 from kvfix.config import Config

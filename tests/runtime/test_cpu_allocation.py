@@ -9,8 +9,7 @@ import pytest
 from kvfix import clock
 from tests.conftest import answers
 
-#: Chunks of a load of 32,768 tokens.
-CHUNKS = 128
+CHUNKS = 128  # chunks of a load of 32,768 tokens
 FIXED = ["KVF016"]
 
 
@@ -32,10 +31,8 @@ class Never(Exception): ...
 )
 @answers(also="fixes release answer")
 def test_a_load_waits_ten_seconds_in_all(chunks: int, room: int, every: int, more: dict[str, Any]) -> list[Any]:
-    """Return for each of two loads, a minute apart, the number of chunks that get memory and the seconds of waiting.
-
-    room: chunks that get memory at once. every: seconds of waiting until one more chunk gets memory; 0: never.
-    """
+    """Return for each of two loads the number of chunks that get memory, and the seconds of waiting. `room` chunks get
+    memory at once, and then one more chunk every `every` seconds (0: no more chunks)."""
     import lmcache.v1.storage_backend.local_cpu_backend as module
 
     now, slept, taken = [1000.0], [0.0], [0]

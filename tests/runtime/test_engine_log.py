@@ -1,5 +1,3 @@
-"""kvfix logs each line once. It bounds the number, length and memory of log lines, whatever clients send."""
-
 import logging
 import os
 import tracemalloc

@@ -1,5 +1,3 @@
-"""Test rules for every fix, probes on each release's real functions, and objects that fixes pass to an engine."""
-
 import re
 from contextlib import suppress
 from importlib import import_module
@@ -65,8 +63,7 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
 UNFIT = ("KVF007", "KVF011", "KVF014", "KVF017", "KVF019", "KVF026", "KVF030", "KVF033", "KVF034")
 KNOWN = fingerprints()
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if Version(name) >= Version("0.3.10")]
-#: Fixes whose probe calls several functions, or not the fixed function. KVF330 acts only if it has seen the mark that
-#: the other process sets.
+#: Fixes whose probe calls several functions, or not the fixed one. KVF330 needs the mark that the other process sets.
 BLIND = [
     "KVF029", "KVF037", "KVF038", "KVF106", "KVF112", "KVF117", "KVF201", "KVF220", "KVF221", "KVF330", "KVF367",
     "KVF373",
@@ -109,7 +106,6 @@ def probed(dist: str, release: str) -> list[list[Any]]:
 
 
 def wrong(dist: str, release: str) -> list[list[Any]]:
-    """Return the answers that the probes must give for the functions of this release."""
     return [
         [code, target.name, release in SpecifierSet(target.broken, prereleases=True)]
         for code, target in targets(dist, release)
@@ -127,9 +123,7 @@ def test_the_probe_on_the_installed_vllm(fork_server: ForkServer) -> None:
     assert fork_server(probed, release("0.4.6"), "vllm", version) == wrong("vllm", version)
 
 
-class Future:
-    """A future like LMCache's with one more method, as a later release may have."""
-
+class Future:  # like LMCache's, with one more method, as a later release may have
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 

@@ -1,5 +1,3 @@
-"""The engine package has no import cycle and imports nothing without need. Its pure modules stay pure."""
-
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -41,7 +39,6 @@ NEEDS = {
 
 
 def test_there_is_no_cycle() -> None:
-    """A cycle raises CycleError. The error names the modules."""
     order = list(TopologicalSorter(NEEDS).static_order())
     assert order.index("kvfix.session") < order.index("kvfix.applying") < order.index("kvfix")
 
@@ -66,7 +63,6 @@ def test_no_package_needs_what_is_not_installed_with_it(folder: str, never: set[
     assert not packages & never
 
 
-#: This program makes kvfix watch a connector in a given mode.
 WATCHES = """
 from kvfix.config import Config
 from kvfix import connector_events

@@ -1,5 +1,3 @@
-"""Only changed code changes a fingerprint. Every Python version computes the same fingerprint."""
-
 import shutil
 from pathlib import Path
 

@@ -19,8 +19,7 @@ from tests.conftest import answers
 from tests.runtime.test_collected_chunks import host_memory
 
 CHUNKS = 3
-#: Bytes of a chunk. They fill one page, so the allocator does not round the size up.
-BYTES = 2 * 2 * 16 * 16 * 4
+BYTES = 2 * 2 * 16 * 16 * 4  # of a chunk: they fill one page, so the allocator does not round the size up
 
 
 def key_of(chunk: int) -> Any:
@@ -115,8 +114,7 @@ class Disk:
 NEWEST = "0.5.6"
 RIGHT, WRONG, NONE = ["right"] * 3, ["right", "wrong", "right"], ["right", "none", "right"]
 LEFT, WHOLE = [[0, 2], [0, 0], 0, [2, 2], [0, 2]], [[0, 1, 2], [0, 0, 0], 0, [3, 3], [0, 1, 2]]
-#: Sizes of the file of chunk 1. None: the file is deleted.
-SIZES = [0, 1000, BYTES - 1, None, BYTES]
+SIZES = [0, 1000, BYTES - 1, None, BYTES]  # of the file of chunk 1; None: the file is deleted
 GOOD, BAD, SHORT = [RIGHT, WHOLE, RIGHT], [WRONG, WHOLE, WRONG], [NONE, LEFT, RIGHT]
 FIXED = {"one by one": SHORT, "batched": SHORT, "prefetched": [["right"], LEFT, RIGHT]}
 RELEASED = {"one by one": "KeyError", "batched": [NONE, [*LEFT[:3], [3, 3], [0, 2]], RIGHT], "prefetched": "KeyError"}

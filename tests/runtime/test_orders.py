@@ -122,8 +122,6 @@ def test_applied_while_the_module_is_half_imported(early, statuses, tmp_path, fo
 
 @answers([False, "applied"] * 4 + [True], release="0.3.10")
 def test_a_reloaded_module_is_fixed_again() -> list[Any]:
-    """Reload the module with importlib.reload, and with a new import after its removal from sys.modules."""
-
     def wrong() -> bool:
         return shows_bug(vars(sys.modules[ADAPTER].LMCacheConnectorV1Impl)[HOOK], sys.modules[ADAPTER])
 

@@ -57,9 +57,7 @@ def test_the_widest_word_that_fits() -> None:
     assert kvf020._word(torch, caches(1, torch.uint8, "NHD"), 1) is torch.uint8
 
 
-class Elsewhere:
-    """Stands in for a tensor in host memory while the KV cache is on a GPU. The two devices differ."""
-
+class Elsewhere:  # stands in for a tensor in host memory while the KV cache is on a GPU
     device, is_cuda = torch.device("meta"), False
 
     def __init__(self, held: torch.Tensor) -> None:

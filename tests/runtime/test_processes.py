@@ -1,5 +1,3 @@
-"""kvfix passes its configuration to other processes (here without vLLM). If KVFIX is invalid, it applies nothing."""
-
 import os
 import sys
 from pathlib import Path
@@ -75,9 +73,7 @@ def test_an_unknown_name_changes_nothing() -> None:
     assert dict(os.environ) == before
 
 
-class TestRun:
-    """`kvfix run -- CMD` also applies fixes in programs that load no vLLM plugins, and in all their child processes."""
-
+class TestRun:  # the command also reaches programs that load no vLLM plugins
     KVFIX = (sys.executable, "-m", "kvfix_tools.cli", "run")
     SHOW = "import os, sys, kvfix.session as s; print(s.session.config, sys.modules['sitecustomize'].__file__)"
 

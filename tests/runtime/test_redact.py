@@ -1,5 +1,3 @@
-"""Secrets are hidden by name and by form, in every format. Other text stays the same."""
-
 import random
 import string
 from pathlib import Path
@@ -63,8 +61,7 @@ def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
 
 @pytest.mark.parametrize("piece", DATA["pieces"])
 def test_a_long_text_ends(piece: str) -> None:
-    """Redaction must be fast, because Ray passes kilobytes of base64, and errors contain texts of clients. A pattern
-    that reads a word again at each letter takes half an hour for this text."""
+    """Ray passes kilobytes of base64. A pattern that reads a word again at each letter takes half an hour here."""
     redact.text(piece * (500_000 // len(piece)))
     redact.text(f"http://{piece * (500_000 // len(piece))}")
 

@@ -18,8 +18,7 @@ from kvfix.applicability import fingerprints
 from tests.conftest import ADAPTER, RELEASES, Fresh, answers, release, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
-#: The line of 0.3.10 that causes the bug.
-BUG = "            return cached_num_hit_toks\n"
+BUG = "            return cached_num_hit_toks\n"  # this line of 0.3.10 causes the bug
 FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
 STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"
@@ -66,7 +65,6 @@ for name, folder in {folders!r}.items():
 
 @pytest.fixture(scope="module")
 def rows() -> list[list[str]]:
-    """Return the status of every fix on the files of every release, read in one process."""
     return list(Fresh()(SURVEY.format(folders={name: str(release(name)) for name in release_names()}, dist="lmcache")))
 
 
@@ -98,10 +96,7 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
 @pytest.mark.parametrize("release", ["0.3.10", "0.4.6", "0.5.2", "0.5.3", "0.5.5", "0.5.6"])
 @answers([], also="release")
 def test_no_fix_is_refused_on_released_code() -> list[list[str]]:
-    """Import all importable modules that the fixes change. Return the fixes that are then refused or unknown.
-
-    In some releases the class inherits the function, or another file has the class under an older name.
-    """
+    """In some releases the class inherits the fixed function, or another file has the class under an older name."""
     kvfix.apply()
     for module in catalogue.modules_of_fixes():
         with contextlib.suppress(Exception):  # some modules need missing packages, or another release
@@ -120,7 +115,7 @@ def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest
 
 
 def test_code_of_broken_releases_is_broken_code_only() -> None:
-    """No fingerprint belongs to both a broken and a right release, because it could not decide the status."""
+    """A fingerprint belongs to broken or to right releases, never to both, because it decides the status."""
     for found in catalogue.fixes():
         for target in found.targets:
             if target.helper:  # a helper does not show the bug, and kvfix applies it only with another target

@@ -31,8 +31,7 @@ def connected() -> tuple[Any, Any, int, Any, Any]:
 )
 @answers(also="fixes answer")
 def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
-    """A load and a query are in flight when the server ends. Return five flags: KVF122 sees a connection at first,
-    after an answer, and after the loss; the load has failed; the query has an answer."""
+    """Return whether KVF122 sees a connection (first, after an answer, after the loss), a load fails, a query ends."""
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 
     _, server, _, client, key = connected()
@@ -60,10 +59,8 @@ def test_the_load_has_failed_and_nothing_else(patience: float) -> list[bool]:
 )
 @answers(also="answer")
 def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
-    """Return which operations get an answer if sent before the server ends, without a server, and after a registration.
-
-    The last item has the operations that the new server gets before the registration.
-    """
+    """Return which operations get an answer if sent before the server ends, without a server, and after a registration,
+    and which operations the new server gets before the registration."""
     import zmq
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload as Payload
     from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
@@ -110,11 +107,8 @@ def test_a_lost_connection(fixes: Fixes) -> list[list[str]]:
 )
 @answers(also="fixes answer")
 def test_a_restarted_server(patience: float) -> list[bool]:
-    """Return whether a store succeeds before the server restarts, after the restart, and after a heartbeat.
-
-    patience: seconds to wait for the server. Without an answer the second store waits twice as long. With the fix
-    nothing waits for the answer, because a wait would take 600 seconds, more than the test may take.
-    """
+    """Return whether a store succeeds before a restart, after the restart, and after a heartbeat. With the fix, no
+    store waits for a missing answer. A wait would take 2 * `patience` = 600 seconds, longer than the test may run."""
     import torch
     import zmq
     from lmcache.integration.vllm import vllm_multi_process_adapter as module

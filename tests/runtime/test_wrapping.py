@@ -1,5 +1,3 @@
-"""`around`, `before` and `after` on a hook: the hook's arguments, answer and exception, and errors of the wrapper."""
-
 import functools
 import inspect
 from collections.abc import Callable, Generator
@@ -16,9 +14,7 @@ from kvfix.wrapping import GO_ON, WrappedFunction, after, around, before, instea
 pytestmark = pytest.mark.usefixtures("faults")
 
 
-class Hooked:
-    """calls: the arguments of each call of the hook. steps: what the wrapper did."""
-
+class Hooked:  # calls: the arguments of each call of the hook; steps: what the wrapper did
     def __init__(self, wrap: Callable[..., Any], error: Exception | None = None) -> None:
         self.calls: list[Any] = []
         self.steps: list[Any] = []
@@ -112,9 +108,7 @@ def test_the_answer_of_code_that_raises(
     assert len(more) == (on_fault is raises)
 
 
-class Counted:
-    """A class with a hook that gets wrappers of two fixes. passed: the numbers that the hook gets."""
-
+class Counted:  # passed: the numbers that the hook gets
     passed: list[int] = []
 
     def hook(self, request: Any, tokens: int) -> Any:
@@ -239,8 +233,6 @@ def plain(it: Any, one: int, two: int = 2) -> Any:
     "kind", [after(lambda it, answer, *_, **__: answer), before(lambda *_, **__: None), around(lambda *_, **__: None)]
 )
 class TestParameters:
-    """A wrapped function takes the same parameters: keywords, defaults, stars; `inspect.signature` shows them."""
-
     def test_plain(self, kind: Any) -> None:
         hook = kind(plain)
         assert hook(0, 1) == hook(0, one=1) == hook(two=2, one=1, it=0) == (1, 2)
@@ -261,9 +253,7 @@ class TestParameters:
         assert hook(0, 1) == hook(0, one=1) == (1, 3)
 
 
-class Role(NamedTuple):
-    """A class with a hook. `only` decides by `is_worker` whether a wrapper acts on an instance."""
-
+class Role(NamedTuple):  # `only` decides by `is_worker` whether a wrapper acts on an instance
     is_worker: Any
 
     def hook(self) -> str:

@@ -18,18 +18,14 @@ from kvfix_tools.verify import client
 
 URL = "http://127.0.0.1:8000"
 BLOCK, CHUNK = 16, 64
-#: Counters of /metrics.
-NAMES = ("request_success", "external_prefix_cache_queries", "external_prefix_cache_hits")
+NAMES = ("request_success", "external_prefix_cache_queries", "external_prefix_cache_hits")  # counters of /metrics
 
 
 @dataclass
 class Engine:
-    """The behaviour of the fake server, and its state."""
-
     noise: float = 0.0  # deviation of a log probability between two computations
-    #: Function of the test. If it returns True, the server gives a wrong answer. Arguments: prompt, number of prompt
-    #: tokens from the connector, number of requests since the last read of /metrics. `kvfix verify` reads /metrics
-    #: before and after each request that it sends alone.
+    #: Return True for a wrong answer. Arguments: prompt, prompt tokens from the connector, requests since the last read
+    #: of /metrics. `kvfix verify` reads /metrics before and after each request that it sends alone.
     wrong: Callable[[list[int], int, int], bool] = lambda prompt, hit, together: False
     keeps: int = 1 << 30  # number of prompts that the connector can keep
     others: bool = False  # each request comes together with a request of another client
@@ -137,7 +133,6 @@ def longest(cache: list[tuple[str, list[int]]], model: str, prompt: list[int]) -
 
 @contextmanager
 def served(engine: Engine) -> Iterator[None]:
-    """Answer all requests of `kvfix verify`, to any address."""
     answered = partial(httpx.Client, transport=httpx.MockTransport(engine.handle))
     with mock.patch.object(client.httpx, "Client", answered):
         yield

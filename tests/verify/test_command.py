@@ -1,5 +1,3 @@
-"""Test `kvfix verify` with stand-ins for the server: each verdict, and each server that proves nothing."""
-
 import json
 import re
 import sys

@@ -1,5 +1,3 @@
-"""The prompts of `kvfix verify`, and its statistical tests for a difference. Noise alone rarely counts as one."""
-
 import os
 import random
 from collections import Counter
@@ -49,7 +47,7 @@ def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
     """Judge one run as rounds.py does. wrong: draws the difference for every twelfth prompt and for fresh prompts."""
-    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # a prompt alone, and among requests
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # a prompt alone, and among others
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
         return True

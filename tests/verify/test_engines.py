@@ -1,5 +1,3 @@
-"""`kvfix verify` against two real vLLM servers on the CPU, with LMCache in process. trials.py has more engines."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -32,8 +32,7 @@ from tests.conftest import Fresh
 from tests.engine import start, vllm_server
 from tests.engine.vllm_server import CHUNK, FAULTY, IN_PROCESS, OFFLOADING, Server
 
-#: {fault: the allowed exit codes}. A bit flip changes one bit of one loaded element. Bit 30 is the exponent's highest
-#: bit, bit 23 the exponent's lowest bit, and bit 0 the mantissa's lowest bit.
+#: {fault: the allowed exit codes}. `one_bit:N` flips bit N of one loaded element. Bits 30 to 23 are the exponent.
 FAULTS = {
     "": (0,),
     "two_chunks_swapped": (0, 1),  # only the last bits differ, because attention adds in another order
@@ -109,7 +108,6 @@ def refusals(folder: Path) -> bool:
 
 
 def kill_within_an_answer(server: Server) -> None:
-    """Kill the server once three more requests have succeeded."""
     before = server.metric("vllm:request_success_total")
     while server.metric("vllm:request_success_total") < before + 3:
         time.sleep(0.05)
@@ -172,7 +170,6 @@ def healthy(folder: Path, count: int) -> bool:
 
 
 def other_client(url: str, seed: int, ended: threading.Event) -> None:
-    """Send requests of another client, one after the other with pauses."""
     drawn = random.Random(seed)
     while not ended.is_set():
         prompt = [drawn.randrange(256) for _ in range(drawn.randrange(50, 500))]

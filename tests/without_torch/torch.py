@@ -1,4 +1,4 @@
-"""This module replaces torch for `make quick`. In pytest it skips the test. A test's program makes a file and ends."""
+"""Replace torch for `make quick`. In pytest, skip the test. In a test's program, create a file and end the program."""
 
 import os
 
