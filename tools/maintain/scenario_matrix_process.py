@@ -2,8 +2,8 @@
 
     python -m maintain.scenario_matrix_process LIMIT FOLDER...
 
-Each folder has an LMCache release, and each release gets a line of JSON. vLLM is imported once. Each release is played
-in a fork of this process. LIMIT: seconds for the import of vLLM, and for each release.
+Each folder contains one LMCache release. This process imports vLLM once, plays all scenarios with each release in a
+fork, and prints one line of JSON per release. LIMIT: maximum seconds for the import of vLLM, and for each release.
 """
 
 import json
@@ -20,18 +20,19 @@ from kvfix_tools.lab.scenario import Scenario, scenarios
 
 
 def play(scenario: Scenario) -> dict[str, Any]:
-    """Return the outcomes as released and with the fixes, and True if both are as expected."""
+    """Return the outcomes without and with the fixes. `as_expected` is true if both outcomes are the expected ones."""
     expected = runner.expected(scenario)
     row: dict[str, Any] = {"scenario": scenario.slug, "expected": expected}
     try:
         released, fixed = runner.play(scenario, False), runner.play(scenario, True)
-    except Exception as error:  # noqa: BLE001  any error of the lab under this pair belongs into the row
+    except Exception as error:  # noqa: BLE001  the row reports any error of the lab with this pair
         row |= {"released": "error", "fixed": "error", "why": first_line(error)}
         return row | {"as_expected": False}
     row |= {"released": released.outcome, "fixed": fixed.outcome}
     if released.outcome == "not-applicable":
         row["why"] = released.message
-    # Without a fix, both outcomes are equal, unless another bug, which has a fix, ended the released schedule first.
+    # If no fix belongs to the scenario, both outcomes must be equal. Exception: without fixes, another bug ends the
+    # scenario first, and kvfix fixes this other bug.
     good = ("clean", "not-applicable") if scenario.fixes else (expected,)
     as_expected = released.outcome == expected and (fixed.outcome in good or bool(not scenario.fixes and released.also))
     return row | {"as_expected": as_expected}
@@ -82,7 +83,7 @@ def main(limit: int, folders: list[str]) -> None:
         import vllm.v1.core.sched.scheduler  # noqa: F401
 
         torch.set_num_threads(1)  # a fork does not have the threads of its parent
-    except Exception as error:  # noqa: BLE001  an old vLLM among new packages may fail in any way
+    except Exception as error:  # noqa: BLE001  an old vLLM may fail in any way beside newer packages
         failed = first_line(error)
     signal.alarm(0)
     with os.fdopen(answers, "w") as out:
