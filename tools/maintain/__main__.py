@@ -21,6 +21,6 @@ if __name__ == "__main__":
         sys.exit(f"Usage: python -m maintain PROGRAM [ARGUMENTS]\nPROGRAM is one of {', '.join(PROGRAMS)}")
     module = import_module(f"maintain.{program}")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, result_callback=end, rich_markup_mode=None)
-    app.callback()(lambda: None)  # with a callback, Typer expects the program's name also if there is only one program
+    app.callback()(lambda: None)  # without a callback, Typer expects no program name if the app has only one program
     app.command(program, help=module.__doc__)(module.main)
     app(prog_name="python -m maintain")

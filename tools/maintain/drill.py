@@ -1,8 +1,8 @@
 """`make drill`: test kvfix with releases of vLLM and LMCache that kvfix does not know.
 
-The drill removes the newest vLLM and LMCache from the fingerprints. It plays every scenario and N fuzzed steps of each
-connector, without and with the fixes. Then the drill edits functions as a new release would, but keeps their behaviour.
-It plays everything again. Exit 1 if an outcome is worse with the fixes than without.
+The drill removes the newest vLLM and LMCache from the fingerprints. For each connector, the drill runs every scenario
+and `--steps` fuzzed steps, without and with the fixes. Then the drill edits functions that kvfix fixes,
+keeps their behaviour, and repeats all runs. Exit 1 if an outcome is worse with the fixes than without the fixes.
 """
 
 import ast
@@ -29,7 +29,7 @@ from maintain import fingerprints
 from maintain.scenario_matrix import VLLM, answer_of
 
 LMCACHE = Path(".cache/lmcache")
-OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}  # {connector: its LMCache release}. Default: the newest
+OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}  # {connector: LMCache release, if not the newest}
 CONNECTORS = (
     "v1", "mp", "mp-in-tree", "offloading", "simple-offload", "nixl-pull", "nixl-push", "nixl-offload", "mooncake",
 )  # fmt: skip
@@ -50,12 +50,12 @@ def newest(dist: str) -> str:
 
 
 def effect(rule: str, unknown: int) -> int:
-    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: result for another rule."""
+    """Return the position of the rule's effect in EFFECTS; 0 is the worst. unknown: result for any other rule."""
     return next((at for at, rules in enumerate(EFFECTS) if rule in rules), unknown)
 
 
 def worse(released: set[str], fixed: set[str]) -> list[str]:
-    """Return the rules that only the run with fixes violates and that are worse than all violations without fixes."""
+    """Return the rules that only the run with fixes violates, with a worse effect than all violations without fixes."""
     worst = min((effect(rule, len(EFFECTS)) for rule in released), default=len(EFFECTS) + 1)
     return sorted(rule for rule in fixed - released if rule == FAULT or effect(rule, 0) < worst)
 
@@ -83,10 +83,10 @@ def scenarios(connector: str) -> dict[str, Any]:
 
 
 def fuzzed(connector: str, steps: int) -> dict[str, Any]:
-    """Play seeds without and with the fixes. Return the seeds that are worse with the fixes.
+    """Run seeds without and with the fixes. Return the seeds with worse violations with the fixes.
 
-    A run ends when the engine dies, so a run with the fixes can be longer. A violated rule counts if no run without
-    fixes violates the rule. A rule about wrong output also counts if the same seed has no violation without fixes.
+    A run ends when the engine dies, so a run with the fixes can be longer. A violated rule counts if no seed violates
+    the rule without fixes. A rule about wrong output also counts if the same seed violates no rule without fixes.
     """
     from kvfix_tools.lab.fuzz import fuzz_run
 
@@ -123,7 +123,7 @@ def states() -> dict[str, Any]:
 
 
 def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str, Any]:
-    """Play the connector in another process. edited: a folder with edited copies of `vllm` and `lmcache`."""
+    """Run the connector in another process. edited: a folder with edited copies of `vllm` and `lmcache`."""
     older = OLDER_LMCACHE.get(connector)
     lmcache = edited / "lmcache" if edited is not None and not older else LMCACHE / (older or newest("lmcache"))
     forgotten = {dist: newest(dist) for dist in ("vllm", "lmcache")}
@@ -169,7 +169,7 @@ def edit(path: Path, function: str, change: Callable[[ast.FunctionDef, Path], bo
 
 
 def rename_parameter(node: ast.FunctionDef, package: Path) -> bool:
-    """Rename the last positional parameter, if no caller passes it by name."""
+    """Rename the last positional parameter that no call passes by name. Return False if there is none."""
     for argument in reversed(node.args.args[1:]):
         call = re.compile(rf"\b{node.name}\((?:[^()]|\([^()]*\))*\b{argument.arg}\s*=[^=]")
         if any(call.search(path.read_text(errors="replace")) for path in package.rglob("*.py")):

@@ -2,8 +2,8 @@
 
     python -m maintain fingerprints lmcache .cache/lmcache/*
 
-Each folder has one release: a `site-packages`, or the result of `pip install --no-deps --target FOLDER`. The program
-keeps entries of other releases in the file.
+Each folder has one release. The folder is a `site-packages`, or comes from `pip install --no-deps --target FOLDER`. The
+program keeps the entries of other releases in the file.
 """
 
 import json
@@ -18,7 +18,7 @@ from kvfix import catalogue, installed_source
 from kvfix_tools.doctor.packages import Packages
 
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
-#: The data of one release: {target: fingerprint}, {module: hash of its file}
+#: The data of one release: ({target: fingerprint}, {module: hash of the module's file})
 Taken = tuple[dict[str, str], dict[str, str]]
 
 
@@ -51,7 +51,7 @@ def without(mine: dict[str, Any], releases: Container[str]) -> dict[str, Any]:
 
 
 def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str, Any]:
-    """Return `known` with the releases of `taken` added or replaced, and sorted, so that the file changes little."""
+    """Return `known` with the releases of `taken` added or replaced. Sort the data, so that the file changes little."""
     mine = without(known.get(dist, {"releases": [], "functions": {}, "files": {}}), taken)
     functions, files = mine["functions"], mine["files"]
     for release, (its_functions, its_files) in taken.items():

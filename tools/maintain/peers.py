@@ -3,9 +3,9 @@
     python -m maintain peers [lmcache|vllm] [--mode fix|strict] [--anew]
 
 `--anew` runs the tests (.cache/peers) without kvfix, and writes the tests that do not pass to
-tests/peers/<dist>-<release>.json. A test that passes without kvfix but fails with kvfix runs again alone, with kvfix
-and without. tests/peers/exceptions.json names tests that must fail with kvfix, and the reasons. Exit 1 if any other
-test again fails only with kvfix, or if a test of exceptions.json does not fail.
+tests/peers/<dist>-<release>.json. A test that fails only with kvfix runs again alone, with kvfix and without kvfix.
+tests/peers/exceptions.json names tests that must fail with kvfix, and the reasons. Exit 1 if another test fails again
+only with kvfix, or if a test of exceptions.json does not fail.
 """
 
 import json
@@ -30,7 +30,7 @@ EXCEPTIONS = KEPT / "exceptions.json"
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
 #: {dist: {file of tests that kvfix does not run: reason}}
 LEFT_OUT: dict[str, dict[str, str]] = json.loads((KEPT / "left_out.json").read_text())
-EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import this module, so it selects no tests
+EVERYWHERE = {"lmcache.v1.memory_management"}  # nearly all tests import this module, so an import tells nothing
 #: {model that the tests name: its configuration}. The tests read only the configuration of a model.
 MODELS: dict[str, dict[str, Any]] = json.loads((KEPT / "models.json").read_text())
 
@@ -84,16 +84,16 @@ def hub(folder: Path) -> dict[str, str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return environment variables for a process that runs the tests. folder: place for kvfix's dumps."""
+    """Return environment variables for a process that runs the tests. folder: the folder for kvfix's dumps."""
     return {
         "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0",
         "KVFIX_DUMP_DIR": str(folder),
-        "RAY_AUTH_MODE": "disabled",  # otherwise Ray leaves a token in ~/.ray, for all later clusters
+        "RAY_AUTH_MODE": "disabled",  # so that Ray leaves no token in ~/.ray for later clusters
     }  # fmt: skip
 
 
 def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) -> dict[str, str]:
-    """Run tests (default: all). Return {test: passed, skipped or failed}. mode: mode of kvfix; "": no kvfix."""
+    """Run tests (default: all). Return {test: passed, skipped or failed}. mode: kvfix's mode, or "" without kvfix."""
     with tempfile.TemporaryDirectory(prefix="kvfix-peers-") as place:
         outcomes = Path(place, "outcomes")
         env = {
@@ -116,7 +116,7 @@ def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) 
 
 
 def read(file: Path) -> dict[str, str]:
-    """Return {test: outcome} from the plugin's file. pytest reports each phase of a test. The worst outcome counts."""
+    """Return {test: outcome} from the plugin's file. The worst outcome counts, because each phase of a test has one."""
     order = ("passed", "skipped", "failed")
     found: dict[str, str] = {}
     for line in file.read_text().splitlines() if file.exists() else ():

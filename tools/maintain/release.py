@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 ROOT = Path(__file__).parents[2]
-#: The log of an engine that died of the bug that KVF001 fixes.
+#: The log of an engine that died because of the bug that KVF001 fixes.
 LOG = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
 
 
@@ -47,7 +47,7 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def failures(programs: Path, version: str) -> Iterator[str]:
-    """Yield each command that does not work in this environment. One command fails if the wheel contains `maintain`."""
+    """Yield each command that fails in this environment. One of the commands fails if the wheel contains `maintain`."""
     log = gzip.decompress(LOG.read_bytes())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     no_maintain = ["python", "-c", "import importlib.util as u; print('maintain:', u.find_spec('maintain'))"]

@@ -2,8 +2,8 @@
 
     python -m maintain released_findings [CONNECTOR...]
 
-A fix belongs to a finding if a schedule with all other fixes still shows the finding. For each kind of finding, the
-program tries schedules until one of them tells which fixes belong to the finding.
+A fix belongs to a finding if the fuzzer's steps with all other fixes still show the finding. For each kind of finding,
+the program tries seeds until one of them shows which fixes belong to the finding.
 """
 
 import math
@@ -24,19 +24,19 @@ from kvfix_tools.lab.fuzz.schedule import Schedule
 from maintain.scenario_matrix import VLLM, answer_of
 
 FILE = Path(__file__).parents[2] / "docs/released.json"
-STEPS = 20_000  # minimum number of the scheduler's steps for each pair (connector, vLLM)
-ASKED = 5  # maximum number of schedules to try for each kind of finding
+STEPS = 20_000  # minimum number of engine steps for each pair (connector, vLLM)
+ASKED = 5  # maximum number of seeds to try for each kind of finding
 NEWER = Path("requirements/vllm-python-only.txt")  # releases of vLLM that are newer than the installed release
-#: {connector of the lab: the newest LMCache with which the lab plays it}
+#: {connector of the lab: newest LMCache release for this connector}
 CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """The findings of one rule that have equal fixes. seed: first seed that shows the fixes. message: its finding."""
+    """The findings of one rule with equal fixes. seed: first seed that shows the fixes. message: the seed's finding."""
 
     rule: str
-    fixes: list[str]  # the findings appear if one of them is missing. Empty if several fixes each prevent the findings
+    fixes: list[str]  # the findings appear if one of these is missing. Empty if several fixes each prevent the findings
     findings: int
     seed: int
     message: str
@@ -88,13 +88,13 @@ def look(connector: str, steps: int) -> Found:
 
 
 def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
-    """Return {fix: [(rule, signature) of each finding of this schedule with all fixes except this one]}."""
+    """Return {fix: [(rule, signature) of each finding of these steps with all fixes except this fix]}."""
     from kvfix_tools.lab.fuzz.fuzz import play, signature
 
     mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.played()]
     shown = {}
     with runner.applied(True):
-        play(drawn)  # the play imports the modules that the fixes change
+        play(drawn)  # imports the modules that the fixes change
         done = {target for target, outcome in session.outcomes.items() if outcome.state == "applied"}
     here = [fix.code for fix in mine if done.intersection(fix.targets)]
     for left_out in here:
@@ -104,7 +104,7 @@ def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
 
 
 def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """Return the fixes without which the schedule shows this signature, or else any finding of this rule."""
+    """Return the fixes without which the steps show this signature, or else any finding of this rule."""
     exact = [code for code, shown in without.items() if (rule, signature) in shown]
     return exact or [code for code, shown in without.items() if any(each == rule for each, _ in shown)]
 

@@ -1,10 +1,10 @@
-"""`make matrix`: play all scenarios with several vLLM releases and all LMCache releases, and write docs/matrix.json.
+"""`make matrix`: run all scenarios with several vLLM releases and all LMCache releases, and write docs/matrix.json.
 
     make matrix                                  only new or changed pairs
     python -m maintain scenario_matrix --again   all pairs
 
 `requirements/matrix` makes the environments .cache/vllm/<release>. In docs/matrix.json, a row of `outcomes` names all
-LMCache releases with this outcome. `code` is a digest of the fixes and the lab.
+LMCache releases with the row's outcome. `code` is a digest of the code of the fixes and the lab.
 """
 
 import datetime
@@ -27,13 +27,13 @@ from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
-#: Files that list the vLLM releases with an environment. First: built for the CPU. Second: only Python files.
+#: Files that list vLLM releases with an environment. The first file: built for the CPU. The second: only Python files.
 VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-python-only.txt")
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
-#: The script that plays the pairs of one vLLM release, in this release's environment.
+#: The script that runs the scenarios of one vLLM release, in this release's environment.
 PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
 LIMIT = 300  # maximum seconds for the import of vLLM, and for one pair, which usually takes ten seconds
-#: {(vllm, lmcache): {"date", "python", "code", "outcomes"}}. A pair that cannot be played has "why" and no "outcomes".
+#: {(vllm, lmcache): {"date", "python", "code", "outcomes"}}. A pair that cannot run has "why" instead of "outcomes".
 Pairs = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -55,7 +55,7 @@ def load(text: str) -> Pairs:
 
 
 def dump(pairs: Pairs) -> str:
-    """Return the text of docs/matrix.json. A line lists all LMCache releases that have the values of the line."""
+    """Return the text of docs/matrix.json. Each line lists all LMCache releases to which the line's values apply."""
     runs, outcomes = dict[str, list[str]](), dict[str, list[str]]()
     for (vllm, lmcache), pair in sorted(pairs.items(), key=lambda each: (Version(each[0][0]), Version(each[0][1]))):
         run = {name: value for name, value in pair.items() if name != "outcomes"}
@@ -85,7 +85,7 @@ def deviations(pairs: Pairs) -> list[str]:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Return environment variables for a process with another vLLM, without fixes. first: start of PYTHONPATH."""
+    """Return environment variables for a process with another vLLM, without fixes. first: the start of PYTHONPATH."""
     packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
     others = {name: value for name, value in os.environ.items() if name != "KVFIX"}
     return {**others, "PYTHONPATH": os.pathsep.join([*map(str, first), *packages])}
@@ -99,7 +99,7 @@ def answer_of(python: Path, code: str, *first: Path) -> Any:
 
 
 def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Play these LMCache releases with this interpreter's vLLM. Yield (release, result) after each release."""
+    """Run all scenarios with this Python's vLLM and these LMCache releases. Yield (LMCache release, result)."""
     command = [str(python), "-m", f"maintain.{PROCESS.stem}", str(LIMIT), *(str(LMCACHE / name) for name in releases)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

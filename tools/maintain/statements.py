@@ -1,7 +1,7 @@
-"""`make statements`: collect from the releases' source the texts that they log or raise, for kvfix-diagnose.
+"""`make statements`: collect the texts that the source of the releases logs or raises, for kvfix-diagnose.
 
 `kvfix_tools/diagnose/statements.json` has logging statements and assertion texts that the grammar reads. `checks.json`
-has exceptions, assertions and logged errors. The program keeps entries of other releases.
+has exceptions, assertions and logged errors. The program keeps the entries of other releases.
 
     python -m maintain statements lmcache DIR/0.3.1 DIR/0.3.2 ...
     python -m maintain statements vllm DIR/0.9.2=.../site-packages ...
@@ -33,7 +33,7 @@ _TEXT, _CONDITION = 200, 120  # maximum characters of a text and of a condition
 
 
 def template(node: ast.expr | None) -> str | None:
-    """Return the text with `{}` for each value of an f-string, but `%s` unchanged; None if the node is not a string."""
+    """Return the text of a string, with `{}` for each value of an f-string and with `%s` unchanged, or else None."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -71,7 +71,7 @@ def statements_in(source: bytes) -> list[tuple[str, str, str, int]]:
 
 
 def take_statements(table: Table, release: str, root: Path) -> None:
-    """Replace the statements of this release in the table. Read the new statements from the package's folder."""
+    """Replace the statements of this release in the table by those in the package's folder `root`."""
     for lines in table.values():
         lines.pop(release, None)
     for file in sorted(root.rglob("*.py")):
@@ -124,7 +124,7 @@ def checks_in(source: bytes) -> Iterator[tuple[str, Check]]:
 
 
 def take_checks(table: statements.Table, release: str, package: Path) -> None:
-    """Replace the checks of this release in the table. Read the new checks from the package's folder."""
+    """Replace the checks of this release in the table by those in the package's folder."""
     for found in table.values():
         found.discard(release)
     for file in sorted(package.rglob("*.py")):

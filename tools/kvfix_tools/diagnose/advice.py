@@ -1,4 +1,4 @@
-"""Find the cause of a finding, and its remedies in the order in which the user should try them."""
+"""Return the cause of a finding, and the remedies in the order in which the user should try them."""
 
 import re
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from kvfix_tools.diagnose.log_finding import LogFinding
 from kvfix_tools.diagnose.statements import NAMES
 
 _REPORT = "kvfix-diagnose LOG --issue FILE.md"
-#: This pattern finds a remedy that begins with an upgrade.
+#: Matches a remedy that begins with an upgrade.
 _UPGRADE = re.compile(
     r"(?:upgrade to )?(?P<dist>vLLM|LMCache) (?P<release>\d+\.\d+(?:\.\w+)*)(?: or (?:newer|later))?(?:$|,| \()"
 )
@@ -28,7 +28,7 @@ class Advice(NamedTuple):
 
 
 def fixes(log: Diagnosis, found: LogFinding) -> list[Fix]:
-    """Return the finding's fixes that the log's releases need or, if the releases are unknown, all of the fixes."""
+    """Return the fixes for this finding that the log's releases need. An unknown release may need all fixes."""
     handling = catalogue.handling(found.rule.code, found.rule.message)
     return [each for each in handling if _dist(log, found, each) is not None]
 
@@ -48,7 +48,7 @@ def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> boo
 
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
-    """Return the cause in the finding's record, or else the cause in the first fix that this log's releases need."""
+    """Return the cause from the finding's record, or else from the first fix that the log's releases need."""
     if found.rule.why:
         return found.rule.why
     concerned = fixes(log, found) or catalogue.handling(found.rule.code, found.rule.message)
@@ -56,7 +56,7 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 
 def heading(found: LogFinding) -> str:
-    """Return the heading above the cause. A general record fits many failures, so its text lists usual causes."""
+    """Return the heading for the cause. A general record fits many failures, so its text lists usual causes."""
     return "Usual causes" if found.rule.general else "Why"
 
 
@@ -83,7 +83,7 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
 
 
 class Remedy(NamedTuple):
-    """`now` is what the user can do at once, and `good` the permanent remedy. Each is one line, or "" if unknown."""
+    """now: a remedy that the user can apply at once. good: the permanent remedy. Each is one line, or "" if unknown."""
 
     now: str
     good: str
@@ -118,7 +118,7 @@ def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
 
 
 def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[Advice]:
-    """Return, for each distribution, an upgrade to the first release that needs none of these fixes."""
+    """Return, for each distribution, an upgrade to the first release that needs none of the fixes in `concerned`."""
     by_dist: dict[str, list[Fix]] = {}
     for each in concerned:
         by_dist.setdefault(_dist(log, found, each) or each.targets[0].dist, []).append(each)

@@ -28,7 +28,7 @@ _INTERRUPTED = 130
 class Options:
     """The options of the command.
 
-    brief: a file, or "-" for standard output. select, ignore: codes or prefixes of codes. everything: option --all.
+    brief: a file, or "-" for standard output. select, ignore: finding codes or prefixes of codes. everything: --all.
     fail_on: `certain`, or the mildest severity that causes exit code 1. exit_zero: exit with 0 even with findings.
     """
 
@@ -117,7 +117,7 @@ def _say(text: str) -> None:
 
 
 def _give_up_stdout() -> None:
-    """Discard buffered output. Otherwise, Python would try to write it at exit, and fail again."""
+    """Discard the buffered output, because Python would try to write the output at exit, and fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -154,7 +154,7 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
 
 
 def _write(log: Diagnosis, findings: list[LogFinding], options: Options) -> bool:
-    """Write the output files. Return True if kvfix could not write one of them."""
+    """Write the output files. Return True if kvfix could not write one of the files."""
     texts: dict[str, str] = {}
     if options.html:
         texts[options.html] = report_text.page(log, findings)

@@ -23,18 +23,18 @@ from kvfix_tools.diagnose.texts import WHO
 from kvfix_tools.ledger import RULES
 
 State = TypeVar("State")
-#: Maximum number of separate findings. After this number, one finding per rule counts all further crashes.
+#: Maximum number of separate findings. Above this number, one finding for each rule counts all further crashes.
 FINDINGS = 1000
 #: Every traceback violates this rule of the ledger. kvfix ignores the rule, because other findings report tracebacks.
 _EXCEPTION = "exception-left-hook"
-#: Tuples of a ledger rule, the kind of DEBUG line that the rule needs, and the values in this line.
+#: The ledger's rules that need DEBUG lines: (rule, kind of the DEBUG line, values in the line).
 _HIDDEN = (("KVR004", "due", "granted and loaded tokens"), ("KVR007", "storing", "stored and skipped tokens"))
 
 
 class Diagnosis:
     """A diagnosis of one log. The caller passes each line to `take`, in order, and can read `findings` at any time.
 
-    kvfix calls `on_found` with each new finding, and keeps log lines that name the request with the id `request`.
+    kvfix calls `on_found` with each new finding, and keeps the log lines that contain the request id `request`.
     """
 
     def __init__(self, on_found: Callable[[LogFinding], None] | None = None, request: str = "") -> None:
@@ -212,7 +212,7 @@ class Diagnosis:
         for rule, answer in answered:
             if rule.signs and rule.gives_way(shown, line):
                 continue
-            # If the line quotes an error that is a known problem, report that problem instead of the line's own.
+            # If the line quotes an error that is a known problem, report that problem instead of this record.
             quoted = problems.quoted(rule, self, line)
             if quoted is not None:
                 rule, answer = quoted, answer._replace(sure=quoted.certain)
@@ -254,7 +254,7 @@ class Diagnosis:
             self._on_found(found)
 
     def _began(self, found: LogFinding) -> float:
-        """Return the position of a finding made at the log's end, after all findings above its first evidence line."""
+        """Return `began` for a finding made at the log's end. The value follows the findings above its first line."""
         if not found.evidence:
             return math.inf
         file, number, _ = found.evidence[0]

@@ -34,12 +34,12 @@ _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please chec
 
 class Failures:
     def __init__(self) -> None:
-        #: The first lines that report failures which no finding and no known problem explains.
+        #: The first lines about failures that no finding and no known problem explains.
         self.lines: list[LogLine] = []
-        #: The first different exceptions of the log, whether a finding explains them or not.
+        #: The first exceptions of the log, without repeats, also if a finding explains them.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
-        #: `dead` is True if the log reports that an engine or a worker died. `death` is the first line that reports it.
+        #: `dead` is True if the log reports that an engine or a worker died. `death` is the first line about a death.
         self.dead = False
         self.death: LogLine | None = None
         #: The engine's line that quotes a worker's exception, for logs that lack the worker's own lines.
@@ -47,9 +47,9 @@ class Failures:
         self.last: dict[str, LogLine] = {}
         #: For each file of a process that is shutting down, the time of the first line about the shutdown.
         self.closing: dict[str, float | None] = {}
-        #: Length of `lines` when the engine last worked. The engine survived the failures up to this length.
+        #: Length of `lines` when the engine last worked. The engine has survived the failures in these first lines.
         self._survived = 0
-        #: True if the engine has worked since the last line which says that the engine waits for a worker.
+        #: True if the engine has worked since the last line about an engine that waits for a worker.
         self.worked_since_wait = False
 
     def take(self, line: LogLine) -> None:
@@ -92,16 +92,16 @@ class Failures:
 
     @property
     def heading(self) -> LogLine | None:
-        """The line before `first` with pydantic's number of errors or C++'s terminate message, or None."""
+        """The first line with pydantic's number of errors or C++'s terminate message, or None."""
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     def is_ending(self, line: LogLine) -> bool:
-        """Return True if this line's process is shutting down. Its errors are then consequences of the shutdown."""
+        """Return True if this line's process is shutting down. The process's later errors are consequences."""
         return line.file in self.closing
 
     @property
     def first(self) -> LogLine | None:
-        """The first exception, or else the first error. While the engine lives, ignore errors before its last work."""
+        """The first exception, or else the first error. Ignore errors that a living engine has survived."""
         after = self.lines if self.dead else self.lines[self._survived :]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
@@ -139,7 +139,7 @@ def _terminates(line: LogLine) -> bool:
 
 
 def _while_ending(line: LogLine) -> bool:
-    """Return True for an exception in `__del__`. Python ignores it, and it usually follows another failure."""
+    """Return True for an exception in `__del__`, which Python ignores and which usually follows another failure."""
     frames = line.fields.get("frames") or [("", 0, "")]
     return bool(frames[0][2] == "__del__")
 
@@ -188,7 +188,7 @@ def hook(frames: list[Frame]) -> str:
 
 
 def owner(frames: list[Frame]) -> str:
-    """Return the package that raised the exception, which is the package of the innermost frame in a known package."""
+    """Return the package that raised the exception. It is the package of the innermost frame in a known package."""
     if not frames:
         return ""
     for file, _, _ in reversed(frames):

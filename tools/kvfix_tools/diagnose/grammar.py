@@ -1,7 +1,7 @@
 """Patterns for the log messages that kvfix understands, and the words by which kvfix finds the messages in a log.
 
-A pattern matches the wordings of all releases. `statements.json` lists the releases, places and levels of each logging
-statement, and tests compare `statements.json` with the patterns. A count becomes an int, and any other value a str.
+A pattern matches a message in all releases. `statements.json` lists the releases, places and levels of each logging
+statement, and tests compare `statements.json` with the patterns.
 """
 
 import re
@@ -17,7 +17,7 @@ from kvfix_tools.diagnose.log_line import Fields, without_tokens
 FILE = Path(__file__).with_name("knowledge.json")
 #: Kinds of lines that name vLLM's release.
 RELEASE_IN = ("vllm_version", "vllm_server", "vllm_environment", "vllm_image")
-#: Values of groups that match only digits are counts. Values of all other groups are texts.
+#: Finds the groups that match only digits. Their values are counts, and become ints.
 _COUNT = re.compile(r"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
 #: `{name}` in a pattern is a count. _VALUE finds a part of a pattern that is not fixed text. _GROUP finds a group.
 _COUNTED, _VALUE = re.compile(r"\{([a-z]\w*)\}"), re.compile(r"<ID>|<END>|\\.|\[(?:\\.|[^]\\])+\]")
@@ -66,7 +66,7 @@ def _message(source: str, name: str, pattern: str) -> Message:
 
 
 def _longest_text(pattern: str) -> str:
-    """Return the longest text without values, groups or repeats that every match of the pattern contains."""
+    """Return the longest fixed text in the pattern, outside values, groups and repeats."""
     pattern = _VALUE.sub("\0", pattern)
     while "(" in pattern:
         pattern = _GROUP.sub("\0", pattern)
@@ -106,7 +106,7 @@ def containing(text: bytes) -> list[Message]:
 #: A part of the prefix `[2026-11-21 01:41:27,007] LMCache INFO: ` of each line that LMCache 0.3.0 to 0.5.6 logs.
 FRAME = b"] LMCache "
 NEEDLES = tuple(needle.encode() for needle in TABLES.needles)
-#: Find the words in a line without FRAME. LeftmostFirst is fast, because it compares many bytes at once.
+#: Finds NEEDLES in a line without FRAME. LeftmostFirst is fast, because it compares many bytes at once.
 in_line = BytesAhoCorasick(
     NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA
 ).find_matches_as_indexes

@@ -49,7 +49,7 @@ class Requests(dict[str, Request]):
         history, known = self._ledger.histories.get(request), self.get(request)
         if not request or history is None or known is None:
             return []
-        events, places = reversed(history.events), reversed(known.places)  # pair from the end: lengths may differ
+        events, places = reversed(history.events), reversed(known.places)  # only the ends match
         return [HistoryEvent(event.text(), *place) for event, place in zip(events, places, strict=False)][::-1]
 
 
@@ -59,7 +59,7 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
         return [] if computed is None else [ev.Asked(fields["request"], total, computed, None, None)]
     need = fields["need"]
     if computed is None:
-        # Before 0.3.14 the line lacks vLLM's computed tokens. They follow from `need`, which is hit - computed, or
+        # Before LMCache 0.3.14, the line lacks vLLM's computed tokens, but `need` is hit - computed, or
         # hit - computed - 1 if the hit is the whole request (vllm_v1_adapter.py 0.3.13:1283).
         computed = hit - need - (hit == total)
     promised = 0 if "least" in fields else max(0, need)
@@ -67,7 +67,7 @@ def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Lower the promised tokens of the last lookup, which LMCache logged before it capped them. Return no event."""
+    """Lower the promise of the last lookup, because LMCache logs a promise before it caps the promise. Return []."""
     history = ledger.histories.get(fields["request"])
     if history is not None and history.asked is not None:
         history.asked = history.asked._replace(promised=max(0, fields["capped"]))
@@ -75,7 +75,7 @@ def _capped(ledger: Ledger, fields: Fields) -> list[Event]:
 
 
 def _due(ledger: Ledger, fields: Fields) -> list[Event]:
-    """Return Granted and LoadDue. vLLM takes all promised tokens, because the connector asserts this before it logs."""
+    """Return Granted and LoadDue. Before this line, the connector asserts that vLLM takes all promised tokens."""
     request, computed = fields["request"], fields.get("computed")
     history = ledger.histories.get(request)
     if computed is None or history is None or history.asked is None or history.asked.promised is None:

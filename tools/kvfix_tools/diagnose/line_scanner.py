@@ -16,9 +16,9 @@ _OWN = 1 << 20
 #: kvfix parses at most this number of bytes of a line.
 LONGEST_LINE = 1 << 16
 _DEBUG = FRAME + b"DEBUG:"
-#: Maximum number of bytes before the fixed text of LMCache's prefix. They hold a process, a colour and the time.
+#: Maximum number of bytes before the fixed text of LMCache's prefix, for a process, a colour and the time.
 _HEAD = STAMP + 24
-#: An input counts as a paste of messages if at most this number of lines are neither messages nor in tracebacks.
+#: An input is a paste of messages if at most this number of its lines are neither messages nor in tracebacks.
 _FEW = 5
 #: A Markdown heading, or a comment in a settings file. An input with one of these lines is not a log.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
@@ -36,11 +36,11 @@ class Scanner:
         self._stacks = Stacks()
         #: For each process, the last source line with `assert` that is outside a traceback.
         self._source: dict[str, str] = {}
-        #: The process, the place of the logging statement, the line number and the body of a traceback's last line.
+        #: (process, place of the logging statement, line number, body) of a traceback's last line.
         self._placed = ("", "", 0, b"")
-        #: The year in LMCache's first line. kvfix uses it for vLLM's lines, which have no year.
+        #: The year in LMCache's first line. kvfix uses this year for vLLM's lines, which have no year.
         self._year = b""
-        #: The lines without a logger's prefix to parse. None before the first block.
+        #: The choice of lines without a logger's prefix that kvfix parses. None before the first block.
         self._headless: Headless | None = None
         #: True if an input line has the prefix of vLLM's or LMCache's logger.
         self.is_own = False
@@ -176,7 +176,7 @@ def _are_few_others(lines: list[bytes]) -> bool:
 #: The cache helps because an engine writes many lines within the same second.
 @lru_cache(maxsize=1024)
 def _before_frame(text: bytes) -> tuple[float | None, str, bool]:
-    """Return the time, the process, and True if the text is only a part of a prefix, or False for a message."""
+    """Return (time, process, True if the text is only a prefix and False if it contains another message)."""
     return *texts.second_and_process(text), len(text) <= _HEAD - 4 or _is_prefix(log_formats.shape(text))
 
 

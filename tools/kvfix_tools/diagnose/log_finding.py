@@ -1,4 +1,4 @@
-"""A problem that kvfix found in this input, with the log lines that show the problem, and the request's history."""
+"""A problem that kvfix found in the log, with the log lines that show the problem, and the request's history."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HistoryEvent(NamedTuple):
 class LogFinding:
     """A problem that kvfix found in the log.
 
-    violated: rules of the ledger that the request's events violate. first, last: times in seconds since 1970.
+    violated: rules of the ledger that the request's events violate. first, last: times of the first and last line.
     ran: for each distribution, the last release that the file named before the finding's first line.
     """
 
@@ -35,7 +35,7 @@ class LogFinding:
         self.severity = Severity.NOTE if answer.note else rule.severity
         #: Number of lines that the diagnosis had read when the problem began.
         self.began = math.inf
-        #: True if another program may have logged the line. The finding is then only a note in a log without an engine.
+        #: True if another program may have logged the line. The finding is only a note in a log without an engine.
         self.is_foreign = False
         #: The finding that is the cause of this finding, or None.
         self.follows: LogFinding | None = None
@@ -83,7 +83,7 @@ class LogFinding:
 
 
 def in_order(findings: list[LogFinding]) -> list[LogFinding]:
-    """Return the causes, then the consequences, then risks, then notes, each in the order in which they began."""
+    """Return the causes, then the consequences, risks and notes. In each group, the earliest finding is first."""
     troubles = sorted(
         (found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)),
         key=lambda found: found.began,
@@ -92,7 +92,7 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     causes = [found for found in troubles if not found.rule.symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        # A symptom of the whole log likely follows from the first cause, any other from the last cause before it.
+        # A symptom of the whole log follows from the first cause. Another symptom follows from the last earlier cause.
         follows = before and found.rule.symptom and found not in causes
         found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}

@@ -1,4 +1,4 @@
-"""Turn the output of log collectors into plain lines. Docker and some loggers write JSON. Others quote or escape lines.
+"""Turn the output of log collectors into plain lines. Some programs write JSON, and some quote or escape lines.
 
 Most lines keep the prefix that `kubectl logs`, journald or Docker Compose added, because the parsers search inside a
 line. For lines that continue a traceback, `without_prefix` removes the prefix.
@@ -25,10 +25,10 @@ _PREFIX = re.compile(
 )
 #: A message that begins with a level or with a process.
 _LEVELLED = re.compile(rb"(?:\(\w+ [^)]*pid=|\[\d{4}-)|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-#: A traceback in one string with escaped newlines contains this text. Few blocks contain this text.
+#: A traceback that is a single line with escaped newlines contains this text.
 _ESCAPED = b"\\n  File "
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
-#: The plain lines, and the number of each line in the input, or None if the numbers are consecutive.
+#: The plain lines, and for each of them the index of its original line, or None if no line was split.
 Plain = tuple[bytes, list[int] | None]
 
 

@@ -10,7 +10,7 @@ from kvfix_tools import redact
 
 Fields = dict[str, Any]
 #: A colour code. Pasted logs lose the escape character, and Docker's JSON writes this character as \u001b. A code
-#: without the character must have a number. Otherwise, the `[m` of `[multiproc_executor.py]` would be a colour code.
+#: without this character must have a number, because the `[m` of `[multiproc_executor.py]` is no colour code.
 ANSI = rb"(?:(?:\x1b|\\u001b)\[[0-9;]*m|\[[0-9;]+m)"
 #: LMCache ends a line with ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`.
 _TRAILER = re.compile(rb" ?(?:" + ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + ANSI + rb")?(?:\\n\x22.*|\s*)$")

@@ -1,8 +1,7 @@
 """Read the records of known problems (`knowledge/*.toml`), and find the problems that a log line shows.
 
-A record lists signs, which are patterns. A line that fits one of the signs shows the problem. For a record without
-signs, a function of the package `findings` decides.
-docs/knowledge.md describes the fields of a record, and how to add a record.
+A record lists signs, which are patterns. A line that fits one of the signs shows the problem. A record without signs
+lists kinds of lines (`on`), and a function of the package `findings` may decide if a line shows the problem.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The record of a known problem. docs/knowledge.md describes the fields.
+    """The record of a known problem. docs/knowledge.md describes the fields, and how to add a record.
 
-    message: the text of the violation if the record is a rule of the ledger, else None. It identifies the fixes.
+    message: the text of the violation if the record is a rule of the ledger, else None. The text identifies the fixes.
     """
 
     code: str
@@ -96,7 +95,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.for_good or (f"upgrade to {upgrade}" if upgrade else "")
 
     def values(self, log: Diagnosis, line: LogLine) -> dict[str, Any] | None:
-        """Return values for the finding's sentence (the line's fields, or those of the first fitting sign), or None."""
+        """Return the values for the finding's sentence, or None if the line does not fit the record."""
         if self.on:
             times = log.counts[line.name]
             return {**line.fields, "times": times} if times >= self.times else None
@@ -117,7 +116,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Answer(sentence, line.request, sure=self.certain and not nearly)
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
-        """Return True if one of `records` is more specific than this record, or explains the error the line quotes."""
+        """Return True if one of `records` is more specific than this record, or explains an error in the line."""
         if self.quotes and any(not each.quotes for each in records):
             return True
         own = [each for each in self.shows if fits(each, line) is not None]
@@ -127,7 +126,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Return True if this problem can happen with the connectors and releases that the log names.
 
-        If `nearly` is true, accept vLLM releases between an examined release without the problem and the next with it.
+        nearly: also accept vLLM releases between two examined releases of which only the newer one has the problem.
         """
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):
@@ -141,7 +140,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def _widened(specifier: str) -> str:
-    """Lower the bound to just above the next older examined release. For example, `>=0.32` becomes `>0.26.0`."""
+    """Lower the bound in a specifier to just above the next older examined release, so `>=0.32` becomes `>0.26.0`."""
     return re.sub(
         r">=(0\.\d+)(?:\.0)?(?=,|$)",
         lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
@@ -198,7 +197,7 @@ _Numbered = list[tuple[int, Sign]]
 
 @lru_cache(maxsize=1)
 def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
-    """Return an index (search, signs, others) of the signs of all specific records.
+    """Return an index (search, signs, others) of the signs of all records that are not general.
 
     The key of a sign is the longest fixed part of its text, or else its field `source`. `search` finds the keys
     in a line. `signs` has the signs for each key. `others` maps exception classes, or "", to signs without a key.
@@ -213,7 +212,7 @@ def _index() -> tuple[BytesAhoCorasick, list[_Numbered], dict[str, _Numbered]]:
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
-    """Return the specific records that have a sign that fits the line. Ignore the log's connectors and releases."""
+    """Return the records, without general ones, with a sign that fits the line. Do not check the log's releases."""
     if line.name == "logged":
         return _at("logged", line.body, "", "", "", (), False)
     get = line.fields.get

@@ -1,7 +1,7 @@
 """Find the connectors, roles and settings that a log names, and the releases that wrote the log.
 
-If a log does not name the releases, kvfix narrows the possible releases. For LMCache, it uses the line numbers of
-logging statements. For vLLM, it uses the line of code that logs EngineCore's death, and the files in tracebacks.
+If a log does not name the releases, kvfix narrows the possible releases. For LMCache, kvfix uses the line
+numbers of logging statements. For vLLM, kvfix uses the place that logs EngineCore's death, and files in tracebacks.
 """
 
 import re
@@ -21,7 +21,7 @@ from kvfix_tools.diagnose.log_line import LogLine, statement_place
 _FIRST = Version("0.6")
 _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
-#: Number of lines in core.py from the log statement for a failed start to the one for a fatal error (0.9.2 to 0.33.0).
+#: Number of lines in core.py from the log statement for a failed start to that for a death (0.9.2 to 0.33.0).
 _BEFORE = 2
 #: Kinds of lines that EngineCore logs when it dies.
 _DEATHS = ("fatal", "raised")
@@ -35,11 +35,11 @@ class Releases:
         self._candidates: frozenset[str] = frozenset()
         #: For each log file, the vLLM releases that match the code locations in the file.
         self._placed: dict[str, frozenset[str]] = {}
-        #: Kinds of lines that may still show a release. Of each LMCache kind, kvfix uses only the first line.
+        #: Kinds of lines that may still show a release. kvfix uses only the first line of each of LMCache's kinds.
         self.awaited = {message.name for message in MESSAGES if message.source == "lmcache"} | {*RELEASE_IN, *_DEATHS}
 
     def name(self, releases: dict[str, Any], file: str) -> None:
-        """Keep the releases (distribution to release) that this log file names."""
+        """Keep the releases, {distribution: release}, that this log file names."""
         for dist in ("lmcache", "vllm"):
             release = _public(str(releases.get(dist))[:64].partition("-g")[0])  # a checkout is like 0.5.6-g3e11e108
             # A build from a checkout without tags always reports 0.1.dev1.
@@ -64,7 +64,7 @@ class Releases:
             self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
 
     def placed(self, file: str | None = None) -> list[str]:
-        """Return the vLLM releases, oldest first, that match code locations in this file, or else in all files."""
+        """Return the vLLM releases, oldest first, that fit the code locations in this file, or else in all files."""
         own = self._placed.get(self.file if file is None else file)
         return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 
@@ -73,12 +73,12 @@ class Releases:
         return sorted({release for (of, _), many in self._named.items() if of == dist for release in many})
 
     def running(self) -> dict[str, str]:
-        """Return the last release of each distribution that the current file named. A log may contain an upgrade."""
+        """Return {distribution: last release that the current file named}, because a log may contain an upgrade."""
         return {dist: next(reversed(own)) for (dist, file), own in self._named.items() if own and file == self.file}
 
     @property
     def candidates(self) -> list[str]:
-        """The LMCache releases, oldest first, that match the line numbers of log statements. Empty if unknown."""
+        """The LMCache releases, oldest first, that match the line numbers of log statements, or [] if unknown."""
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
@@ -111,7 +111,7 @@ class Releases:
         )
 
     def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
-        """Return True if release `ran` (default: of the file, see `one`) matches the specifier, or None if unknown."""
+        """Return True if the specifier contains release `ran` (default: the file's, see `one`), or None if unknown."""
         inside = {_within(each, specifier) for each in ([ran] if ran else self._possible(dist, file))}
         return inside.pop() if len(inside) == 1 else None
 
@@ -134,12 +134,12 @@ def known() -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _of_statement(place: str) -> frozenset[str]:
-    """Return the releases that log the death of EngineCore at this place, such as `core.py:1332`. May be empty."""
+    """Return the releases that log EngineCore's death at this place, such as `core.py:1332`, or an empty set."""
     path, _, line = place.rpartition(":")
     if path.rpartition("/")[2] != "core.py":
         return frozenset()
     places = (each for row in statements.known()["vllm"] if row.message == "fatal" for each in row.lines.items())
-    # EngineCoreProc's statement has the lowest line number. It logs a failed start _BEFORE lines above that statement.
+    # EngineCoreProc's statement has the lowest line number. The statement for a failed start is _BEFORE lines above.
     return frozenset(release for release, lines in places if int(line) in (*lines, min(lines) - _BEFORE))
 
 

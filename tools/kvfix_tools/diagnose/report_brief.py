@@ -37,7 +37,7 @@ _HOSTS = (
     (re.compile(r"\b([a-z][a-z0-9+]{1,20}://)[^\s'\",/:}\])]+"), r"\1<host>"),
     (re.compile(r"(?i)\b((?:engine_id|hostname|host|server)['\"]?\s*[=:]\s*['\"]?)[^\s'\",}\])]+"), r"\1<left out>"),
     (_PACKAGED, r"\1"),
-    # A path, whose folder names may contain blanks.
+    # a path, whose folder names may contain blanks
     (re.compile(r"(?<![\w./])(?:~|\.{1,3})?/(?:[\w.@+= -]+/)*[\w.@+=-]+"), "<path>"),
     (
         re.compile(
@@ -46,9 +46,9 @@ _HOSTS = (
         "<file>",
     ),
 )
-#: This pattern finds the beginning of a value in a message.
+#: Finds the beginning of a value in a message.
 _VALUES = re.compile(r"\d|'|\"|<")
-#: This pattern finds the text of a user's request in an error message.
+#: Finds the text of a user's request in an error message.
 _PROMPT = re.compile(
     r"(?is)(\b(?:prompt|messages|content|input_text|text)\b['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\])"
 )
@@ -81,7 +81,7 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
 
 
 def _title(log: Diagnosis, found: LogFinding | None) -> str:
-    """Return a title that says what died or hangs, and the reason."""
+    """Return a title that names the process and its failure."""
     if found is None or found.is_note:
         return "No failure was found in the log"
     first = log.failures.first

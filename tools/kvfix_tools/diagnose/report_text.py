@@ -20,7 +20,7 @@ _PAGE = (
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
 #: Maximum number of findings to show in full without --all.
 SHOWN = 4
-#: Maximum number of characters of a cause without --all. kvfix shows only the first sentences of a longer cause.
+#: Maximum number of characters of a cause without --all. kvfix shows the first sentences of a longer cause.
 _LONGEST = 460
 #: Kinds of log lines that report a lookup, a load or a store.
 _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
@@ -34,7 +34,7 @@ REQUESTS = 4
 def print_finding(
     log: Diagnosis, found: LogFinding, console: Console, full: bool = False, others: list[LogFinding] | None = None
 ) -> None:
-    """Print one finding: title, request history, log lines, cause and remedy. others: other findings of its rule."""
+    """Print one finding: title, request history, log lines, cause and remedy. others: findings of the same rule."""
     rule = found.rule
     word = found.severity.word
     head = Text.assemble((f" {word} ", _STYLES.get(word, "bold")), " ", (rule.code, "bold"), f" {rule.name}")
@@ -154,7 +154,7 @@ def _print_whole(console: Console, text: str) -> None:
 
 
 def _summary(log: Diagnosis, findings: list[LogFinding]) -> str:
-    """Return the text of the SUMMARY line. For each kind of finding, show the number of requests and uncertainty."""
+    """Return the text of the SUMMARY line, with the number of requests for each kind of finding."""
     found = [each for each in findings if not each.is_note]
     words = []
     for kind in by_kind(found):

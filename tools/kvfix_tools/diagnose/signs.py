@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from kvfix_tools.diagnose.log_line import LogLine, without_place
 
 PLACE = re.compile(r"<(\w+)>")
-#: For each form of a sign, the number of innermost frames among which `within` is searched. 0 means all frames.
+#: For each form of a sign, the number of innermost frames in which kvfix searches for `within`. 0 means all frames.
 _FRAMES = {"raised": 8, "stack": 4, "died": 0}
 #: A place in a stack is `file.py:function`, `function()`, `folder/` or `namespace::function`.
 _PLACE = r"[\w./-]+\.\w+:[\w<>]+|[\w<>~]+\(\)|[\w./-]+/|[^\s`]+::[^\s`]+"
@@ -59,7 +59,7 @@ def parse(sign: str) -> tuple[Sign, ...]:
 
 @lru_cache(maxsize=4096)
 def longest(text: str) -> str:
-    """Return the longest fixed text of a template, which has no values."""
+    """Return the longest part of a template that has no value."""
     return max(PLACE.split(text)[::2], key=len)
 
 

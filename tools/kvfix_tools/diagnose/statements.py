@@ -1,8 +1,8 @@
 """Read the logging statements (`statements.json`) and the checks (`checks.json`) of all known releases.
 
-A statement gives a log line's level, the releases with the statement at a line number, and samples for tests. A check
-is a raise, an assertion or an error log in a connector. If no known problem explains a failure, the check gives the
-condition under which the code fails, and the releases that have the code. `make statements` writes both files.
+A statement has the level of a log line, and the releases that log the line at a line number. A check is a raise, an
+assertion or an error log in a connector. If no known problem explains a failure, the check has the condition under
+which the code fails, and the releases that have the code. `make statements` writes both files.
 """
 
 import json
@@ -19,7 +19,7 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 FILE, CHECKS = (Path(__file__).with_name(name) for name in ("statements.json", "checks.json"))
 _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 _PLACE = re.compile(rf"{_CONVERSION.pattern}|\{{\}}")
-#: A shorter text (without values) does not identify a statement, unless the function or the line is known.
+#: A text with fewer characters outside values does not identify a statement if the function and line are unknown.
 _TELLS = 16
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 _NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
@@ -58,7 +58,7 @@ def _by_release(by_line: dict[str, list[str]]) -> dict[str, tuple[int, ...]]:
 
 
 def levels(message: str, release: str) -> set[str]:
-    """Return the levels at which this release logs the message. Empty if the release never logs the message."""
+    """Return the levels at which this release logs the message, or an empty set if it never logs the message."""
     return {row.level for rows in known().values() for row in rows if row.message == message and release in row.lines}
 
 
@@ -99,12 +99,12 @@ def table(data: dict[str, Any]) -> Table:
 
 @lru_cache(maxsize=1)
 def checks() -> dict[str, tuple[list[str], Table]]:
-    """Return, for each distribution, its releases (oldest first) and the table of its checks."""
+    """Return {distribution: (releases, oldest first; table of checks)}."""
     return {dist: (data["releases"], table(data)) for dist, data in json.loads(CHECKS.read_text()).items()}
 
 
 def said_of(line: LogLine, release_of: Callable[[str], str | None]) -> str:
-    """Return the end of a sentence, which says why the code failed and which releases have this code, or ""."""
+    """Return the end of a sentence: why the code failed, and which releases have this code. Return "" if unknown."""
     for dist, (releases, table) in checks().items():
         found = [each for each in table if _shows(each, dist, line)]
         # Also count releases that have the same code in another file.
@@ -168,7 +168,7 @@ def _releases(name: str, releases: list[str], having: set[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def whole_statement(body: bytes) -> str | None:
-    """If a release logs this text, return the line's name in `grammar` or "logged", else None."""
+    """Return the line's name in `grammar` or "logged" if a release logs this text, else None."""
     text = " ".join(body.decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Parse the text of one line. The result does not depend on other lines, so kvfix can cache it."""
+"""Parse the text of one line. The result does not depend on other lines, so kvfix can cache the result."""
 
 import calendar
 import enum
@@ -45,7 +45,7 @@ _OTHER = re.compile(
     rb"|exec format (?P<format>error))"
 )
 #: Other prefixes may precede a rank or a level, so kvfix searches the first 128 bytes for a rank and the first 320 for
-#: a level. Further on, the word may be part of a sentence.
+#: a level. After these bytes, the word may be part of a sentence.
 _RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
@@ -61,10 +61,10 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar.RELEASE_IN)
 
 
 class Headless(enum.IntEnum):
-    """A choice of the lines without a logger's prefix to parse: NONE, lines that are WHOLE messages, or ALL lines.
+    """The lines without a logger's prefix that kvfix parses.
 
-    ALL: the input is an engine's log. WHOLE: the input is a paste of messages with few other lines. NONE: the input is
-    a manifest, documentation or another program's log, in which a line may contain the words of a message.
+    ALL: all lines, in an engine's log. WHOLE: lines that are whole messages, in a paste of messages with few other
+    lines. NONE: no lines, in documentation or another program's log, whose lines may contain words of a message.
     """
 
     NONE = 1
@@ -77,10 +77,10 @@ def is_own(text: bytes) -> bool:
     return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
-#: The cache helps because lines repeat. For example, vLLM looks up a waiting request in every engine step.
+#: The cache helps, because a waiting request gives an equal line in every engine step.
 @lru_cache(maxsize=2048)
 def behind_frame(tail: bytes) -> LogLine | None:
-    """Parse a line from `] LMCache LEVEL:` (FRAME) to its end. Return None if kvfix must parse the whole line."""
+    """Parse the end of a line, from `] LMCache LEVEL:` on. Return None if kvfix must parse the whole line."""
     level = LEVEL.match(tail)
     if level is None or len(tail) == LONGEST_BODY or tail.find(FRAME, level.end()) >= 0:
         return None
@@ -90,7 +90,7 @@ def behind_frame(tail: bytes) -> LogLine | None:
 
 
 def framed(level: bytes, body: bytes) -> LogLine:
-    """Parse the message after LMCache's prefix. The LogLine has no time, and its name is "" if kvfix skips it."""
+    """Parse the message after LMCache's prefix. The LogLine has no time, and its name is "" if kvfix skips the line."""
     name, fields = "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}
     if level in (b"INFO", b"DEBUG"):
         name, fields = "closing" if body.startswith(_CLOSING) else "", {}
@@ -103,10 +103,7 @@ def framed(level: bytes, body: bytes) -> LogLine:
 
 
 class Other:
-    """A line without LMCache's prefix: from vLLM, another logger or a traceback, or a line that lacks its beginning.
-
-    headless: the lines without a logger's prefix to parse.
-    """
+    """A line without LMCache's prefix: from vLLM, another logger or a traceback, or a line that lacks its beginning."""
 
     def __init__(self, line: bytes, headless: Headless = Headless.ALL) -> None:
         self._headless = headless
@@ -159,7 +156,7 @@ class Other:
 
     @cached_property
     def found(self) -> tuple[str, Fields] | None:
-        """The name and the fields of a LogLine, if the line is outside a traceback; None if kvfix skips the line."""
+        """(name, fields) of the LogLine if the line is outside a traceback, or None if kvfix skips the line."""
         text, body, head = self._text, self.body, self._head
         whole = not self.has_head and self._headless is Headless.WHOLE
         if not self.has_head and self._headless is Headless.NONE and RECORDED not in text:

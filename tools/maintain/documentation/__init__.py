@@ -1,1 +1,1 @@
-"""Make the parts of the documentation that come from code and from the lab's results (for mkdocs: mkdocs_hook)."""
+"""Generate documentation from code and from the lab's results. mkdocs calls the module mkdocs_hook."""

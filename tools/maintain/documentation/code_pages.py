@@ -1,4 +1,4 @@
-"""Make a page for each code (fixes, findings of kvfix-diagnose, rules), and a list of each kind of code."""
+"""Make a page for each fix, each finding of kvfix-diagnose and each rule, and a list of each of these kinds."""
 
 import inspect
 

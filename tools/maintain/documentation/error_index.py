@@ -20,7 +20,7 @@ _ORDINARY = {"asked", "retrieved", "stats"}
 RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 #: Markdown for code: a text between backticks, or between double backticks if the text has a backtick.
 _SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
-#: A span that begins with one of these texts is no message: it is the end of a message, a command or an option.
+#: A span that begins with one of these texts is the end of a message, a command or an option, but not a message.
 _NO_MESSAGES = ("...", ", ", "kvfix ", "py-spy ", "lmcache server", "--", "POST ")
 
 
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
     @property
     def severity(self) -> Severity | None:
-        """The severity of the message's worst finding; None if the message has no finding."""
+        """The severity of the message's worst finding, or None if the message has no finding."""
         return min((rule.severity for rule in self.rules), key=lambda severity: severity.value, default=None)
 
 
@@ -71,7 +71,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def _quoted(fix: Fix) -> list[str]:
-    """Return the messages that the symptom quotes, which are the code spans with several words."""
+    """Return the messages that the fix's symptom quotes, that is, the symptom's code spans with several words."""
     spans = (" ".join(found[2].split()) for found in _SPAN.finditer(fix.section("Symptom")))
     return [span for span in spans if " " in span and not span.startswith(_NO_MESSAGES)]
 

@@ -47,6 +47,6 @@ def prose(text: str) -> str:
 
 
 def span(releases: Sequence[str], among: Sequence[str]) -> str:
-    """Return the releases as runs of the sorted list `among`: `0.3.9 to 0.3.11, 0.4.1`."""
+    """Return the releases as runs of the sorted list `among`, such as `0.3.9 to 0.3.11, 0.4.1`."""
     runs = [list(run) for inside, run in groupby(among, key=lambda release: release in releases) if inside]
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

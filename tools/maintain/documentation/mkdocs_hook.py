@@ -38,7 +38,7 @@ def _checks() -> str:
     return table(("check", "what must be so"), [(f"`{each.name}`", each.doc) for each in checks.catalogue()]).rstrip()
 
 
-#: {mark in a page: function with the text that replaces the mark}
+#: {mark in a page: function that returns the text for this place}
 MARKS: dict[str, Callable[[], str]] = {
     "<!-- the checks -->": _checks,
     "<!-- the connector -->": connector_pages.connector,

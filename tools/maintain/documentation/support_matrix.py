@@ -1,7 +1,7 @@
 """Make the page "Is my pair safe?" (theme/pair.js) from the fingerprints and docs/matrix.json (`make matrix`).
 
-The lab does not play every bug in every pair, above all not in old releases. If the lab did not play a bug, the
-fingerprints show if the released code has the bug. Without the fingerprints, the page would show this bug as absent.
+For some pairs, above all of old releases, the lab has no result about a bug. The fingerprints then show if the released
+code has the bug. Without the fingerprints, the page would show the bug as absent.
 """
 
 import json
@@ -19,8 +19,8 @@ from maintain.documentation.markdown import span, table
 from maintain.scenario_matrix import Pairs
 
 FIXED, NOT_FIXED, CLEAN, NOT_PLAYED = "bug, fixed", "bug, **not fixed**", "no bug", "-"
-#: Letters for the cells in the data of the page. The second line is for cells that are NOT_PLAYED. C: the code has the
-#: bug. r: the code does not have the bug. -: no release of the pair has the function.
+#: Letters for the cells in the data of the page. The second line has the letters for NOT_PLAYED. C: the code has the
+#: bug. r: the code does not have the bug. -: no release of the pair has the fixed function.
 _LETTERS = {FIXED: "F", NOT_FIXED: "N", CLEAN: "c"}
 _IN_THE_CODE, _RIGHT, _ABSENT = "C", "r", "-"
 
@@ -31,7 +31,7 @@ def as_json(pairs: Pairs) -> str:
 
 
 def data(pairs: Pairs) -> dict[str, Any]:
-    """Return the data for pair.js. `cells` has a string for each vLLM, with a letter for each LMCache release."""
+    """Return the data for pair.js. `cells` has a string for each vLLM release, with a letter for each LMCache."""
     vllm, lmcache = _releases(pairs)
     return {
         "vllm": vllm,
@@ -71,7 +71,7 @@ def _letters(fix: Fix, pairs: Pairs) -> list[str]:
 
 
 def of_fix(pairs: Pairs, code: str) -> str:
-    """Return a table of a fix, with a row for each vLLM, and a column for LMCache releases with equal outcomes."""
+    """Return a fix's table, with a row for each vLLM release and a column for LMCache releases with equal outcomes."""
     slugs = _scenarios(code)
     if not slugs:
         return "The lab does not play this bug. Tests with the released code show it instead.\n"

@@ -39,7 +39,7 @@ LEFT_OUT = {
 #: {files to move into a separate wheel, because vLLM's wheel exceeds the limit of a folder: name of the new wheel}
 APART = {
     "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and operations that every model runs
-    # On CUDA vLLM imports FlashAttention 2 or 3, also if it uses another attention backend (0.26.0
+    # On CUDA, vLLM imports FlashAttention 2 or 3 for all attention backends (0.26.0
     # v1/attention/backends/fa_utils.py:23).
     "vllm/vllm_flash_attn/_vllm_fa3_C.*": "vllm_flash_attention",
 }
@@ -54,7 +54,7 @@ def download(folder: Path) -> None:
 
 
 def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
-    """Copy wheels and scripts to subfolders. Return {subfolder: bytes}. Raise ValueError if one exceeds LIMIT."""
+    """Copy wheels and scripts to subfolders. Return {subfolder: bytes}. Raise ValueError if one is above LIMIT."""
     for wheel in wheels:
         into = folder / FOLDERS.get(wheel.name.partition("-")[0], "1")
         into.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def make(folder: Path, wheels: list[Path]) -> dict[str, int]:
 
 
 def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, str]) -> list[Path]:
-    """Split this wheel into parts, and write the parts into the folder. Return their paths, the main part first.
+    """Split this wheel into parts, and write the parts into the folder. Return the parts' paths, the main part first.
 
     pip can install each part, because the RECORD of a part names exactly the part's files. One call of pip installs all
     parts into one folder, where they are one package. Raise ValueError if a pattern matches no file of this release.
@@ -95,7 +95,7 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
             content[f"{info}/WHEEL"] = parts[name][f"{name}-{version}.dist-info/WHEEL"]
             content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {part}\nVersion: {version}\n".encode()
         content[f"{info}/RECORD"] = b""
-        rows = (f'"{file}",,\n' for file in content)  # quoted: names of vLLM's files have commas. pip needs no hash
+        rows = (f'"{file}",,\n' for file in content)  # quoted, because names in vLLM have commas. pip needs no hash
         content[f"{info}/RECORD"] = "".join(rows).encode()
         written.append(folder / f"{part}-{version}-{tag}.whl")
         with zipfile.ZipFile(written[-1], "w", zipfile.ZIP_DEFLATED) as out:

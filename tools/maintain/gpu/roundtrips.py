@@ -1,6 +1,6 @@
 """The stages that run `kvfix roundtrip`. All runs of a stage are in one process, which imports torch only once.
 
-If a run makes the GPU fail, the process cannot go on. So separate stages run LMCache as released (without fixes).
+If a run makes the GPU fail, the later runs of the process fail too. So separate stages run LMCache without fixes.
 """
 
 import os
@@ -14,7 +14,7 @@ from kvfix_tools.roundtrip.run_report import RunReport, check_per_copy, counted,
 from maintain.gpu import stages
 
 KEPT = 10  # maximum number of failed cells to keep in full
-#: OF_PLAIN: minimum speed relative to a plain copy of pinned memory. OF_COPIES: maximum of check_per_copy.
+#: OF_PLAIN: minimum speed relative to a plain copy of pinned memory. OF_COPIES: maximum result of check_per_copy.
 OF_PLAIN, OF_COPIES = 0.95, 2.0
 
 
@@ -38,7 +38,7 @@ def found(report: RunReport) -> bool:
 
 
 def known(report: RunReport) -> bool:
-    """Return True if known bugs of LMCache as released cause all failures."""
+    """Return True if known bugs of the released LMCache cause all failures."""
     return all(report.known(one) for one in report.results if one.verdict in ("failed", "crashed"))
 
 
@@ -77,7 +77,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[RunReport], bool]]]] = {
     ],
     "vllm": [("matrix", "--backend vllm-simple vllm-offload --gib 4", passes)],
 }
-#: {option: the smaller size for CPU tensors}, to test the scripts without a GPU.
+#: {option: option with a smaller size}, to test the scripts on a CPU.
 SMALL = {"--gib 32": "--gib 0.03", "--gib 4": "--gib 0.03", "--tokens 8192": "--tokens 512"}
 
 

@@ -1,7 +1,7 @@
-"""Stages `serve` and `verify`: start two `vllm serve` with LMCache, one without kvfix and one with kvfix's fixes.
+"""Stages `serve` and `verify`: start two vLLM servers with LMCache, one without kvfix and one with kvfix's fixes.
 
 `serve` uses LMCache's multi-process connector, which loads correct KV even without kvfix. The stage runs `kvfix look`
-and `kvfix dump` under load. Then it compares the throughput of both servers in alternating runs.
+and `kvfix dump` under load, and then compares the throughput of the two servers in alternating runs.
 
 `verify` uses LMCache in process, which loads wrong KV without kvfix (LMCache issue 4463). `kvfix verify` must find
 wrong KV in the server without kvfix, and no error in the server with the fixes.
@@ -25,7 +25,7 @@ from kvfix_tools.roundtrip import real_engine
 from maintain.gpu import stages
 
 PROMPT, ANSWER = 400, 48  # tokens of a prompt and of an answer
-#: {device: (requests of a run, requests at once, pairs of runs)}. On a CPU the stages only test these scripts.
+#: {device: (requests of a run, requests at once, pairs of runs)}. On a CPU, the stages only test the scripts.
 SIZES = {"cuda": (64, 16, 8), "cpu": (8, 4, 1)}
 #: Maximum seconds for the start of a server, and for a run of `kvfix verify`.
 STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, {"cuda": 60, "cpu": 300}
@@ -106,7 +106,7 @@ def serve(done: stages.Steps, folder: Path, device: str, servers: dict[str, Any]
 
 
 def load(port: int, requests: int, clients: int, seed: int) -> float:
-    """Return the seconds for the requests. Every second prompt repeats one of the previous run, so its KV is cached."""
+    """Return the seconds for the requests. Every second prompt is from the previous run, so that its KV is cached."""
     prompts = [real_engine.prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
 
     def ask(tokens: list[int]) -> None:

@@ -70,7 +70,7 @@ def device(arguments: list[str]) -> tuple[str, str]:
 
 
 def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
-    """Run a stage and return its result. Kill a stage that takes `slower` times its limit; `exit` is then TIMED_OUT."""
+    """Run a stage and return the result. After `slower` times its limit, kill the stage; `exit` is then TIMED_OUT."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -115,7 +115,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str], stages: tuple[Stage, ...] = STAGES) -> int:
-    """Return 0 if no stage failed, 77 if none could be checked, else 1."""
+    """Return 0 if no stage failed, 77 if no stage could be checked, else 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--resume", action="store_true", help="run only the stages that have no result in OUT")

@@ -1,8 +1,8 @@
-"""Functions that decide, by the numbers in log lines, if a log shows a problem of knowledge/rules.toml.
+"""Functions that decide from the numbers in log lines if a log shows a problem of knowledge/rules.toml.
 
-For example, `@finding def waits_for_load(log, line)` decides the record `[waits-for-load]`, which has the texts. The
-record's key `on` names the kinds of lines and exception texts at which kvfix calls the function. "" means the end of
-the log. A function returns None, or an `Answer` about this case. A function with `@decides` decides several records.
+For example, `@finding def waits_for_load(log, line)` decides if the log shows the problem `[waits-for-load]`. The
+problem's key `on` lists the kinds of lines and exceptions for which kvfix calls the function. In `on`, "" is the end of
+the log. The function returns an `Answer` or None (no problem). A function with `@decides` decides several problems.
 """
 
 import enum
@@ -16,7 +16,7 @@ from kvfix_tools.diagnose.log_line import LogLine
 
 
 class Severity(enum.Enum):
-    """The effects of problems, worst first. A NOTE may not be a problem: perhaps the log only begins or ends here."""
+    """The effects of problems, worst first. A NOTE may be no problem, because the log may be incomplete."""
 
     CRASH = 0
     WRONG = 1
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     """A function's decision that the log shows a problem. `sentence` describes the case with numbers.
 
     request: None means the line's request, and "" means no request. sure: False if another cause is possible.
-    evidence: further log lines. note: True if the log may only begin or end here, without a problem.
+    evidence: further log lines. note: True if there may be no problem, because the log may be incomplete.
     """
 
     sentence: str
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
 
 Decides = TypeVar("Decides", bound=Callable[..., Answer | None])
-#: Pairs of a record's name and the answer, for records that the line shows.
+#: Pairs (name of a record, answer) for the records whose problem the line shows.
 Answers = Iterator[tuple[str, Answer]]
 Keeps = Callable[[Any, Any], None]
 
@@ -56,13 +56,13 @@ _NOTES: dict[str, list[Keeps]] = {}
 
 
 def finding(decides: Decides) -> Decides:
-    """Register a function that decides the record of the same name."""
+    """Register a function for the record of the same name."""
     FUNCTIONS[decides.__name__.replace("_", "-")] = decides
     return decides
 
 
 def decides(*records: str) -> Callable[[Callable[..., Answers]], Callable[..., Answers]]:
-    """Register a function that decides these records. The function yields pairs (record, answer)."""
+    """Register a function for these records. The function yields pairs (record, answer)."""
 
     def register(answers: Callable[..., Answers]) -> Callable[..., Answers]:
         FUNCTIONS.update({record: partial(_answer_of, record, answers) for record in records})
@@ -95,6 +95,6 @@ def functions() -> dict[str, Callable[..., Answer | None]]:
 
 
 def notes() -> dict[str, list[Keeps]]:
-    """Return, for each kind of line, the functions that `note` registered. kvfix calls them before it decides rules."""
+    """Return, for each kind of line, the functions that `note` registered. kvfix calls them before other functions."""
     functions()
     return _NOTES

@@ -1,4 +1,4 @@
-"""Find why EngineCore or a worker died in a connector hook, by the text and traceback of the exception."""
+"""Find why EngineCore or a worker died in a connector hook, from the text and traceback of the exception."""
 
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import Answer, Answers, decides, finding
@@ -6,13 +6,12 @@ from kvfix_tools.diagnose.log_line import LogLine
 
 #: In some builds of LMCache, `assert len(slot_mapping) == len(token_ids)` has this message.
 _DESYNC = "Slot mapping and token IDs length mismatch"
-#: Source lines of vLLM's calls between the abort of a request and the call of the connector.
+#: Source lines of the calls through which vLLM tells a connector that a request was aborted.
 _ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connector_finished(")
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
-    """Return True for an AssertionError without a message whose source line contains `source`. If `function` is given,
-    one of the last three frames must be in this function."""
+    """Return True for an AssertionError without a message, at a source line with `source`, in or below `function`."""
     fields = line.fields
     if fields["type"] != "AssertionError" or fields["text"]:
         return False
@@ -21,7 +20,7 @@ def _asserts(line: LogLine, source: str, function: str = "") -> bool:
 
 
 def _capped(log: Diagnosis, line: LogLine) -> bool | None:
-    """Return True if a capped load explains the mismatch, False if another cause does, or None if unknown."""
+    """Return True if the cap on a load explains the mismatch, False if another cause does, or None if unknown."""
     fields = line.fields
     if fields["granted"] != fields["hit"]:
         return True

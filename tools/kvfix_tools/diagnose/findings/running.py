@@ -14,7 +14,7 @@ POLLS = 1000
 
 
 class _Head:
-    """The request whose lookup vLLM repeats. asked, done: the log's counts of lookups and transfers at the start."""
+    """The request whose lookup vLLM repeats. asked, done: numbers of lookups and transfers when the repeats began."""
 
     fields: Fields = {}
     asked = done = 0
@@ -60,7 +60,7 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
         return Answer(f"{f['what']}: {f['error']}")
     if "what" in f:  # the line does not have the text of the error
         return Answer(f"{f['what']}, without a reason", sure=False)
-    # Since 0.4.3, this line ends a traceback, and the traceback has the error.
+    # Since LMCache 0.4.3, this line ends a traceback, and the traceback has the error.
     raised = log.last.get("raised")
     if raised is None or raised.process != line.process:
         return Answer("LMCache failed to start; the beginning of the line is not in the log")
@@ -110,7 +110,7 @@ class _TakenForDone(list[LogLine]):
 def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
     unsure = log.state(_TakenForDone)
     sentence = "the load of this request failed, but was reported as done"
-    if line is None:  # if vLLM logged failed loads, LMCache did report them as failed
+    if line is None:  # vLLM logs failed loads only if LMCache has reported them as failed
         if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
             return None
         unsure_sentence = f"{sentence} (if LMCache is older than 0.5.5)"
@@ -144,8 +144,8 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer("requests were preempted, and this LMCache does not wait for stores in flight")
 
 
-#: All CacheBlend separators of a prompt together have fewer tokens than this. Lookups count the separators, but stores
-#: do not. CacheBlend loads layer by layer, and then its log line about a load has the text `out of total`.
+#: In a prompt, CacheBlend's separators have fewer than _SEPARATORS tokens. Lookups count separators, but stores do not.
+#: CacheBlend loads layer by layer. LMCache's log line about a layerwise load has the text `out of total`.
 _SEPARATORS = 64
 
 

@@ -7,7 +7,7 @@ from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.findings import FUNCTIONS, Answer, Answers, decides, finding, note
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 
-#: A finding needs this number of statistics intervals (10 s each) in which requests exist, but no token is computed.
+#: Number of statistics intervals (10 s each) with requests, but without a computed token, that a finding needs.
 IDLE = 3
 #: With these connectors, a decode instance loads only the blocks that a request names.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
@@ -21,7 +21,7 @@ _QUEUE, _STEP, _PREFILL = "nothing-moves", "step-does-not-end", "decode-waits-fo
 
 
 class _Still(dict[tuple[str, str], "tuple[int, str, LogLine, str]"]):
-    """For each engine: number of intervals without a token, text of the statistics, last line, name of the record."""
+    """For each engine: (intervals without a token, text of the statistics, last line, name of the fitting record)."""
 
 
 @note("stats")
@@ -40,10 +40,7 @@ def _note_standstill(log: Diagnosis, line: LogLine) -> None:
 
 
 def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
-    """Return True if a decode instance has free blocks, but all requests wait for KV of a prefill instance.
-
-    If the log names no connector, all waiting requests must be deferred, and the external hit rate must exceed ALL.
-    """
+    """Return True if a decode instance has free blocks, but all requests wait for KV of a prefill instance."""
     of_decode = log.who.connectors <= BY_REQUEST and "kv_producer" not in log.who.roles
     if not log.who.connectors:
         of_decode = fields.get("deferred") == fields["waiting"] and float(fields.get("external") or 0) > ALL
@@ -57,14 +54,14 @@ def _engine(line: LogLine) -> tuple[str, str]:
 def _stands(record: str, log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Return an answer if an engine has computed no token for IDLE intervals, and this record fits the engine.
 
-    At the end of a log, fewer intervals are enough for a note. The reason is that an engine without progress logs its
-    statistics once at INFO, and then at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
+    At the end of a log, fewer intervals are enough for a note. An engine without progress logs its statistics only once
+    at INFO, and then at DEBUG (loggers.py 0.12.0:194 to 0.32.0:272).
     """
     still = log.state(_Still)
     if line is not None:
         count, what, _, looks_like = still.get(_engine(line), (0, "", None, ""))
         is_still = looks_like == record and count >= IDLE
-        # Only a queue makes the answer certain, because one engine step may take as long as the intervals.
+        # Without queued requests, the answer is not certain, because one engine step may take all these intervals.
         return Answer(f"{what} for {count} intervals", sure=record == _QUEUE) if is_still else None
     for count, what, last, looks_like in still.values():
         if count < IDLE and looks_like == record and not log.failures.closing:

@@ -61,7 +61,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _of_error(log: Diagnosis, first: LogLine) -> tuple[Problem | None, Answer]:
-    """Return the general record of the first error or None, and an answer about the error."""
+    """Return (general record of the first error or None, answer about the error)."""
     heading = log.failures.heading if not first.fields.get("frames") else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return general, Answer(

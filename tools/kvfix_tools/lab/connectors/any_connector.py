@@ -1,7 +1,7 @@
-"""Play any connector in the lab, in both roles. The connector's own code moves real bytes of KV cache tensors.
+"""Run any connector in the lab, in both roles. The connector's own code moves the bytes of real KV cache tensors.
 
-The lab replaces only the model and its layers. vLLM's factory makes the connector. vLLM's own code calls the connector
-around a forward pass (KVConnectorModelRunnerMixin), with vLLM's forward context and attention metadata for the CPU.
+The lab replaces only the model and its layers. vLLM's factory makes the connector. KVConnectorModelRunnerMixin calls
+the connector before and after each forward pass, with vLLM's forward context and attention metadata for the CPU.
 """
 
 import copy
@@ -33,14 +33,14 @@ from kvfix_tools.lab.engine.tensor_memory import TensorMemory
 from kvfix_tools.lab.engine.workers import Worker
 from kvfix_tools.lab.options import Options
 
-#: Placeholder in the connector's configuration. The lab replaces it by the path of a new, empty folder for each engine.
+#: The lab replaces this placeholder in the connector's configuration by the path of a new, empty folder per engine.
 FOLDER = "{dir}"
-#: Maximum number of consecutive steps without a forward pass during a transfer. Each such step takes at least 1 ms.
+#: During a transfer, the lab makes at most this number of consecutive steps without a forward pass (1 ms or more each).
 PATIENCE = 500
 
 
 class AnyReader(Reader):
-    """The reader for metadata that kvfix cannot read. It returns the loads that vLLM has allocated blocks for."""
+    """A reader for a connector whose metadata kvfix cannot read. `loads` returns the loads with allocated blocks."""
 
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
@@ -52,9 +52,9 @@ class AnyReader(Reader):
 
 
 class AnyWorker(Worker):
-    """The worker role. Hooks are called in vLLM's order (v1/worker/gpu_model_runner.py 0.32.0:3968-4216).
+    """The worker role. The lab calls the hooks in vLLM's order (v1/worker/gpu_model_runner.py 0.32.0:3968-4216).
 
-    For each layer, the lab calls the hooks that model_executor/layers/attention/kv_transfer_utils.py:27-47 calls.
+    The hooks of each layer are those that vLLM calls in model_executor/layers/attention/kv_transfer_utils.py:27-47.
     """
 
     def __init__(self, rank: int, slots: Slots, connector: Any, config: Any, memory: TensorMemory) -> None:
@@ -126,7 +126,7 @@ class AnyWorker(Worker):
             self.called.save_kv_layer(name, self.memory.kv_caches[name], context.attn_metadata[name])
 
     def _attention(self) -> dict[str, CPUAttentionMetadata]:
-        """Return {layer: attention metadata of this step}, as vLLM's builder for the CPU makes it."""
+        """Return {layer name: attention metadata of this step}, in the form that vLLM's CPU backend uses."""
         model = self.owner.events.model
         scheduled = self._output.num_scheduled_tokens
         starts = {name: model.start(name, tokens) for name, tokens in scheduled.items()}
@@ -157,7 +157,7 @@ class AnyWorker(Worker):
 
 
 class AnyConnector(Connector):
-    """The scheduler and worker roles of the connector. `Contract` checks what both roles return and report."""
+    """The tested connector, in the scheduler and worker roles. `Contract` checks the results of its hooks."""
 
     workers: Sequence[AnyWorker]
 
@@ -172,7 +172,7 @@ class AnyConnector(Connector):
         self.reader = AnyReader(self.in_scheduler)
         self.workers = [self._make_worker(rank, slots, config) for rank, slots in enumerate(memories)]
         self.output: Any = None
-        #: loads: {request: its load in flight}. sending: ended requests whose blocks the connector still holds.
+        #: loads: {request: load in flight}. sending: ended requests whose blocks the connector still holds.
         self.loads: dict[str, Load] = {}
         self.sending: set[str] = set()
         self._to_lose = False
@@ -197,12 +197,12 @@ class AnyConnector(Connector):
         return worker
 
     def lose_stored(self) -> None:
-        """Make the connector lose the stored tokens of the next load before it loads the tokens."""
+        """Before the connector's next load, delete the connector's stored KV, so that the load fails."""
         self.events.may_fail.add("")
         self._to_lose = True
 
     def handed_out(self) -> None:
-        """Drop the stored tokens if `lose_stored` was called. The lab calls this before a worker gets the metadata."""
+        """Delete stored KV if `lose_stored` was called. The lab calls this method before a worker gets metadata."""
         if self._to_lose and self.reader.granted:
             self._to_lose = False
             module, _, name = self._options.lose.rpartition(":")
@@ -218,7 +218,7 @@ class AnyConnector(Connector):
             time.sleep(0.001)  # transfers take real time
 
     def granted(self, name: str, load: Load) -> None:
-        """Fill the load's blocks with garbage in all layers, so that only the connector's load makes the KV right."""
+        """Fill the load's blocks with garbage in all layers. The KV is then right only if the connector loads it."""
         if self.other is None or name not in self.other.has:
             self.loads[name] = load
         self.reader.granted.append((name, load.start, load.end))
@@ -229,11 +229,11 @@ class AnyConnector(Connector):
                     worker.memory.poison(block)
 
     def reads_wrong(self, name: str, message: str) -> None:
-        """Keep the message until the end of the step. Wrong KV is no violation if its load is reported as failed."""
+        """Keep the message until the step ends. Wrong KV is no violation if the connector reports a failed load."""
         self._wrong.append((name, message))
 
     def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
-        """Check the contents at the end of the step. wrong: {block: first layer that differs from layer 0}."""
+        """Report wrong KV of requests without failed blocks. wrong: {block: first layer that differs from layer 0}."""
         found, self._wrong = self._wrong, []
         blocks = {name: self.events.model.blocks(name) for name in self.output.num_scheduled_tokens}
         for name, of_request in blocks.items():
@@ -257,7 +257,7 @@ class AnyConnector(Connector):
         self.sending -= report.finished_sending or set()
 
     def _loaded(self, name: str, failed: set[int], wholly: bool = False) -> None:
-        """Record that a load has ended. It has loaded the tokens before the first failed block, or none if `wholly`."""
+        """Record the end of a load. Only the tokens before the first failed block are loaded; none if `wholly`."""
         load = self.loads.pop(name)
         size = self.groups[0].kv_cache_spec.block_size
         blocks = self.events.model.blocks(name)[load.start // size : -(-load.end // size)]
@@ -298,7 +298,7 @@ class AnyConnector(Connector):
                 self.events.violated(rules.NEVER_GIVEN_BACK, name, f"has ended, and keeps its blocks: {what}")
 
     def close(self, keep: bool = False) -> None:
-        """Shut the engine down. keep: keep the connector's folder for the next engine."""
+        """Shut both roles down, and delete the connector's folder. keep: leave the folder for the next engine."""
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         try:
             for role in (self.in_scheduler, *(worker.called for worker in self.workers)):

@@ -1,4 +1,4 @@
-"""The base class of the lab's connectors. The scheduler role and the worker roles are in one process."""
+"""The base class of the lab's connectors. The scheduler and worker roles run in one process."""
 
 import copy
 import threading
@@ -24,21 +24,21 @@ CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
 #: The modules in which LMCache opens lookup sockets. LMCache up to 0.3 uses the first module, and LMCache from 0.4 on
 #: uses the second. Asynchronous loading uses the third.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-#: The modules of the plugin launcher: up to LMCache 0.3, and since 0.4. The launcher's atexit handler keeps it alive.
+#: LMCache's plugin launcher is in the first module up to 0.3, and in the second since 0.4. It has an atexit handler.
 _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 
 class Connector:
-    """A connector in the scheduler role (`in_scheduler`) and the worker role (`workers`). Both record `events`."""
+    """A connector in the scheduler role (`in_scheduler`) and worker role (`workers`). Both roles record `events`."""
 
     scheduler: "Scheduler"
     in_scheduler: Any
-    #: The worker of each rank. With a MultiConnector, the lab plays only one rank.
+    #: The worker of each rank. With a MultiConnector, the lab runs only one rank.
     workers: "Sequence[Worker]"
     #: Reads the connector's own state in the scheduler role (kvfix.connector_events.readers).
     reader: Any
     events: "RequestEvents"
-    #: The other connectors of a MultiConnector.
+    #: The other children of a MultiConnector, if there are any.
     other: "OtherConnector | None" = None
     offloading: Any = None
     _place = 0
@@ -68,7 +68,7 @@ class Connector:
         return worker
 
     def _join_others(self, options: Options) -> None:
-        """Connect the other connectors of a MultiConnector to the lab's memory."""
+        """Connect the other children of a MultiConnector to the lab's memory."""
         worker = self.workers[0]
         if options.beside:
             self.other = next(each for each in worker.called._connectors if isinstance(each, OtherConnector))
@@ -96,7 +96,7 @@ class Connector:
         return metadata if children is None else children[self._place]
 
     def kept(self) -> dict[str, set[str]]:
-        """Return {attribute: requests whose state the attribute has}. No request may be listed after its end."""
+        """Return {attribute: requests whose state the attribute holds}. A connector must not keep ended requests."""
         of_others = {} if self.offloading is None else self.offloading.kept()
         return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
 
@@ -105,7 +105,7 @@ class Connector:
         self.events.wrong_content(name, message)
 
     def not_to_store(self, request: Any) -> str:
-        """Return why this request must not be stored; "" if it may be stored."""
+        """Return why this request must not be stored, or "" if it may be stored."""
         return ""
 
     def evict(self, cache: "Cache", chunks: int, forced: bool) -> int:
@@ -113,7 +113,7 @@ class Connector:
         return cache.evict(chunks, forced)
 
     def never_given_back(self) -> None:
-        """Report blocks that the connector still holds for ended requests. Called at the end of a run."""
+        """Report blocks that the connector still holds for ended requests. The lab calls this at the end of a run."""
         if self.offloading is not None:
             self.offloading.never_given_back()
 
@@ -152,7 +152,7 @@ class Connector:
         return request in self.looking()
 
     def in_flight(self, request: str) -> set[str]:
-        """Return the operations in flight for this request between steps: some of "looking", "loading", "storing"."""
+        """Return the operations in flight for this request, a subset of {"looking", "loading", "storing"}."""
         doing = {"loading": request in self.loading(), "storing": request in self.storing()}
         doing["looking"] = self.is_looking(request)
         return {name for name, yes in doing.items() if yes}
@@ -163,12 +163,11 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """A connector that a MultiConnector asks first. Steps of the lab choose the requests that this connector has KV
-    for. The lab's engine performs the loads of this connector."""
+    """The first child of a MultiConnector. The lab decides which requests have KV in this child, and loads the KV."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        #: Requests with KV in this connector. It has the KV of all full blocks before a request's last token.
+        #: Requests with KV in this connector, namely the KV of all full blocks before the request's last token.
         self.has: set[str] = set()
         #: {request: (first token, end)} of the loads that have allocated blocks and have not ended
         self.loads: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Check a connector that the lab does not know. The checks cover its hook calls and the request ids that it keeps."""
+"""Check the hook calls of a connector that the lab does not know, and find request ids that the connector keeps."""
 
 import pickle
 from collections import deque
@@ -18,7 +18,7 @@ _NOT_ITS_OWN = {"_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_
 
 
 class Load(NamedTuple):
-    """The tokens of a hit that vLLM accepted and that are not loaded yet. asynchronous: the load runs between steps."""
+    """Tokens [start, end) that the connector has promised and must load. asynchronous: the load runs between steps."""
 
     start: int
     end: int
@@ -30,7 +30,7 @@ class Contract:
 
     def __init__(self, owner: "AnyConnector") -> None:
         self._owner = owner
-        #: {request: (computed tokens, True if its load runs between steps)} from the request's last lookup
+        #: {request: (computed tokens, True if the load runs between steps)} of the request's last lookup
         self._promised: dict[str, tuple[int, bool]] = {}
         connector = owner.in_scheduler
         self._ask, self._grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
@@ -46,7 +46,7 @@ class Contract:
         self._owner.events.violated(rules.WRONG_KIND, name, f"{hook} answers {answer!r:.80}; expected: {wanted}")
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
-        """Call the hook twice. It must have no side effects, because vLLM may call it several times (base.py:15)."""
+        """Call the hook twice, because vLLM may do so. The hook must have no side effects (base.py:15)."""
         name, first = request.request_id, self._ask(request, computed)
         answer = self._ask(request, computed)
         right = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], bool)
@@ -110,7 +110,7 @@ class Contract:
 
 
 def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
-    """Return {attribute: ids found in it}. Search the connector, and all objects from its package that it refers to."""
+    """Return {attribute: ids in the attribute} for the connector and all objects of its package that it refers to."""
     found: dict[str, set[str]] = {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(type(connector).__name__, connector, 0)]
@@ -120,7 +120,7 @@ def kept_requests(connector: Any, ids: set[str]) -> dict[str, set[str]]:
         if id(each) in seen or depth > 4:
             continue
         seen.add(id(each))
-        if isinstance(each, KVConnectorBase_V1):  # a child of a MultiConnector may be in another package
+        if isinstance(each, KVConnectorBase_V1):  # children of a MultiConnector may be in other packages
             kinds = [kind.__module__ for kind in type(each).__mro__ if issubclass(kind, KVConnectorBase_V1)]
             packages |= {module.rpartition(".")[0] or module for module in kinds}
         for name, value in _attributes(each):

@@ -1,6 +1,6 @@
-"""vLLM's MooncakeConnector of one engine, in the scheduler and worker roles. pair.py makes two engines.
+"""vLLM's MooncakeConnector in one engine, in the scheduler and worker roles. pair.py makes two engines.
 
-Decode sends its block ids to prefill, and prefill writes into these blocks. The lab replaces Mooncake's transfer
+Decode sends its block ids to prefill, and prefill writes KV into decode's blocks. The lab replaces Mooncake's transfer
 engine, the sockets, HTTP and threads (mooncake_network.py), the attention backend, and the clock.
 """
 
@@ -18,7 +18,7 @@ from kvfix_tools.lab.fuzz.parameters import Params
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
 
-#: vLLM's default timeout in seconds. No prefill in the lab takes that long.
+#: vLLM's default for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, in seconds. No prefill in the lab takes so long.
 _LONG = 480
 
 
@@ -49,7 +49,7 @@ class MooncakeWorker(PairWorker):
         called.register_kv_caches({kv_layout.LAYER.format(0): byte_memory.tensor(slots, options).squeeze(1)})
 
     def get_finished(self, ended: set[str]) -> Any:
-        # A request leaves `reqs_need_send` before this call if it was sent, and during this call if it has expired.
+        # A sent request leaves `reqs_need_send` before this call. A request with an expired lease leaves in this call.
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         sent, received = super().get_finished(ended)
         for name in sorted(sent):  # the order of a set differs between runs
@@ -76,13 +76,13 @@ class MooncakeSide(PairSide):
         self._host = mooncake_network.Host(self.network, self.name)
         self._host.side = self
         mooncake_network.replace(self._host)
-        #: Requests whose blocks were held for the peer. If the peer asks after the lease, it waits for its own timeout.
+        #: Requests whose blocks were held for the peer. A peer that asks after the lease waits until its timeout.
         self._were_kept: set[str] = set()
-        #: {transfer that the peer waits for: its entry in `reqs_need_send`}
+        #: {transfer that the peer waits for: the transfer's entry in `reqs_need_send`}
         self._awaited: dict[str, Any] = {}
         #: {transfer: consecutive steps in which the peer waited although no request of this engine will send the KV}
         self._vain: dict[str, int] = {}
-        #: {transfer: time when the lab first saw that its request had ended}
+        #: {transfer: time when the lab first saw that the transfer's request had ended}
         self._ended: dict[str, float] = {}
 
     def raised(self, error: BaseException) -> None:
@@ -95,7 +95,7 @@ class MooncakeSide(PairSide):
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self._transfer(name)}
 
     def for_decode(self, name: str, answer: Params | None) -> Params:
-        """Return the parameters for decode. The router makes the parameters itself, because prefill returns none."""
+        """Return the parameters for decode. The router makes them, because prefill returns no parameters."""
         return {
             "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
             "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_network.PORT}",
@@ -126,7 +126,7 @@ class MooncakeSide(PairSide):
         for request in self.events.model.requests.values():
             if request.is_finished():
                 self._ended.setdefault(_transfer_of(request), clock.now())
-        # Skip the check while the worker lacks requests. With a short timeout, it may drop requests before decode asks.
+        # Skip the check if the worker lacks requests, or if a short timeout may end requests before decode asks.
         unknown = self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send
         if unknown or self.network.timeout < _LONG:
             return

@@ -30,7 +30,7 @@ _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connec
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop with the lab's clock. It runs the callbacks that are due, and never waits."""
+    """An event loop with the lab's clock. The loop runs the callbacks that are due, and never waits."""
 
     host: "Host"
 
@@ -75,7 +75,7 @@ class Host:
         del self.network.hosts[self.session]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Replaces `asyncio.run_coroutine_threadsafe`. Begins at once, because no other thread runs the loop."""
+        """Replaces `asyncio.run_coroutine_threadsafe`. Runs the loop at once, because no other thread does."""
         done = asyncio.run_coroutine_threadsafe(work, self.loop)
         done.add_done_callback(self._ended)
         self.loop.go_on()
@@ -88,7 +88,7 @@ class Host:
 
 
 class Write(NamedTuple):
-    """A write in flight. requests: (producer's request, consumer's request) of each load. ended: gets the result."""
+    """A write in flight. requests: pairs (producer's request, consumer's request). ended: called with the result."""
 
     of: Host
     to: str
@@ -151,7 +151,7 @@ class Network(PairNetwork):
         self._messages.append((self.now + self.handshake_steps, host, deliver))
 
     def write(self, of: Host, send: Any, to: str, *pieces: list[int]) -> Future[int]:
-        """Begin a write. pieces: sources, targets, sizes. At its end, the returned future gets the result of `send`."""
+        """Begin a write. pieces: sources, targets, sizes. When the write ends, the future gets the result of `send`."""
         done: Future[int] = Future()
 
         def ended(answer: int) -> None:
@@ -175,7 +175,7 @@ class Network(PairNetwork):
 
 
 def asyncio_module(host: Host) -> Any:
-    """Return a copy of the module asyncio whose loops run in the lab's steps."""
+    """Return a copy of the module asyncio with the host's event loop, which runs in the lab's steps."""
 
     async def wait(tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
         """Return lists of tasks in the order of `tasks`. asyncio returns sets, whose order differs between runs."""
@@ -259,7 +259,7 @@ def transport(network: Network) -> httpx.MockTransport:
 
 
 def replace(host: Host) -> None:
-    """Replace what the module of MooncakeConnector imports. The next engine then runs on this host."""
+    """Replace the imports of MooncakeConnector's module, so that the next engine runs on this host."""
     module: Any = import_module(_MODULE)
     network = host.network
     module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
@@ -273,7 +273,7 @@ def replace(host: Host) -> None:
     module.make_zmq_socket = lambda context, address, *_, **__: nullcontext(Dealer(context.host, address))
     client = partial(httpx.AsyncClient, transport=transport(network))
     module.httpx = SimpleNamespace(**{**vars(httpx), "AsyncClient": client})
-    # engine.answer: what the transfer engine returns for the write that has just ended
+    # engine.answer: the transfer engine's return value for the write that has just ended
     engine = SimpleNamespace(answer=0, initialize=lambda *_: 0, batch_register_memory=lambda *_: 0)
     engine.get_rpc_port = lambda: int(host.session.rpartition(":")[2])
     engine.batch_transfer_sync_write = lambda *_: engine.answer

@@ -1,4 +1,4 @@
-"""LMCache's multi-process connector, and vLLM's copy of it. The lab replaces the client and the transfer context."""
+"""LMCache's multi-process connector, and vLLM's copy of it. The lab replaces LMCache's client and transfer context."""
 
 import functools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def released() -> Any:
 
 
 class MessageQueue:
-    """The message queue of LMCache before 0.5.6, which calls the lab's server. Before 0.4.6 it also has transfers."""
+    """Replaces LMCache's MessageQueueClient (before 0.5.6). Before 0.4.6, this client also sends stores and loads."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -60,7 +60,7 @@ class MPWorker(Worker):
         super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
         self._server = server
         self._register(options)
-        #: True if failed loads are reported by request, as vLLM needs with several KV groups. Some releases cannot.
+        #: True if the worker reports failed loads by request, as vLLM needs for several groups. Some releases cannot.
         self.by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
 
     def _register(self, options: Options) -> None:
@@ -113,7 +113,7 @@ class MP(Connector):
         released()
         self._replace(adapter)
         adapter.vllm_layout_hints = dict  # the real function needs the model
-        # vLLM's version of the connector uses CUDA events. They do nothing here: the lab copies KV within each call.
+        # vLLM's copy of the connector uses CUDA events. The fakes do nothing, because the lab copies KV at once.
         if not torch.cuda.is_available():
             event = SimpleNamespace(record=nothing, ipc_handle=lambda: b"")
             fakes = {"Event": lambda **_: event, "current_stream": nothing, "stream": lambda *_: nullcontext()}
@@ -153,7 +153,7 @@ class MP(Connector):
         return [number * chunks.size for number, key in enumerate(keys) if key not in chunks.cache]
 
     def lookup_times_out(self) -> None:
-        """Make the scheduler's adapter treat the server as dead, as after a lookup that has timed out."""
+        """Make the scheduler's adapter treat the server as dead, as a lookup timeout does."""
         adapter = self.scheduler_adapter
         for event in getattr(adapter, "_health_events", {"": getattr(adapter, "_health_event", None)}).values():
             event.clear()
@@ -163,12 +163,12 @@ class MP(Connector):
         self.server.unanswered = how_many
 
     def server_stops(self) -> None:
-        """Stop the server until `server_goes_on`. Meanwhile it answers no heartbeat, and requests wait."""
+        """Stop the server. Until `server_goes_on`, the server answers no heartbeat, and requests wait."""
         self.server.events.counts["server_stops"] += not self.server.down
         self.server.down = True
 
     def server_goes_on(self) -> None:
-        """Let the server continue with the requests that have waited."""
+        """Start the server again. The server then continues with the requests that have waited."""
         self.server.down = False
 
     def hour_of_silence(self) -> None:
@@ -195,7 +195,7 @@ class MP(Connector):
         return self.server.is_looking(request)
 
     def kept(self) -> dict[str, set[str]]:
-        """Return the kept state, with unanswered lookups. In an engine, a connector may keep such lookups a while."""
+        """Add unanswered lookups to the kept state. The reader omits them, because an engine may keep them a while."""
         lookups = {
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")
@@ -212,7 +212,7 @@ class MP(Connector):
         }
 
     def expect_forgotten(self, name: str) -> None:
-        """Check, long after this request has ended, that neither role nor the server has state of the request."""
+        """Long after this request has ended, check that neither role nor the server holds state of the request."""
         returned = set().union(*(worker.adapter._returned_finished for worker in self.workers))
         for where, names in {**self.kept(), "worker_adapter._returned_finished": returned}.items():
             if name in names:

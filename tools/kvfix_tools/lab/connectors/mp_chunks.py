@@ -1,4 +1,4 @@
-"""The chunks of the lab's multi-process server: how the cache stores the chunks, and which requests lock them."""
+"""Store, lock and load the chunks of the lab's multi-process server."""
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -11,22 +11,22 @@ from kvfix_tools.lab.options import Options
 
 
 class Chunks:
-    """The chunks in `cache`. In all methods, `groups` has one list of a transfer's blocks for each KV group."""
+    """The chunks in `cache`. In all methods, `groups` has one list of block ids for each KV group."""
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         self.cache = cache
         self.size = options.chunk_size
         self._options = options
-        #: For each rank, one view of its memory for each KV group, with the block size of this group.
+        #: For each rank and KV group: a view of the rank's memory with the group's block size.
         self._slots = [
             [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])] for slots in memories
         ]
         self.keep()
 
     def keep(self, windows: Sequence[int] = ()) -> None:
-        """Set the sizes in tokens of sliding windows, as a worker registers them. They determine the stored chunks."""
+        """Set the window sizes (in tokens) that a worker registers. The sizes determine the objects of a chunk."""
         self.objects = stored_objects(self._options, windows)
-        #: Function of (groups, number of chunks). Returns for each object and chunk if the server does not store it.
+        #: A function of (groups, number of chunks) that returns True for each object and chunk that is not stored.
         self.not_stored = _all_null(self._options, self.objects)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
@@ -40,9 +40,9 @@ class Chunks:
         return (rank, *stored.key(chunk)) if rank else stored.key(chunk)
 
     def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
-        """Return the right content of an object, from the right contents of the request's tokens."""
+        """Return the right content of an object. contents: the right contents of the request's tokens."""
         end = (number + 1) * self.size
-        own = self._slots[rank][0].own  # the first token of a chunk is in the first rank
+        own = self._slots[rank][0].own  # from the first rank on, which has a chunk's first token
         parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 
@@ -59,7 +59,7 @@ class Chunks:
                 self.cache[key] = self.right(stored, contents, number, rank)
 
     def lock(self, keys: list[Any], request_id: str) -> int:
-        """Return how many chunks, from the first one on, are a hit. Lock the objects that the hit needs."""
+        """Find the longest hit for these keys, and lock the hit's objects. Return the number of chunks in the hit."""
         found = most = self.cache.pinned_prefix(keys, request_id)
         while found and any(key not in self.cache for key in self._needed(keys, found)):
             found -= 1
@@ -91,12 +91,12 @@ class Chunks:
             self.cache.unpin(request_id)
 
     def covered(self, groups: list[list[int]], chunks: int) -> bool:
-        """Return True if each KV group has blocks for `chunks` chunks. Otherwise the server skips the transfer."""
+        """Return True if each KV group has blocks for `chunks` chunks. If not, the server skips the transfer."""
         lists = zip(groups, self._slots[0], strict=True)
         return all(len(blocks) * slots.block_size >= chunks * self.size for blocks, slots in lists)
 
     def read(self, stored: StoredObject, groups: list[list[int]], number: int, rank: int) -> tuple[list[int], bool]:
-        """Return the contents of the rank's slots for this object, and True if some of them are in null blocks."""
+        """Return the contents of the rank's slots for this object, and True if some slots are in null blocks."""
         found: list[int] = []
         null = False
         for group, kept in stored.parts:
@@ -106,7 +106,7 @@ class Chunks:
         return found, null
 
     def load(self, groups: list[list[int]], keys: list[Any], skip_tokens: int, rank: int) -> bool:
-        """Load these chunks from token `skip_tokens` on into the rank's slots. Return False if an object is missing."""
+        """Load these chunks, except their first `skip_tokens` tokens. Return False if an object or block is missing."""
         needed = [(stored, number) for stored in self.objects for number in stored.needed(len(keys))]
         found = [self.cache.get(self.key(stored, keys[number], rank)) for stored, number in needed]
         if None in found or not self.covered(groups, len(keys)):
@@ -129,7 +129,7 @@ class Chunks:
 
 
 def _all_null(options: Options, objects: list[StoredObject]) -> Callable[[list[list[int]], int], list[list[bool]]]:
-    """Return the rule for objects that are not stored. Since LMCache 0.5.4 these are objects with only null blocks."""
+    """Return the function `Chunks.not_stored`. Since LMCache 0.5.4, the server skips objects with only null blocks."""
     try:
         module: Any = import_module("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
         masks = module.all_null_chunk_masks

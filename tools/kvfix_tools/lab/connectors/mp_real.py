@@ -1,8 +1,8 @@
-"""LMCache's multi-process connector with a real `lmcache server`, over its sockets. The server copies real memory.
+"""Run LMCache's multi-process connector with a real `lmcache server` over sockets. The server copies real memory.
 
-The slots have eight bytes each. They are in shared memory, which the server maps like GPU memory. The lab delays each
-lookup, load and store of the adapter by some steps, and then waits for the server's answer. So a schedule always plays
-the same way, except for the server's own evictions, which depend on real time.
+Each KV slot has eight bytes of shared memory, which the server maps like GPU memory. The lab delays each lookup, load
+and store by some steps, and then waits for the server's answer. So two runs of the same lab steps do not differ, except
+for the server's own evictions, which depend on real time.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _ENGINES = itertools.count()
 
 
 class Client:
-    """Wraps LMCache's client and waits for each answer. If the adapter waits for a future, time passes in the lab."""
+    """Wraps LMCache's client. The lab delays lookups, stores and loads, and waits for the server's answer to each."""
 
     def __init__(self, server: "RealServer", client: Any) -> None:
         self._server = server
@@ -41,7 +41,7 @@ class Client:
         return functools.partial(self.send, operation)
 
     def send(self, operation: str, *arguments: Any, **more: Any) -> Any:
-        """Return a future. Wait for its answer, unless the server is stopped."""
+        """Send a request and return the future. Wait for the server's answer, unless the server is stopped."""
         future = getattr(self._client, operation)(*map(self._server.named, arguments), **more)
         if not (self._server.down or future.wait(server_process.PATIENCE)):
             raise RuntimeError(f"the server does not answer {operation}: ... {self._server.process.log[-1500:]}")
@@ -60,7 +60,7 @@ class Client:
         return self.send("end_session", self._server.unique(request_id))
 
     def clear(self, force: bool = False) -> Any:
-        """Clear the server's L1 and its disk. The server itself does not clear the disk (KVF121)."""
+        """Clear the server's L1 and its disk. The server's own `clear` does not clear the disk (KVF121)."""
         self._server.empty_disk()
         return self.send("clear", force)
 
@@ -93,9 +93,9 @@ class RealServer(Server):
         self.process = server_process.of_this_process()
         self.model_name = f"lab-{os.getpid()}-{next(_ENGINES)}"
         self._before = self.process.locks()
-        #: {request: (client, key) of its last lookup}
+        #: {request: (client, key) of the request's last lookup}
         self._lookups: dict[str, tuple[Client, Any]] = {}
-        #: _looking: requests whose hit was not read yet. _locked: {request whose hit was read: chunks still locked}.
+        #: _looking: requests whose hit is not read yet. _locked: {request whose hit is read: chunks still locked}.
         self._looking: set[str] = set()
         self._locked: dict[str, range] = {}
         #: unanswered_lookups: requests whose lookup gets no answer. _leases: requests whose lookup may be dropped.
@@ -139,7 +139,7 @@ class RealServer(Server):
         self.events.counts["server_restarts"] += 1
 
     def give_up_lookups(self) -> None:
-        """Record that the adapter may drop all lookups, as for a dead server. `_end_leases` releases their locks."""
+        """Record that the adapter may drop all lookups, as for a dead server. `_end_leases` releases the locks."""
         self._leases |= self._whose()
 
     def _end_leases(self) -> None:
@@ -215,11 +215,11 @@ class RealServer(Server):
         return self.process.delete(keys, tier, force) if keys else 0
 
     def kept(self) -> dict[str, set[str]]:
-        """Return requests with locks or unread lookups. The server only counts both; the lab knows the requests."""
+        """Return requests with locks or unread lookups. The server reports only numbers; the lab knows the requests."""
         self._end_leases()
         now = self.process.locks()
         self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
-        # if a lookup is dropped and repeated, neither scheduler nor worker knows the locks of the dropped lookup
+        # the locks of a lookup that the adapter has dropped and repeated are known to no role and count for no request
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
         return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}
@@ -236,7 +236,7 @@ class RealWorker(MPWorker):
     _server: RealServer
 
     def _register(self, options: Options) -> None:
-        """Register a layer with one latent vector of eight bytes for each token."""
+        """Register one layer, in which each token has one latent vector of eight bytes."""
         self.adapter.model_name = self._server.model_name
         connector: Any = import_module(type(self.in_worker).__module__)
         connector.vllm_layout_hints = lambda *_: {}  # a latent vector needs no layout hint
@@ -258,7 +258,7 @@ class RealMP(MP):
         server, its = self.server, released()
 
         class Heartbeat(its.HeartbeatThread):  # type: ignore[misc, name-defined]
-            """Replaces LMCache's thread. A step makes a heartbeat only if the heartbeat can change the state."""
+            """Replaces LMCache's heartbeat thread. A step sends a heartbeat only if this can change the state."""
 
             def start(self) -> None:
                 server.heartbeats.append(self)

@@ -1,4 +1,4 @@
-"""Replaces `lmcache server`, its client and the transfer context. An action ends `delay` steps later."""
+"""Replace `lmcache server`, its client and the transfer context. All actions end `Options.delay` steps later."""
 
 import bisect
 from collections import Counter, deque
@@ -40,7 +40,7 @@ class Heartbeat:
 
 
 def _client_without_socket() -> Any:
-    """Return LMCache's own client (0.5.6 and later) without a socket. Its code handles lost and new connections."""
+    """Return LMCache's message queue client (None before 0.5.6), without a socket. It handles lost connections."""
     try:
         from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
     except ImportError:
@@ -52,7 +52,7 @@ def _client_without_socket() -> Any:
 
 
 class Due(NamedTuple):
-    """An action that is due in `step`. load: (rank, request) of a load. late: action to run if the load is dropped."""
+    """An action that is due in `step`. load: (rank, request) of a load. late: replaces `action` after `give_up`."""
 
     step: int
     action: Callable[[], Any]
@@ -61,7 +61,7 @@ class Due(NamedTuple):
 
 
 class Server:
-    """Replaces LMCache's client and transfer context. Has all methods of both that LMCache's adapters call.
+    """Replaces LMCache's client and transfer context. Has all methods that LMCache's adapters call on the two.
 
     One server serves all ranks. In LMCache's key, `worker_id` is the rank for a transfer, and None for a lookup.
     The server records loads and stores in `events`.
@@ -75,7 +75,7 @@ class Server:
         server = self
 
         class Future(MessagingFuture):  # type: ignore[misc]
-            """A future whose `wait` lets time pass, that is, `wait` runs the actions in flight in their order."""
+            """A future whose `wait` runs the actions in flight, in order, until the future is done."""
 
             def wait(self, timeout: float | None = None) -> bool:
                 while not self.query() and server._later and not server.down:
@@ -110,7 +110,7 @@ class Server:
         self.loading: Counter[str] = Counter()
         #: {request: number of its stores in flight, in all ranks together}
         self.storing: Counter[str] = Counter()
-        #: {request: number of chunks found, or None while the prefetch is in flight}, until the client reads the answer
+        #: {request: number of chunks found, or None during the prefetch}, until the client reads the entry
         self._hits: dict[str, int | None] = {}
 
     def tick(self) -> None:
@@ -131,7 +131,7 @@ class Server:
         return future
 
     def _answer_later(self, action: Callable[[], Any], rank: int = 0, **of_load: Any) -> Any:
-        """Return a future of `action`, which runs when it is due. of_load: the fields `load` and `late` of `Due`."""
+        """Run `action` when it is due. Return a future of the result. of_load: fields `load` and `late` of `Due`."""
         delay = self._delay + rank * self._rank_delay
         if not (delay or self.down):
             return self._answer(action())
@@ -181,7 +181,7 @@ class Server:
     def query_prefetch_status(self, request_id: str) -> Any:
         found = self._hits.get(request_id, 0)
         if found is not None:
-            self._hits.pop(request_id, None)  # the client can read the answer once
+            self._hits.pop(request_id, None)  # the client can read the answer only once
         return self._answer(found)
 
     def free_lookup_locks(self, key: Any, tp_size: int) -> Any:
@@ -266,7 +266,7 @@ class Server:
     def _answer_load_later(
         self, key: Any, load: Callable[[], Any], brought: Callable[[Any], bool], several_groups: bool = False
     ) -> Any:
-        """Return a future of `load`. brought: function of the result of `load`; True if all tokens were loaded."""
+        """Return a future of `load`. brought: takes the result of `load`, returns True if all tokens were loaded."""
         request_id, rank = key.request_id, key.worker_id or 0
         self.loading[request_id] += 1
 
@@ -281,7 +281,7 @@ class Server:
         return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """If this release waits for stores on CUDA (FLUSHES), run all actions in flight, even if the server is down."""
+        """If LMCache waits here for stores on CUDA (FLUSHES), run all actions in flight, even if the server is down."""
         if not releases.missing(releases.FLUSHES):
             self.down = False
             while self._later:
@@ -298,7 +298,7 @@ class Server:
             self.events.loaded(name, 0, 0, rank)
 
     def lose_loads(self, rank: int, unreported: set[str]) -> None:
-        """Drop this rank's loads. Run stores and lookups now. unreported: requests whose ended load is not reported."""
+        """Drop this rank's loads. Run stores and lookups now. unreported: requests with an ended, unreported load."""
         in_flight, self._later = self._later, deque()
         lost = set(unreported)
         for due in in_flight:
@@ -315,6 +315,6 @@ class Server:
 
 
 def _block_ids(arguments: tuple[Any, ...]) -> list[list[int]]:
-    """Return the blocks in each KV group from a transfer's arguments, which differ by release."""
+    """Find the blocks of each KV group in a transfer's arguments. LMCache releases pass different arguments."""
     found: list[Any] = next(argument for argument in arguments if isinstance(argument, list))
     return found if found and isinstance(found[0], list) else [found]

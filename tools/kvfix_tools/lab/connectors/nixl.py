@@ -1,7 +1,7 @@
-"""vLLM's NixlConnector of one engine, in pull or push mode, in the scheduler and worker roles.
+"""vLLM's NixlConnector in one engine, in pull or push mode, in the scheduler and worker roles.
 
-pair.py makes two engines. The lab replaces the agent (nixl_network.py or nixl_real.py), the sockets and threads of the
-handshake, the attention backend, and the clock of the leases. The agent registers the memory of the lab's KV cache.
+pair.py makes two engines. The lab replaces NIXL's agent (nixl_network.py or nixl_real.py), the handshake's sockets and
+threads, the attention backend, and the clock of the leases. The agent registers the memory of the lab's KV cache.
 """
 
 import threading
@@ -26,7 +26,7 @@ from kvfix_tools.lab.pair.pair_engine import PairSide, PairWorker
 from kvfix_tools.ledger import LeaseRead, WriteBegun, WriteEnded, Written
 
 _MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
-#: The parameters that the router sends to prefill.
+#: The kv_transfer_params that the router sends to prefill.
 PREFILL = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -35,7 +35,7 @@ PORT = 5600
 
 
 class AnyBlockSize(CPUAttentionBackend):  # type: ignore[misc]
-    """Accepts smaller blocks than the CPU's kernels do, because no kernel runs in the lab."""
+    """Accepts blocks of any size, because no attention kernel runs in the lab."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
@@ -59,8 +59,8 @@ def replace(network: Network) -> None:
     worker.ThreadPoolExecutor = lambda **_: network.executor()
     _be_rank()
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
-    worker.current_platform.discover_numa_topology = lambda *_: []  # otherwise vLLM binds the process to one core
-    if hasattr(worker, "check_nixl_version"):  # since 0.33
+    worker.current_platform.discover_numa_topology = lambda *_: []  # the original binds the process to a core
+    if hasattr(worker, "check_nixl_version"):  # since vLLM 0.33
         worker.check_nixl_version = lambda _: None
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
 
@@ -76,7 +76,7 @@ class Together:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._reports: dict[tuple[str, str], list[Any]] = {}
-        #: {request: ranks that write to the peer}
+        #: {request: ranks that are writing its KV to the peer}
         self.writing: dict[str, set[int]] = {}
 
     def reported(self, what: str, request: str, how: Any) -> list[Any]:
@@ -119,7 +119,7 @@ class NixlWorker(PairWorker):
         return sent, received
 
     def has_loaded(self, name: str, of: str) -> None:
-        """Record that decode's request `name` has loaded the blocks that prefill holds for prefill's request `of`."""
+        """Record that decode's request `name` has loaded the blocks that prefill holds for its request `of`."""
         self.side.network.add(LeaseRead(of, name))
 
 

@@ -1,4 +1,4 @@
-"""Replaces NIXL's agents, and NixlConnector's handshake sockets and threads, by objects that the lab's steps run."""
+"""Replace NIXL's agents, and the sockets and threads of NixlConnector's handshake, with objects that the lab runs."""
 
 import itertools
 import threading
@@ -34,7 +34,7 @@ def _each(places: Any) -> Any:
 
 
 class Transfer:
-    """A transfer. pairs: (source address, target address, bytes). copy: set when the transfer begins."""
+    """A NIXL transfer. pairs: (source address, target address, number of bytes). copy: set by `Agent.transfer`."""
 
     def __init__(self, peer: str, reads: bool, pairs: list[tuple[int, int, int]], notice: bytes) -> None:
         self.peer, self.reads, self.pairs, self.notice = peer, reads, pairs, notice
@@ -75,7 +75,7 @@ class Agent:
         return numpy.asarray(places)
 
     def prep_xfer_dlist(self, agent: str, places: Any, mem_type: str = "") -> int:
-        """Return a list's handle. A row of `places` has address, bytes, device; since vLLM 0.33 also stride, count."""
+        """Return a new list's handle. A row of `places`: address, bytes, device; since vLLM 0.33 also stride, count."""
         name = self.name if agent == "NIXL_INIT_AGENT" else agent
         if name != self.name and name not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
@@ -120,7 +120,7 @@ class Agent:
         return handle
 
     def prepare(self, handle: int, reads: bool, local: int, here: Any, remote: int, there: Any, notice: bytes) -> None:
-        """Prepare a transfer. Raises AgentError if a descriptor is unknown or the lists differ in length or bytes."""
+        """Check a transfer. Raise AgentError if a descriptor is unknown or the lists differ in length or bytes."""
         mine, theirs = self._lists[local][1], self._lists[remote][1]
         if len(here) == len(there) > 0:
             pairs = zip(here, there, strict=True)
@@ -140,7 +140,7 @@ class Agent:
         return "PROC"
 
     def begin(self, handle: int, transfer: Transfer) -> None:
-        """Begin a transfer. Raises AgentError if the peer has ended. Even then a read may change bytes (nixl 1.5.1)."""
+        """Begin a transfer. Raise AgentError if the peer has ended. A read may then still change bytes (nixl 1.5.1)."""
         if not self._reaches(transfer.peer):
             spoil(transfer.pairs if transfer.reads else ())
             raise AgentError(GONE)
@@ -167,7 +167,7 @@ class Agent:
                 self.finish(handle, transfer)
 
     def finish(self, handle: int, transfer: Transfer) -> None:
-        """Move the bytes and deliver the notice. If the peer has ended, fail, and write garbage to a read's target."""
+        """Move the bytes and deliver the notice. If the peer has ended, the transfer fails, and a read gets garbage."""
         if not self._reaches(transfer.peer):
             transfer.state = GONE
             spoil(transfer.pairs if transfer.reads else ())
@@ -186,7 +186,7 @@ class Agent:
         self.notify(agent, notif_msg)
 
     def notify(self, agent: str, notice: bytes) -> None:
-        """Deliver a notice to the peer. Raises AgentError if the peer is unknown or has ended."""
+        """Deliver a notice to the peer. Raise AgentError if the peer is unknown or has ended."""
         if agent not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
         if not self._reaches(agent):
@@ -219,7 +219,7 @@ class Network(PairNetwork):
         self._names = itertools.count(1)
 
     def agent(self, _: str, config: Any = None) -> Agent:
-        """Replaces `nixl_agent`. Names the agents in order, where vLLM chooses random names."""
+        """Replaces `nixl_agent`. Numbers the agents, because vLLM's random names differ between runs."""
         name = f"agent-{next(self._names)}"
         self.agents[name] = made = self.agent_class(self, name)
         return made
@@ -267,7 +267,7 @@ class Network(PairNetwork):
 
     @contextmanager
     def socket(self, kind: Any, path: str) -> Iterator[Any]:
-        """Replaces `zmq_ctx`. Yields the socket of a worker that begins a handshake, or of the answering thread."""
+        """Replaces `zmq_ctx`. Yields a socket for a worker that begins a handshake, or for the answering thread."""
         messages = [self._asked] if kind == zmq.ROUTER else []
 
         def receive() -> Any:
@@ -312,7 +312,7 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 class _Waits(Exception):
-    """Raised to end a round of a thread's loop where the thread would wait."""
+    """Raised where a thread would wait, to end the current round of the thread's loop."""
 
 
 class Signal(threading.Event):

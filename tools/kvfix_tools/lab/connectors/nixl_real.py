@@ -1,8 +1,8 @@
 """Use real NIXL over UCX instead of the model in nixl_network.py. NIXL's agents move the bytes and deliver notices.
 
-The lab decides when a transfer ends, so a schedule plays in the same way with NIXL and with the model. In the step in
-which the model would end a transfer, the lab starts it and waits for NIXL. A late start is the worst case, because in
-an engine NIXL may read the source earlier. NIXL decides which calls it refuses, and what happens if a peer has ended.
+The lab decides in which step a transfer ends, so runs with NIXL and with the model have the same steps. In the step in
+which the model would end a transfer, the lab starts NIXL's transfer and waits for its end. A late start is the worst
+case, because in an engine NIXL may read the source earlier. NIXL decides which calls fail, and handles ended peers.
 """
 
 import os
@@ -15,14 +15,14 @@ import numpy
 
 from kvfix_tools.lab.connectors.nixl_network import GONE, Agent, AgentError, Network, Transfer
 
-# Do not log each refused call, because NIXL also raises for it. NIXL reads this variable when vLLM loads NIXL.
+# Do not log refused calls, because NIXL also raises an exception for them. NIXL reads the variable when it is loaded.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 #: Maximum seconds that the lab waits for a transfer or a notice. Both usually take milliseconds.
 _PATIENCE = 20.0
 
 
 class RealAgent(Agent):
-    """An agent that keeps the state and decides when a result is visible. A real `nixl_agent` makes the transfers."""
+    """An agent that transfers with a real `nixl_agent`. The lab decides when vLLM sees the result of a transfer."""
 
     _network: "RealNetwork"
 
@@ -97,7 +97,7 @@ class RealAgent(Agent):
             self._has_to_be_there(transfer.peer)
 
     def _has_to_be_there(self, peer: str) -> None:
-        """Raise AgentError if the peer has ended. NIXL may not have noticed yet that the peer has ended."""
+        """Raise AgentError if the peer has ended, also if NIXL has not noticed the end yet."""
         if not self._reaches(peer):
             self._network.counts["nixl_unaware"] += 1
             raise AgentError(GONE)
@@ -149,7 +149,7 @@ class RealNetwork(Network):
     agent_class = RealAgent
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
-        """Poll all agents until `is_so` returns True. Raises AgentError after a timeout."""
+        """Poll all agents until `is_so` returns True. Raise AgentError after `_PATIENCE` seconds."""
         until = time.monotonic() + _PATIENCE
         while not is_so():
             if time.monotonic() > until:

@@ -1,7 +1,7 @@
-"""Replacements for the GPU driver's copies, streams and events, and for the threads of offloading connectors.
+"""Replace the GPU driver's copies, streams and events, and the threads of offloading connectors.
 
-A seed must always play the same way, so threads must not change the order of events. A copy (byte_memory.py) ends some
-steps after vLLM submits it, or when vLLM waits for the GPU event of the copy.
+Runs with the same seed must not differ, so threads must not change the order of events. A copy (byte_memory.py) ends
+some steps after vLLM submits the copy, or when vLLM waits for the copy's GPU event.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from kvfix_tools.roundtrip import cuda_stand_in
 
 
 class Copies:
-    """The worker of one rank, which copies between the slots and the CPU memory. gpu: the bytes of each GPU block."""
+    """The copies of one rank between its slots and its CPU memory. gpu: a row with the bytes of each GPU block."""
 
     #: The object with both roles of the connector (`BothRoles`).
     owner: Any
@@ -51,7 +51,7 @@ class Copies:
 
     @contextmanager
     def of_job(self, fails: bool = False, done: Callable[[], None] = nothing) -> Iterator[None]:
-        """In this context all copies belong to one job. fails: copy nothing. done: called when they have ended."""
+        """In this context, all copies are of one job. fails: copy nothing. done: called when the copies have ended."""
         self._fails, self._done = fails, done
         self.last = None
         yield
@@ -62,7 +62,7 @@ class Copies:
         self._submit([] if self._fails else zip(source.tolist(), to.tolist(), sizes.tolist(), strict=True))
 
     def batch(self, to: int, source: int, sizes: int, count: int, *_: Any) -> int:
-        """Replaces the driver's cuMemcpyBatchAsync, which gets addresses of arrays. Returns 0, or 1 for an error."""
+        """Replaces the driver's cuMemcpyBatchAsync. Gets the addresses of arrays. Returns 0, or 1 for an error."""
         if self._fails:
             return 1
         arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (source, to, sizes)]
@@ -82,7 +82,7 @@ class Copies:
 
 
 class Event:
-    """Replaces a GPU event. It is done when the last copy before `record` is. stream.copies: `Copies` of the rank."""
+    """Replaces a GPU event. The event is done when the last copy before `record` has ended."""
 
     _copy: byte_memory.Copy | None = None
 
@@ -105,9 +105,9 @@ class Event:
 
 
 class AtOnce:
-    """Replaces the queue of a thread. `put` runs the thread's loop for the item."""
+    """Replaces a thread's queue. `put` runs the thread's loop with the item."""
 
-    #: The loop of the thread. From `get`, the loop gets one item, and then None, which ends the loop.
+    #: The thread's loop. `get` returns one item, and then None, which ends the loop.
     run: Any
 
     def __init__(self) -> None:
@@ -162,9 +162,9 @@ def stand_in() -> None:
 
 
 class Tiers:
-    """The secondary tier of OffloadingConnector, if there is one. The tier reports each result `delay` steps late.
+    """Delays the results of OffloadingConnector's secondary tiers by `delay` steps.
 
-    `submit_*` waits for the tier's threads. Otherwise timing decides whether a lookup in the same step finds a file.
+    `submit_*` waits for the tier's threads, so that a lookup in the same step finds the same files in each run.
     """
 
     def __init__(self, manager: Any, delay: int) -> None:
@@ -201,7 +201,7 @@ class Tiers:
         return due
 
     def _report_all(self) -> None:
-        """Report all results at once, as a tier does at a reset."""
+        """Make all results due now, as a tier does at a reset."""
         self._held = [(self._now, done) for _, done in self._held]
         self._hold(0)
 

@@ -1,8 +1,4 @@
-"""vLLM's OffloadingConnector in the lab, alone or in a MultiConnector.
-
-The lab replaces only the driver's batched copies and streams (offload_copies.py). SimpleCPUOffloadConnector is in
-simple_offload.py, and has the same base classes.
-"""
+"""vLLM's OffloadingConnector in the lab. The lab replaces only batched copies and streams (offload_copies.py)."""
 
 import tempfile
 from collections.abc import Collection, Sequence
@@ -32,7 +28,7 @@ class BothRoles:
     """An offloading connector in the scheduler and worker roles, with the lab's memory."""
 
     events: RequestEvents
-    #: True if this is the only connector. If False, the lab does not record its loads and stores as events.
+    #: True if this is the only connector. If False, the lab records no loads and stores of this connector as events.
     alone = False
     #: Reads the connector's own state in the scheduler role (kvfix.connector_events.readers).
     reader: Any
@@ -56,10 +52,10 @@ class BothRoles:
             rank.tick()
 
     def take_due(self, metadata: Any) -> None:
-        """Read the loads from the metadata of a step. Not called in a MultiConnector."""
+        """Read the loads from the metadata of a step. The lab does not call this method in a MultiConnector."""
 
     def others_take(self, blocks: Collection[int]) -> None:
-        """Give GPU blocks to other requests. A connector with copies of these blocks in flight must end them first."""
+        """Give GPU blocks to other requests. The connector must first end its copies of the blocks."""
 
     def never_given_back(self) -> None: ...
 
@@ -70,7 +66,7 @@ class Rank(Copies):
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         super().__init__(rank, slots, options)
         self.connector = in_worker.connector_worker
-        offload("cpu")  # replaces the CUDA streams of vLLM's worker, because its copies run on the CPU
+        offload("cpu")  # replaces the CUDA streams of vLLM's worker, because the lab copies on the CPU
         self._failed: set[int] = set()
         spec = self.connector.spec
         spec.get_worker = spec.create_worker  # get_worker needs a GPU
@@ -121,7 +117,7 @@ class Offloading(BothRoles):
         self.manager = self.scheduler.manager
         self.tiers = Tiers(self.manager, options.delay)
         self._per_chunk = self.scheduler.config.blocks_per_chunk
-        #: The CPU memory's manager, with or without a secondary tier.
+        #: The manager of the CPU memory, which is the primary tier if there are secondary tiers.
         self.memory = getattr(self.manager, "primary_tier", self.manager)
         self._watch(self.manager)
         #: Blocks that `others_take` has given to other requests since the last step.
@@ -129,7 +125,7 @@ class Offloading(BothRoles):
         build = self.scheduler.build_connector_meta
 
         def build_connector_meta(output: Any) -> Any:
-            """Add the taken blocks to the step. In an engine, the scheduler output has the blocks of other requests."""
+            """Add the blocks of `others_take` to the step. In an engine, the scheduler output has such blocks."""
             self.scheduler._current_batch_allocated_block_ids |= self._taken
             self._taken.clear()
             return build(output)
@@ -211,7 +207,7 @@ class Offloading(BothRoles):
 
 
 def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) -> None:
-    """Record the stored chunks of a request. Adjacent chunks are one store. ends: sorted ends, in tokens."""
+    """Record the stored chunks of a request, with one store for adjacent chunks. ends: sorted chunk ends in tokens."""
     tokens = events.model.requests[name].all_token_ids
     for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
         run = [end for _, end in numbered]

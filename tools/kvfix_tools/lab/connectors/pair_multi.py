@@ -1,6 +1,7 @@
-"""A MultiConnector. One child joins two engines. The other child is LMCache's "v1" or vLLM's OffloadingConnector.
+"""A MultiConnector with two children, in each of two engines. Each engine has its own cache or CPU memory.
 
-vLLM loads with the first child that promises tokens. All children store. Each engine has its own cache or CPU memory.
+One child transfers KV between the engines. The other child is LMCache's in-process connector or OffloadingConnector.
+vLLM loads with the first child that promises tokens, and stores with both children.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from kvfix_tools.lab.pair.pair_engine import PairSide
 
 
 class Counted:
-    """Counts loads of the connector that joins the engines, and reports failed loads. Records no LMCache events."""
+    """Counts the loads of the child between the engines, and reports failed loads. Records no LMCache events."""
 
     def __init__(self, events: RequestEvents) -> None:
         self._events, self.model = events, events.model
@@ -58,7 +59,7 @@ class InMulti(Worker):
     """The MultiConnector in the worker role."""
 
     clears = by_request = True
-    #: child: the connector that joins the engines. place: the index of `child` in the MultiConnector.
+    #: child: the connector between the engines. place: the index of `child` in the MultiConnector.
     child: Any
     place: int
 
@@ -128,7 +129,7 @@ class MooncakeAndLMCache(MultiSide, MooncakeSide):
 
 
 class OffloadWorker(InMulti):
-    """A MultiConnector with OffloadingConnector as the other child."""
+    """A MultiConnector with NixlConnector and OffloadingConnector, in the worker role."""
 
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         self.place = options.asked_before

@@ -24,11 +24,11 @@ from kvfix_tools.roundtrip import real_engine
 #: Maximum number of objects in the server's L1. Each object takes at least one page of memory.
 L1_OBJECTS = 96
 PAGE = 4096
-#: Maximum seconds for an answer.
+#: Maximum seconds that the lab waits for the server's answer.
 PATIENCE = 30.0
 #: A lock counts as leaked if the server still has it after this number of idle seconds.
 LINGERING = 5.0
-#: HTTP path for the server's thread that completes a transfer after the server has answered.
+#: HTTP path that shows the status of the thread that completes transfers after the server's answer.
 _ENDS_TRANSFERS = "/periodic-threads/DeviceHostFuncDispatcher"
 #: Fields of the server's status that count the moves in flight between L1 and L2.
 _MOVES = {
@@ -64,7 +64,7 @@ class ServerProcess:
             "--supported-transfer-mode", transfer_mode, "--disable-observability",
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
-        #: Ends the server, now or at the exit of this process.
+        #: A call ends the server. The exit of this process ends the server too.
         self.close = Finalize(self, ServerProcess._close, (self,), exitpriority=1)
         self.start()
 
@@ -118,14 +118,14 @@ class ServerProcess:
             return json.loads(answer)
 
     def get(self, path: str) -> Any:
-        """Return the answer of the server, or None."""
+        """Return the server's answer, or None after an error."""
         try:
             return self.request("GET", path)
         except (OSError, HTTPException):
             return None
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Poll, less and less often, until the condition holds or PATIENCE seconds have passed."""
+        """Poll until `done` returns True or PATIENCE seconds have passed."""
         end, pause = time.monotonic() + PATIENCE, 0.001
         while not done() and time.monotonic() < end:
             time.sleep(pause)

@@ -50,7 +50,7 @@ class Rank(Copies):
             self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
 
     def loading(self) -> set[str]:
-        """Return requests whose load is not reported yet. A load that has ended is reported after all earlier loads."""
+        """Return the requests whose load is not reported yet. The worker reports a load after all earlier loads."""
         return {name for event, _ in self._handler._load_events for name in self.owner.requests_of(event, False)}
 
     def contents(self, block: int, size: int) -> list[int]:
@@ -64,7 +64,7 @@ class Offloading(BothRoles):
         self._scheduler = scheduler
         self._manager = in_scheduler.scheduler_manager
         self._hash_tokens = options.block_size
-        #: {request: (first token, end) of its load in flight}
+        #: {request: (first token, end) of the load in flight}
         self._due: dict[str, tuple[int, int]] = {}
         self._process_store_event = self._manager._process_store_event
         self._manager._process_store_event = self._stored
@@ -77,7 +77,7 @@ class Offloading(BothRoles):
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
     def store_begins(self, rank: int, event: int, source: list[int]) -> None:
-        """Record a store when it begins, as kvfix's hooks do. When it ends, the request may have lost its blocks."""
+        """Record a store when it begins, as kvfix's hooks do. When it ends, the request may have lost the blocks."""
         blocks, size = set(source), self._groups[0].block_size
         for name in self.requests_of(event, True) if self.alone and not rank else ():
             of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
@@ -97,14 +97,14 @@ class Offloading(BothRoles):
         self._process_store_event(event)
         for block in transfer.cpu_block_ids if transfer else ():
             key = self._manager.cpu_block_pool.blocks[block].block_hash
-            if key is not None:  # otherwise the copy has failed
+            if key is not None:  # a block whose copy has failed has no key
                 group = self._groups[get_group_id(key)]
                 self.events.counts["stores_offloaded"] += 1
                 self.events.counts["stores_of_groups"] += bool(group.window)
                 self._compare(get_block_hash(key), group, block, names)
 
     def _compare(self, key: bytes, group: KVGroup, block: int, names: list[str]) -> None:
-        """Compare a stored block with its right content, which is known from any request that has the block."""
+        """Report a stored block if its content is right for no request that has a block with this key."""
         found = [rank.contents(block, group.block_size) for rank in self.ranks]
         owner = "", 0
         for name, end in self._owners(key, group, names):
@@ -115,7 +115,7 @@ class Offloading(BothRoles):
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
 
     def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yield (request, end of its block) for each request that has this key. `names` has no ended requests."""
+        """Yield (request, end of the block in tokens) for each request with a block of this key, `names` first."""
         requests = self.events.model.requests
         for name in chain(names, reversed(requests)):
             keys = resolve_block_hashes(requests[name].block_hashes, self._hash_tokens, group.block_size)
@@ -124,7 +124,7 @@ class Offloading(BothRoles):
                 yield name, (place + 1) * group.block_size
 
     def evict(self, chunks: int, forced: bool = False) -> int:
-        """Allocate `chunks` blocks as for another client, to evict older blocks. Then free the new blocks."""
+        """Allocate `chunks` blocks, as another client does, to evict older blocks. Then free the new blocks."""
         pool = self._manager.cpu_block_pool
         before = len(pool.cached_block_hash_to_block)
         taken = pool.get_new_blocks(min(chunks, pool.get_num_free_blocks()))
@@ -149,7 +149,7 @@ class Offloading(BothRoles):
         return {f"SimpleCPUOffloadConnector.{where}": set(names) for where, names in kept}
 
     def never_given_back(self) -> None:
-        """Report blocks that are still held at the end of a run, after all copies."""
+        """At the end of a run, report copies in flight, or else blocks that are still held."""
         if self.busy:
             self.events.violated(rules.NEVER_RESTS, "", "all requests ended many steps ago, and it still copies")
             return

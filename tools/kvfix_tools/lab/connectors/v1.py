@@ -71,9 +71,9 @@ class CacheEngine:
         self.tokens = tokens
         self.lookup_pins: dict[str, Any] = cache.pins
         self.metadata: Any = None
-        #: {request: number of chunks after which its next load fails}
+        #: {request: number of chunks after which the next load fails}
         self.failing: dict[str, int] = {}
-        #: Requests whose store in this step was identified by its slots.
+        #: Requests for which `_name` has already found the store of this step by the slots.
         self._named: set[str] = set()
 
     def is_healthy(self) -> bool:
@@ -151,7 +151,7 @@ class CacheEngine:
 
 
 def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """Return the parts of a request's configuration that its cache keys contain (CacheEngineKey, lmcache/utils.py)."""
+    """Return the parts of a request's configuration that cache keys contain (CacheEngineKey, lmcache/utils.py)."""
     return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
 
 
@@ -169,7 +169,7 @@ class V1Worker(Worker):
 
 
 def adapter_in_worker(kind: Any, cache_engine: Any, layers: Sequence[str] = (), **shared: Any) -> Any:
-    """Make a worker's adapter without `__init__`, which needs a GPU. layers: layer names. shared: more attributes."""
+    """Make a worker's adapter without `__init__`, which needs a GPU. layers: layer names. shared: other attributes."""
     module = sys.modules[kind.__module__]
     if not torch.cuda.is_available():  # LMCache 0.3.9 moves slot mappings to the GPU without a check
         torch.Tensor.cuda = lambda tensor, *_, **__: tensor
@@ -201,7 +201,7 @@ class V1(Connector):
         self._role = options.kv_role
         self.scheduler_adapter = self.in_scheduler._lmcache_engine
         module: Any = sys.modules[type(self.scheduler_adapter).__module__]
-        module.tmp_disagg_tracker.clear()  # all engines of this process share it
+        module.tmp_disagg_tracker.clear()  # all engines of this process share the tracker
         client = self.scheduler_adapter.lookup_client
         ranks = enumerate(zip(memories, caches, strict=True))
         self.cache_engines = [self.engine(rank, *memory, client.token_database) for rank, memory in ranks]
@@ -244,11 +244,11 @@ class V1(Connector):
                 each.cache[(key,)] = of_rank(each.rank, contents[start:end])
 
     def lookups_fail(self, how_many: int) -> None:
-        """Let the next `how_many` lookups in the last rank time out, by the lab's clock."""
+        """Let the next `how_many` lookups in the last rank time out."""
         self.sockets[-1].fails = how_many
 
     def not_to_store(self, request: Any) -> str:
-        """Return why a request is not stored. `lmcache.skip_save` stops no transfer (0.5.6 vllm_v1_adapter.py:1109)."""
+        """Return why a request is not stored. `lmcache.skip_save` does not stop PD (0.5.6 vllm_v1_adapter.py:1109)."""
         if self._role == "kv_consumer":
             return "this instance is a kv_consumer"
         asked = request.kv_transfer_params or {}

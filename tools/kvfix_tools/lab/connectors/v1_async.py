@@ -1,7 +1,7 @@
-"""LMCache's asynchronous loading in the lab, with LMCache's own lookup client and server, and queues for sockets.
+"""LMCache's asynchronous loading in the lab, with LMCache's own lookup client and server. Queues replace the sockets.
 
 With `enable_async_loading`, a worker fetches the chunks and then answers the lookup. Until the answer, the connector
-returns "not known yet". Client and server run only when the lab calls them, so a schedule always plays the same way.
+returns "not known yet". Client and server run only when the lab calls them, so runs of the same steps do not differ.
 """
 
 import importlib
@@ -50,14 +50,14 @@ class PrefetchingEngine(CacheEngine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.delay = 0
-        #: How many of the next lookups are never answered.
+        #: Number of the next lookups that the worker never answers.
         self.lost = 0
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
         self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")
-        #: True up to LMCache 0.3.15: a load removes the event. Since 0.4.1 it stays until the unpin (LMCache PR 2559).
+        #: True if a load removes the event (up to LMCache 0.3.15). Since 0.4.1, only the unpin does (LMCache PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
         # Attributes that LMCacheEngine.lookup_unpin reads. The upstream patch of KVF013 reads `_consumed_prefetches`.
         self.lookup_pins = {}
@@ -115,7 +115,7 @@ class PrefetchingEngine(CacheEngine):
 
 
 class AsyncV1(V1):
-    """V1 with `enable_async_loading`. It has one client, and one server for each rank. now: their time in seconds."""
+    """V1 with `enable_async_loading`. It has one client, and one server for each rank. now: LMCache's time in s."""
 
     engine = PrefetchingEngine
     cache_engines: list[PrefetchingEngine]  # type: ignore[assignment]
@@ -163,7 +163,7 @@ class AsyncV1(V1):
         return set().union(*(each.unanswered for each in self.cache_engines))
 
     def kept(self) -> dict[str, set[str]]:
-        """Return the kept state, without aborted lookups: LMCache removes their state at the next lookup."""
+        """Return the kept state except that of aborted lookups, which LMCache removes at the next lookup."""
         status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered
