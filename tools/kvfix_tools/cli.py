@@ -92,7 +92,7 @@ def run(
     audit: Annotated[float, typer.Option(help=_AUDIT)] = 0,
 ) -> int:
     """Run a program, such as `vllm serve` or `lmcache server`, with the fixes in all its processes."""
-    # The program replaces this process. A return means failure: 2 for wrong options, 126 and 127 as in a shell.
+    # The program replaces this process. `run` returns only after a failure: 2 for wrong options, else as a shell does.
     try:
         choice = Config(mode, only, skip, layers, plus, audit)
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Combine the recordings of several processes: assign each recording to its engine and rank, and order the events.
 
-The clocks of two machines differ. `Clock` derives bounds of the difference from two facts. A rank begins a load after
-the scheduler ordered the load, and before the scheduler learns that the load ended. A worker starts loads and stores in
-the order of the scheduler, so kvfix can match the recordings of scheduler and worker without clocks.
+The clocks of two machines differ. kvfix can bound the difference, because a rank begins a load after the scheduler has
+ordered the load, and before the scheduler learns that the load has ended. Each worker starts loads and stores in the
+order of the scheduler, so kvfix can match the events of the scheduler and a worker without clocks.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     @property
     def boot(self) -> str:
-        """The machine's boot id. Recorded times are readings of the monotonic clock, which starts at the boot."""
+        """The machine's boot id. Recorded times are from the machine's monotonic clock, which starts at the boot."""
         return str(self.recording.head.get("boot", ""))
 
     @property
@@ -64,7 +64,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def within(cls, ahead: int, lows: list[int], highs: list[int]) -> "Clock":
-        """Return a clock. ahead: difference by the wall clocks. If it is outside the bounds, use the nearest bound."""
+        """Return a clock. ahead: difference of the wall clocks; if it is outside the bounds, use the nearest bound."""
         low, high = max(lows, default=None), min(highs, default=None)
         ahead = ahead if low is None else max(ahead, low)
         return cls(ahead if high is None else min(ahead, high), low, high)
@@ -73,11 +73,11 @@ class Clock(NamedTuple):
 class Compared(NamedTuple):
     """The comparison of a scheduler's recording with a rank's recording."""
 
-    pairs: list[tuple[int, int]]  # (index in scheduler's events, index in rank's events) of events in both recordings
-    differs: list[tuple[int, RankDiffers]]  # (scheduler index of the previous pair, load that only one side recorded)
-    #: Number of the scheduler's loads that kvfix does not compare. These loads are before the first pair or after the
-    #: last pair, or their request was aborted before the rank started them. With `enable_fault_tolerance`, vLLM aborts
-    #: all requests and continues after a rank has failed (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
+    pairs: list[tuple[int, int]]  # for each event in both recordings: (index at the scheduler, index at the rank)
+    differs: list[tuple[int, RankDiffers]]  # (scheduler's index of the previous pair, load in one recording only)
+    #: Number of the scheduler's loads that kvfix does not compare: loads before the first pair or after the last pair,
+    #: and loads whose request was aborted before the rank started the load. With `enable_fault_tolerance`, vLLM aborts
+    #: all requests when a rank fails, and continues (v1/fault_tolerance/engine_core_sentinel.py 0.33.0:90).
     unknown: int
 
 
@@ -101,7 +101,7 @@ class Engine:
 
     @cached_property
     def compared(self) -> dict[int, Compared]:
-        """{rank: comparison with the scheduler}. Empty unless the scheduler's loads were recorded."""
+        """{rank: comparison of the rank with the scheduler}; {} if the scheduler's loads were not recorded."""
         if self.scheduler is None or not self.scheduler.line.get("sees_loads", True):
             return {}
         ordered = [entry.event for entry in self.scheduler.entries]
@@ -126,7 +126,7 @@ class Engine:
         return Clock.within(ahead, lows, highs)
 
     def history(self, request: str) -> list[tuple[Part, Entry]]:
-        """Return the entries of a request from all processes, by time. `mono` is converted to the scheduler's clock."""
+        """Return all processes' entries of a request, by time. `mono` is converted to the scheduler's clock."""
         return self._by_request.get(request, [])
 
     @cached_property
@@ -150,7 +150,7 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
             role = line.get("role")
             if not role:  # this line is about vLLM's scheduler, not about a connector
                 continue
-            # A MultiConnector may have two connectors of one class. On one GPU, both roles share one process.
+            # A MultiConnector may have two connectors of one class. On one GPU, one process has both roles.
             counts[line["name"], role] = nth = counts.get((line["name"], role), -1) + 1
             name = f"{line.get('engine', '?')}.{line.get('replica', 0)}"
             entries = [entry for entry in recording.entries if entry.connector == number]
@@ -171,7 +171,7 @@ def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """Merge the files of each process into one recording. Each file has only the last events before it was written."""
+    """Merge the files of each process into one recording. Each file has only the last events before its creation."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)
@@ -187,7 +187,7 @@ def processes(recordings: Iterable[Recording]) -> list[Recording]:
 
 
 def _answered(scheduler: Part, worker: Part, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return lower bounds of `ahead`. A request that is not aborted ends only after each rank has begun the load."""
+    """Return lower bounds of `Clock.ahead`. A request that is not aborted ends after each rank has begun its load."""
     bounds, ended = [], dict[str, list[int]]()
     for at, entry in enumerate(scheduler.entries):
         if isinstance(entry.event, ev.Finished) and not entry.event.aborted:
@@ -225,12 +225,12 @@ def compare(rank: int, scheduler: Sequence[ev.Event], worker: Sequence[ev.Event]
 
 
 def _key(event: ev.LoadDue | ev.Stored) -> tuple[str, ...]:
-    """Return the fields of an event that both sides record. Only the scheduler records a store's field `covered`."""
+    """Return the fields that scheduler and rank record. Only the scheduler records a store's field `covered`."""
     return (type(event).__name__, *map(str, event[:3]))
 
 
 def _anchors(due: list[tuple[str, ...]], started: list[tuple[str, ...]]) -> list[tuple[int, int]]:
-    """Return index pairs of equal events. If their orders differ, return [], because the engines are different."""
+    """Return index pairs of equal events. If the two orders differ, return [], because the engines differ."""
     once = {key for key, count in Counter(due).items() if count == 1}
     once &= {key for key, count in Counter(started).items() if count == 1}
     places = {key: at for at, key in enumerate(started)}

@@ -87,13 +87,13 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=512)
 def wrong_releases(fix: Fix, dist: str) -> frozenset[str]:
-    """Return the releases of this distribution that have the bug. Releases without known fingerprints are left out."""
+    """Return the releases of `dist` that have the bug. Leave out releases whose fingerprints kvfix does not know."""
     wrong = (applicability.wrong_releases(each) for each in fix.targets if each.dist == dist and not each.helper)
     return frozenset[str]().union(*wrong)
 
 
 def first_right(fix: Fix, dist: str) -> str | None:
-    """Return the first known release after the last release with the bug; None if there is none."""
+    """Return the first known release after the last release with the bug, or None."""
     wrong = wrong_releases(fix, dist)
     known = applicability.fingerprints()[dist]["releases"]
     return next((each for each in known if wrong and Version(each) > max(map(Version, wrong))), None)

@@ -1,7 +1,7 @@
-"""Add to the ledger the events and rules that only the tools use.
+"""Define those events and rules of the ledger that only the tools use.
 
-No single process of an engine sees these events. They come from the lab, or from recordings of several processes. The
-decorator `rule` adds each rule to `kvfix.ledger.RULES`. Import RULES from this module to get the complete list.
+A single process of an engine cannot record these events. kvfix gets the events from the lab, or from the recordings of
+several processes. The decorator `rule` adds each rule to `kvfix.ledger.RULES`. For all rules, import RULES from here.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from kvfix.ledger.rules import Rule as Rule
 
 
 class RankDiffers(NamedTuple):
-    """Only the scheduler or only the rank has recorded the load of [start, end)."""
+    """A load of the tokens [start, end) that only the scheduler or only the rank has recorded."""
 
     request: str
     rank: int
@@ -28,7 +28,7 @@ class RankDiffers(NamedTuple):
 
 
 class LeaseRead(NamedTuple):
-    """The peer's request `reader` has loaded the blocks that were kept for it after `request` ended."""
+    """The peer's request `reader` has loaded blocks of `request`, which the engine keeps after the end of `request`."""
 
     request: str
     reader: str
@@ -39,7 +39,7 @@ class LeaseRead(NamedTuple):
 
 
 class NotReturned(NamedTuple):
-    """Request `reader` of the peer does not need the kept blocks any more, but no release message has arrived."""
+    """The peer's request `reader` no longer needs the kept blocks of `request`, but no release message has arrived."""
 
     request: str
     reader: str
@@ -52,7 +52,7 @@ class NotReturned(NamedTuple):
 
 
 class WriteBegun(NamedTuple):
-    """The worker begins to write the kept blocks of the request into blocks of the peer's request `reader`."""
+    """The worker begins to write the kept blocks of `request` into blocks of the peer's request `reader`."""
 
     request: str
     reader: str
@@ -62,7 +62,7 @@ class WriteBegun(NamedTuple):
 
 
 class WriteEnded(NamedTuple):
-    """The worker's write to its peer has ended or failed. The worker no longer reads the request's kept blocks."""
+    """The worker's write to the peer has ended or failed. The worker no longer reads the kept blocks of `request`."""
 
     request: str
 
@@ -71,7 +71,7 @@ class WriteEnded(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The peer reports a write into the request's blocks. awaited: True if the request waits for this write."""
+    """The peer reports a write into blocks of `request`. awaited: True if `request` waits for this write."""
 
     request: str
     awaited: bool
@@ -89,8 +89,8 @@ def _last(history: History, *kinds: type) -> Any:
 def rank_loads_otherwise(history: History, event: RankDiffers) -> Outcome:
     """Every rank starts the loads in the scheduler's metadata, and no others.
 
-    A rank that skips a load computes on KV that was not loaded. The metadata of a step reach all workers completely and
-    in order. Only a comparison of the records of several processes shows a violation.
+    A rank that skips a load computes with blocks whose KV is not loaded. vLLM sends the metadata of each step to all
+    workers, completely and in order. To find a violation, kvfix compares the records of several processes.
     """
     tokens = f"tokens {event.start} to {event.end}"
     if event.told:
@@ -102,10 +102,10 @@ def rank_loads_otherwise(history: History, event: RankDiffers) -> Outcome:
 def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
     """A peer reads blocks only while their lease lasts.
 
-    A read that ends after the lease may have loaded KV of another request, which now has the blocks. Each read sends a
-    release message (nixl/pull_worker.py 0.32.0:546). If a lease timed out, no release message had arrived,
-    so every read ended after the lease. In push mode, prefill writes the blocks. A write can end in the same step as
-    the timeout (push_worker.py 0.32.0:818). The rule compares no clocks, so its result for push is unknown.
+    After the lease, another request may have the blocks. A read that ends later may load the KV of this other request.
+    Each read sends a release message when it ends (nixl/pull_worker.py 0.32.0:546). If a lease times out, no release
+    message has arrived, so every read ends after the lease. In push mode, prefill writes the blocks, and a write can
+    end in the step of the timeout (push_worker.py 0.32.0:818). The rule compares no clocks, so it cannot judge pushes.
     """
     ended = history.lease_ended
     if ended is None or ended.expired is False:
@@ -121,7 +121,8 @@ def read_outlives_lease(history: History, event: LeaseRead) -> Outcome:
 def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
     """Only one request of the peer reads the kept blocks. This request's release message frees the blocks.
 
-    The second reader may load KV of another request, which now has the blocks (nixl/pull_worker.py 0.32.0:684).
+    After this release, another request may have the blocks, and a second reader may load the KV of this other request
+    (nixl/pull_worker.py 0.32.0:684).
     """
     before = _last(history, LeaseRead)
     if before is None or before.reader == event.reader:
@@ -134,8 +135,8 @@ def lease_read_twice(history: History, event: LeaseRead) -> Outcome:
 def written_after_lease(history: History, event: WriteBegun) -> Outcome:
     """An engine writes blocks to its peer only while it keeps these blocks.
 
-    vLLM frees blocks that are reported as sent (vllm/v1/core/sched/scheduler.py 0.32.0:3234), and other requests write
-    into them. The peer then receives KV of another request, and takes this KV for the KV of the prompt.
+    vLLM frees blocks that a connector reports as sent (vllm/v1/core/sched/scheduler.py 0.32.0:3234). Other requests
+    then write into these blocks. A later transfer sends this KV of other requests, and the peer uses it for its prompt.
     """
     if history.lease_ended is None:
         return None
@@ -155,7 +156,7 @@ def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
 def written_unawaited(history: History, event: Written) -> Outcome:
     """A peer writes only into blocks of a request that waits for the write.
 
-    Otherwise another request may have the blocks, and the peer overwrites the KV of this request.
+    If no request waits, another request may have the blocks, and the peer overwrites the KV of this other request.
     """
     return None if event.awaited else violated("the peer has written into blocks of a request that does not wait")
 
@@ -164,9 +165,9 @@ def written_unawaited(history: History, event: Written) -> Outcome:
 def lease_not_returned(history: History, event: NotReturned) -> Outcome:
     """A request releases the blocks that a peer keeps for it, even if the request ends before it reads the blocks.
 
-    Without the release message the peer keeps the blocks until their timeout, and other requests cannot use them. The
-    default timeout is 30 s (nixl/base_scheduler.py 0.32.0:82). After a failed load vLLM sends no release message: this
-    is no violation. Only the records of both engines together show a violation.
+    Without a release message, the peer keeps the blocks until a timeout, and no other request can use the blocks. The
+    default timeout is 30 s (nixl/base_scheduler.py 0.32.0:82). After a failed load, vLLM sends no release message, and
+    the rule is not violated. To find a violation, kvfix compares the records of both engines.
     """
     done = "has loaded the kept blocks" if event.loaded else "has ended"
     how = "their lease has timed out" if event.expired else "the blocks are still kept"

@@ -1,4 +1,4 @@
-"""`kvfix mcp`: kvfix's commands as tools of a Model Context Protocol server, on standard input and output."""
+"""`kvfix mcp`: offer commands of kvfix as tools of a Model Context Protocol server on standard input and output."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def serve(root: Annotated[Path, typer.Argument(metavar="DIR", help=_ROOT)] = Pat
 
 
 def make(root: Path) -> "MCPServer[Any]":
-    """Return the server. It reads files below `root` only. Raise ImportError without the package mcp 2."""
+    """Return a server that reads only files below `root`. Raise ImportError without the package mcp 2."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
 

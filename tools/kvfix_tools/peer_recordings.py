@@ -1,8 +1,8 @@
 """Combine the recordings of several engines: find each request that reads blocks which another engine keeps for it.
 
 The `kv_transfer_params` of a decode request name the engine and the request whose blocks the decode request reads. The
-event ReadsFrom records both names. Two facts order the events without clocks. First, a lease begins before the router
-forwards the parameters of the lease. Second, a decode request arrives before its engine sends the release message.
+event ReadsFrom records the two names. Two facts order the events of two engines without clocks. First, a lease begins
+before the router forwards its parameters. Second, a decode request arrives before its engine sends the release message.
 """
 
 import functools
@@ -39,8 +39,8 @@ class Reader(NamedTuple):
     request: str
     loaded: bool
     failed: bool  # the load failed, or the request ended before the push. In both cases vLLM sends no release message
-    #: Latest possible time at which the load or the request ended, in ns of the keeping engine's clock. None if a load
-    #: is in flight, the request has not ended, or the clock difference has no known lower bound.
+    #: Latest possible end of the load, or of the request, in ns of the keeping engine's clock. None if the load or the
+    #: request has not ended, or if the clock difference has no known lower bound.
     done: int | None
     pushed: bool  # True: prefill writes the blocks (push)
 
@@ -70,7 +70,7 @@ class Peers:
         self.engines = engines
         self.router = router
         self.links: list[Link] = []
-        #: {(reading engine, engine without a recording): number of requests that read from the second engine}
+        #: {(engine, engine without a recording): number of requests of the first that read blocks of the second}
         self.missing: Counter[tuple[str, str]] = Counter()
         names = {(engine.name, event.name): event.request for engine in engines for event in _events(engine, ev.Leased)}
         for reads in engines:
@@ -108,7 +108,7 @@ class Peers:
         return Clock.within(there.mono_at_wall_0 - here.mono_at_wall_0, lows, highs)
 
     def findings(self) -> Iterator[tuple[Finding, Engine, list[tuple[str, Entry]]]]:
-        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]), with "unknown" findings."""
+        """Yield (finding, engine that keeps the blocks, [(label of the process, entry)]), even "unknown" findings."""
         by_kept: dict[tuple[str, str], list[Link]] = {}
         for link in self.links:
             by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
@@ -132,7 +132,7 @@ class Peers:
         return Reader(link.reader, bool(loaded), failed, at, pushed)
 
     def history(self, links: Sequence[Link]) -> list[tuple[str, Entry]]:
-        """Return the entries of a kept request and its readers, in order. `mono` is by the keeping engine's clock."""
+        """Return the entries of a kept request and its readers, with `mono` converted to the keeping engine's clock."""
         found = [(links[0].keeps, *each) for each in links[0].keeps.history(links[0].kept)]
         for link in links:
             ahead = self.clock(link.reads, link.keeps).ahead
@@ -167,7 +167,7 @@ class Peers:
 
 
 def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Iterator[ev.Event]:
-    """Yield the scheduler's events of a kept request, with the events of its readers inserted in order."""
+    """Yield the scheduler's events of a kept request, and insert the events of the request's readers in order."""
     ended, expired = _end(engine.history(kept))
     events = [entry.event for entry in _of_scheduler(engine, kept)]
     leased = any(isinstance(event, ev.Leased) for event in events)
@@ -184,7 +184,7 @@ def _with_readers(engine: Engine, kept: str, readers: Sequence[Reader]) -> Itera
 
 
 def _lost(readers: Sequence[Reader], until: int) -> Reader | None:
-    """Return a reader without a release message. Return None if a reader may have ended after `until` minus NOTICE."""
+    """Return a reader whose release message is missing. Return None if the message may still be on its way."""
     times = [each.done for each in readers if each.done is not None and not each.failed]
     if not times or len(times) < len(readers) or max(times) + NOTICE >= until:
         return None
@@ -210,7 +210,7 @@ def _first(entries: list[Entry], kind: type) -> Entry | None:
 
 
 def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
-    """Return (end of the lease by the scheduler's clock, True if it timed out). Only workers record a timeout."""
+    """Return (end of the lease by the scheduler's clock, True if the lease timed out, which only workers record)."""
     ends: list[tuple[Part, Any]] = [each for each in entries if isinstance(each[1].event, ev.LeaseEnded)]
     how = [entry.event.expired for part, entry in ends if not part.is_scheduler]
     expired = True if True in how else False if how and all(each is False for each in how) else None

@@ -19,7 +19,7 @@ _EVENTS: dict[str, Any] = {
 
 
 class Recording(NamedTuple):
-    """A recorder file. head: the first line. lines: {kind: lines of this kind}, without the first line and events."""
+    """A recorder file. head: the first line. lines: {kind: lines of this kind}, except the first line and events."""
 
     path: str
     head: dict[str, Any]
@@ -38,7 +38,7 @@ class Recording(NamedTuple):
 
 
 def read(path: Path) -> Recording:
-    """Read one file. Raise OSError, or ValueError with the wrong line if this kvfix did not write the file."""
+    """Read one file. Raise OSError. Raise ValueError with the wrong line if this kvfix did not write the file."""
     _check_size("the file", path.stat().st_size)
     return parsed(str(path), path.read_bytes().splitlines())
 

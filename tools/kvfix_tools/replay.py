@@ -1,8 +1,8 @@
 """`kvfix replay FILE ...`: check recorded events with the ledger, and print findings with their histories.
 
-A ledger checks the events of each process. If several processes were recorded, kvfix also compares each rank's loads
-with the scheduler's loads. The scheduler's ledger alone checks a load that both have recorded, and the end of a lease.
-A lease is the time for which one engine keeps blocks for another engine (see peer_recordings.py).
+Each process has its own ledger. With several processes, kvfix also compares the loads of each rank with the scheduler's
+loads. If the scheduler and a rank have recorded a load, only the scheduler's ledger checks the load. Only this ledger
+checks the ends of leases. A lease is the time for which one engine keeps blocks for another (peer_recordings.py).
 """
 
 import json as jsonlib
@@ -31,7 +31,7 @@ class Judged(NamedTuple):
 
 
 def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
-    """Print the violations. Return 1 if there are any, 2 for an unreadable file or two files of one rank, else 0."""
+    """Print violations. Return 1 if a rule is violated, 2 for an unreadable file or two files of one rank, else 0."""
     recordings: list[Recording] = []
     for path in paths:
         try:
@@ -48,7 +48,7 @@ def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
 
 
 def judged(found: Recording) -> list[Judged]:
-    """Return the findings of one process in the order of its events. Include findings with the verdict "unknown"."""
+    """Return the findings of one process in the order of the events, even findings with the verdict "unknown"."""
     ledgers = {number: Ledger(sees_loads=line.get("sees_loads", True)) for number, line in found.connectors.items()}
     findings = []
     for entry in found.entries:
@@ -58,7 +58,7 @@ def judged(found: Recording) -> list[Judged]:
 
 
 def judged_engine(engine: Engine) -> list[Judged]:
-    """Return the findings about the scheduler, each rank, and the differences between each rank and the scheduler."""
+    """Return the findings about the scheduler, about each rank, and about differences of a rank from the scheduler."""
     compared = engine.compared
     findings = []
     for part in engine.parts:

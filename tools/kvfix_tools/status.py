@@ -17,7 +17,7 @@ from kvfix.fixes.record import EFFECTS, Fix, Target
 from kvfix_tools import fix_overview, screen
 from kvfix_tools.command_options import Json, Names, flag, value
 
-#: Verdicts of bugs that the installation has and that are not fixed in this process. They cause exit code 1.
+#: Verdicts of bugs that the installation has and that are not fixed in this process. Each verdict causes exit code 1.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
 #: Verdicts of all bugs that the installation has, including bugs that are fixed in this process.
 _PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")

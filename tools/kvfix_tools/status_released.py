@@ -1,7 +1,7 @@
 """`kvfix status --released`: show whether the newest LMCache and vLLM have changed the functions that fixes patch.
 
 pip downloads the wheels with its own settings (index, mirrors, proxies, find-links, certificates). kvfix reads the
-functions from the wheels. It installs nothing and runs no code of the wheels.
+functions from the wheels, but installs no wheel and runs no code of a wheel.
 """
 
 import json as jsonlib
@@ -26,12 +26,12 @@ DISTS = ("lmcache", "vllm")
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 _PYTHON = "3.12"
 _LIMIT = 1800  # Time limit of one download in seconds. vLLM's wheel has several hundred megabytes.
-#: Changes of a function, the worst first. A fix shows its worst change. `unknown`: kvfix cannot compare.
+#: Changes of a function, the worst first. A row shows the worst change of a fix. `unknown`: kvfix cannot compare.
 CHANGES = ("unknown", "changed", "unchanged")
 
 
 class ReleasedRow(NamedTuple):
-    """A fix on the newest release. change: difference from the newest known release. verdict: as in `kvfix status`."""
+    """A fix and its worst change (CHANGES) since the newest release that kvfix knows. verdict: as in `kvfix status`."""
 
     code: str
     slug: str
@@ -43,7 +43,7 @@ class ReleasedRow(NamedTuple):
 
 
 def status(json: bool) -> int:
-    """Print a row for each fix. Return 0 if no function has changed, 1 if one has, 77 if pip fails."""
+    """Print the result. Return 0 if no function has changed, 1 if a function has changed, 77 if pip fails."""
     with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
         rows = [row for dist in DISTS for row in survey(dist, _wheel(dist, Path(folder)))]
     if json:
@@ -54,7 +54,7 @@ def status(json: bool) -> int:
 
 
 def _wheel(dist: str, folder: Path) -> Path:
-    """Return the downloaded wheel. If pip cannot fetch it, print why and what to do, and end with exit code 77."""
+    """Return the wheel that pip downloads. If pip fails, print why and what to do, and end with exit code 77."""
     print(f"asking the package index for the newest {dist} ...", file=sys.stderr)
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *platforms,

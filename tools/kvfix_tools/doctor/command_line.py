@@ -1,4 +1,4 @@
-"""Parse a command line that starts vLLM or an LMCache server, and the variables that it sets. Keep unknown options."""
+"""Parse a command that starts vLLM or an LMCache server, and the variables that the command sets."""
 
 import json
 import re
@@ -42,12 +42,12 @@ class Command(NamedTuple):
         return self.program.startswith("vllm")
 
     def number(self, option: str, default: int) -> int | None:
-        """Return the value of an option as a number; None if the value is not a whole number."""
+        """Return the value of an option as a number, or None if the value is not a whole number."""
         value = self.options.get(option) or str(default)
         return int(value) if value.isdigit() else None
 
     def json(self, option: str) -> dict[str, Any]:
-        """Return the JSON object that `--option` and all `--option.key` describe. Raise ValueError for other text."""
+        """Return the JSON object that `--option` and all `--option.key` define. Raise ValueError for a wrong value."""
         value = self.options.get(option)
         loaded = json.loads(value) if value else {}
         if not isinstance(loaded, dict):
@@ -81,7 +81,7 @@ class Connector(NamedTuple):
 
 
 def connectors(transfer: dict[str, Any]) -> Iterator[Connector]:
-    """Yield the connector, then the children of a MultiConnector."""
+    """Yield the connector of a KV-transfer configuration, then the children of a MultiConnector."""
     extra = transfer.get("kv_connector_extra_config")
     extra = extra if isinstance(extra, dict) else {}
     name, role = str(transfer.get("kv_connector") or ""), str(transfer.get("kv_role") or "")
@@ -94,7 +94,7 @@ def connectors(transfer: dict[str, Any]) -> Iterator[Connector]:
 
 
 def read(words: list[str]) -> Command | None:
-    """Parse a command. Return None if it starts neither vLLM nor LMCache. Raise ValueError for an unclosed quote."""
+    """Parse a command. Return None for other programs than vLLM and LMCache. Raise ValueError for an unclosed quote."""
     if len(words) == 1 and " " in words[0]:
         words = shlex.split(words[0])
     at, program, after = _program(words)
@@ -152,7 +152,7 @@ def _options(words: list[str], serves: bool) -> tuple[str, dict[str, str]]:
 
 
 def _is_value(word: str, name: str) -> bool:
-    """Return True if this word is the value of the option before it. A switch takes only true, false, 0 and 1."""
+    """Return True if `word` is the value of the option `name`. A switch takes only true, false, 0 and 1."""
     is_switch = re.fullmatch(r"(enable|disable|no|enforce|trust|skip|use|async|headless|isolated)-[^.]*", name)
     return not re.match(r"--?[A-Za-z]", word) and (not is_switch or word.lower() in ("true", "false", "0", "1"))
 

@@ -1,4 +1,4 @@
-"""Read settings and server options from the source of the installed LMCache. The names change with releases."""
+"""Read settings and server options from the source of the installed LMCache, because their names change."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvfix_tools.doctor.packages import Package, Packages, assigned, compared, constant, defined, parse
 
-#: {type of a setting: its name in reports}. kvfix does not check values of other types.
+#: {type of a setting: name of the type in reports}. kvfix does not check values of other types.
 KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -21,7 +21,7 @@ KINDS = {
     "list[str]": "a list of text",
     "dict": "a mapping",
 }
-#: {True for the in-process, False for the multi-process connector: (LMCache's modules, vLLM's module) with its keys}
+#: {True for the in-process connector, else False: (LMCache's modules, vLLM's module) that read the connector's keys}
 READERS = {
     True: (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
     False: (
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 class Definition(NamedTuple):
-    """A setting. kind: its type, usually a key of KINDS. converted: True if LMCache converts the variable's text."""
+    """A setting. kind: the type, usually a key of KINDS. converted: True if LMCache converts a variable's text."""
 
     name: str
     kind: str
@@ -57,14 +57,14 @@ class Definitions(NamedTuple):
     deprecated: dict[str, str] = {}
 
     def default(self, name: str) -> Any:
-        """Return the default of a setting; None for an unknown name."""
+        """Return the default of a setting, or None for an unknown name."""
         return self.known[name].default if name in self.known else None
 
     def is_read(self, name: str) -> bool:
         """Return True if the release reads this name from a file or the environment.
 
-        An alias counts only if the release lists it as deprecated. Otherwise the release warns about an unknown key and
-        ignores the alias (config_base.py 0.5.6:185-210).
+        An alias counts only if the release lists the alias as deprecated. If not, LMCache warns about an unknown key
+        and ignores the alias (config_base.py 0.5.6:185-210).
         """
         return name in self.known or (name in self.deprecated and self.aliases.get(name) in self.known)
 
@@ -92,7 +92,7 @@ def _definition(name: str, node: ast.Dict) -> Definition:
 
 
 def words(name: str, packages: Packages) -> set[str]:
-    """Return the words that this setting allows; empty if it allows any word, or if the code cannot be read."""
+    """Return the words that a setting allows; empty if the setting allows any word, or if the code cannot be read."""
     module, holder = _WORDS.get(name, ("", ""))
     tree = packages.tree(module) if module else None
     table, function = assigned(tree, holder), defined(tree, holder)
@@ -104,7 +104,7 @@ def words(name: str, packages: Packages) -> set[str]:
 
 
 def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
-    """Return {key `lmcache.*` that the connector reads: its default, or None}; {} if its source cannot be read."""
+    """Return {key `lmcache.*` that the connector reads: default or None}; {} if the connector's code cannot be read."""
     modules, own = READERS[is_v1]
     names = [*(f"lmcache.integration.vllm.{module}" for module in modules), f"{VLLM_CONNECTORS}.{own}"]
     keys: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def connector_keys(is_v1: bool, packages: Packages) -> dict[str, Any]:
 
 
 class Option(NamedTuple):
-    """An option. default: None if the option has none, or kvfix cannot read it. choices: () if any value is allowed."""
+    """An option. default: None without a default, or if kvfix cannot read the default. choices: () for any value."""
 
     default: Any
     choices: tuple[str, ...]

@@ -25,7 +25,7 @@ class _Import(NamedTuple):
 
 
 def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
-    """Return failing imports and calls of `other`. start: (package, first module). Follow the package's own imports."""
+    """Return the failing imports and calls of `other` in a package. start: (package, module at which to begin)."""
     package, first = start
     found, seen, waiting = list[Misfit](), set[str](), [first]
     while waiting:
@@ -54,7 +54,7 @@ def _imports(body: list[ast.stmt], package: Package, other: Package, inside: boo
     """Yield the imports that Python executes in these statements.
 
     If an import in a `try` block fails and the `except` block does not raise, yield only the `except` block's imports.
-    inside: True to yield imports in `__init__` methods and `if` statements too.
+    inside: True to also yield imports in `__init__` methods and `if` statements.
     """
     for node in body:
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def _imports(body: list[ast.stmt], package: Package, other: Package, inside: boo
         ):
             yield from _imports(node.body, package, other, inside)
         elif isinstance(node, ast.If) and inside and "TYPE_CHECKING" not in ast.unparse(node.test):
-            # kvfix cannot tell which branch Python takes, so it leaves out imports that fail.
+            # kvfix cannot tell which branch Python takes, so imports that fail are left out.
             both = [*_imports(node.body, package, other, inside), *_imports(node.orelse, package, other, inside)]
             yield from (each for each in both if not _is_of(each, other) or not _lacks(each, other))
 

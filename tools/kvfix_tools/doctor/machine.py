@@ -1,4 +1,4 @@
-"""Limits of the machine or the container: memory, shared memory, locked memory, ports. All sizes are in bytes."""
+"""Read limits of the machine or the container: memory, shared memory, locked memory, ports. All sizes are in bytes."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ class Machine:
         self._root = root
 
     def memory(self) -> tuple[int | None, int | None, str]:
-        """Return (limit for all processes together, available memory, source of the limit). None if unknown."""
+        """Return (memory limit of all processes together, available memory, source of the limit). None: unknown."""
         lines = (line.split() for line in self._text("proc/meminfo").splitlines())
         values = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
         total, available = values.get("MemTotal:"), values.get("MemAvailable:")
@@ -45,14 +45,14 @@ class Machine:
         return set(next(flags, "").split())
 
     def is_wsl(self) -> bool:
-        """Return True in Windows' subsystem for Linux. Its driver allows little pinned memory."""
+        """Return True in the Windows Subsystem for Linux, where the driver can pin only little memory."""
         return "microsoft" in self._text("proc/version").lower()
 
     def has_nvidia(self) -> bool:
         return (self._root / "dev/nvidiactl").exists() or (self._root / "dev/dxg").exists()
 
     def _cgroup_limits(self) -> Iterator[tuple[int, str]]:
-        """Yield (limit, file) of this process's cgroup and its parents. A container's cgroup is the top folder."""
+        """Yield (limit, file) for this process's cgroup (in a container: the top folder) and all parent cgroups."""
         for line in self._text("proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -65,7 +65,7 @@ class Machine:
             here = Path(path.strip("/"))
             for group in {here, *here.parents, Path()}:
                 text = self._text(f"{top}/{group}/{file}").strip()
-                if text.isdigit() and int(text) < 2**60:  # cgroup v1 writes nearly 2**63 where there is no limit
+                if text.isdigit() and int(text) < 2**60:  # without a limit, cgroup v1 writes nearly 2**63
                     yield int(text), file
 
     def _text(self, path: str) -> str:
@@ -99,7 +99,7 @@ def connects(host: str, port: int) -> str:
 
 
 def redis_refuses(host: str, port: int) -> str:
-    """Return Redis's error answer to PING, or READONLY for a replica. Return "" if Redis takes commands."""
+    """Return Redis's error answer to PING, or READONLY for a replica, or "" if Redis accepts commands."""
     try:
         with socket.create_connection((host, port), 1.0) as connection:
             connection.sendall(b"PING\r\n")

@@ -1,4 +1,4 @@
-"""Read installed packages from their files, without an import: versions, modules, names, arguments."""
+"""Read the versions, modules, names and arguments of installed packages from files, without importing the packages."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ class Package(NamedTuple):
         return f"{shown} {self.version or 'of an unknown release'}"
 
     def file(self, module: str) -> Path | None:
-        """Return the file of `package.module`; None if there is none."""
+        """Return the file of `package.module`, or None if the file does not exist."""
         path = self.folder.parent.joinpath(*module.split("."))
         return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
 

@@ -1,4 +1,4 @@
-"""Facts about LMCache servers, from their command lines on this machine and from their HTTP port (http_apis 0.5.6)."""
+"""Read facts about LMCache servers from their commands on this machine and from their HTTP ports (http_apis 0.5.6)."""
 
 import contextlib
 import http.client
@@ -26,7 +26,7 @@ _L1 = {
 
 
 class Address(NamedTuple):
-    """An address. url: as the user wrote it. port: None if the url has no port."""
+    """An address of a server. url: the address as the user wrote it. port: None if the url has no port."""
 
     url: str
     host: str
@@ -34,7 +34,7 @@ class Address(NamedTuple):
 
 
 def addresses(connector: Connector) -> list[Address]:
-    """Return the addresses in server_urls, or one of host and port (as in lmcache_mp_connector.py 0.5.6:627-648)."""
+    """Return the addresses in server_urls, or the address in host and port (lmcache_mp_connector.py 0.5.6:627-648)."""
     urls = connector.extra.get("lmcache.mp.server_urls")
     if isinstance(urls, str):
         urls = urls.split(",")
@@ -69,12 +69,12 @@ def local() -> Iterator[tuple[int, Command]]:
 
 
 def running(port: int) -> Command | None:
-    """Return the command of the `lmcache server` on this machine with this port; None if there is none."""
+    """Return the command of the `lmcache server` that has this port on this machine, or None."""
     return next((command for _, command in local() if command.number("port", PORT) == port), None)
 
 
 def http_address(given: str, command: Command | None, host: str) -> tuple[str, int] | None:
-    """Return the server's HTTP address: from --server-http, else from its command line, else None."""
+    """Return the server's HTTP address from --server-http (`given`) or from the server's command, or None."""
     if given:
         parts = urlsplit(given if "://" in given else f"http://{given}")
         return parts.hostname or "localhost", parts.port or HTTP_PORT
@@ -102,7 +102,7 @@ class Server(NamedTuple):
 
 
 def inspect(each: Address, http_given: str) -> Server:
-    """Find out if the server answers. If it does, read its options and release. http_given: value of --server-http."""
+    """Connect to a server. If the server answers, read its options and release. http_given: value of --server-http."""
     why_not = "the address has no port" if each.port is None else connects(each.host, each.port)
     if each.port is None or why_not:
         return Server(each, why_not, {}, "")
@@ -120,7 +120,7 @@ def inspect(each: Address, http_given: str) -> Server:
 def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a dictionary for each server that the connectors name: "pid", "port", "answers", "lookups", keys of _L1.
 
-    Servers on another machine or in another container are not found. lookups: lookups without a fetched result.
+    kvfix does not find servers on other machines or in other containers. lookups: lookups whose result is not fetched.
     """
     ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
     mine = [(pid, command) for pid, command in (local() if ports else ()) if command.number("port", PORT) in ports]
@@ -129,7 +129,7 @@ def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def client_of(pid: int) -> int:
-    """Return a process of the engine that this LMCache server serves; 0 if it serves none or is not a server."""
+    """Return a process id of the engine that the LMCache server `pid` serves, or 0 if `pid` serves no engine."""
     with contextlib.suppress(psutil.Error, OSError):
         connections = psutil.net_connections("tcp")
         ports = {each.laddr.port for each in connections if each.pid == pid and each.status == psutil.CONN_LISTEN}

@@ -23,7 +23,7 @@ _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|U
 
 
 class Setting(NamedTuple):
-    """A setting. name: in lower case. spelled: as the user typed it. source: FILE, ENVIRONMENT or TRANSFER."""
+    """A setting of LMCache. spelled: the name as the user wrote it. source: FILE, ENVIRONMENT or TRANSFER."""
 
     name: str
     spelled: str
@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
 
 def _for_processor(files: list[Path], flags: set[str]) -> str:
-    """Return the build that vLLM loads (vllm/platforms/cpu.py 0.32.0:633-665). Some wheels have only `_C`."""
+    """Return the library that vLLM loads (vllm/platforms/cpu.py 0.32.0:633-665). Some wheels of vLLM have only `_C`."""
     built = {file.name.partition(".")[0] for file in files}
     if "_C_AVX2" not in built or not flags:  # built for a GPU, or for a processor other than x86
         return "_C"
@@ -51,7 +51,7 @@ class Setup:
         limit: float = extensions.LIMIT,
         server_http: str = "",
     ) -> None:
-        """environment: variables of this process. The command's variables win. In a container, only they count.
+        """environment: this process's variables. The command's variables override them, or replace them in a container.
 
         limit: seconds for loading the compiled extensions. server_http: address of the LMCache server's HTTP port.
         """
@@ -101,7 +101,7 @@ class Setup:
 
     @property
     def v1(self) -> Connector | None:
-        """The first connector with LMCache in the engine's own process."""
+        """The first connector that runs LMCache in the engine's own process."""
         return next((each for each in self.connectors if each.is_v1), None)
 
     @property
@@ -135,7 +135,7 @@ class Setup:
 
     @cached_property
     def settings(self) -> list[Setting]:
-        """Settings of the in-process connector. If a name occurs twice, the last value wins. Omit unknown variables."""
+        """Settings of the in-process connector, without unknown variables. For equal names, the last value wins."""
         found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
         for name in (*self.definitions.known, *self.definitions.aliases):
             spelled = f"LMCACHE_{name.upper()}"
@@ -154,13 +154,13 @@ class Setup:
         return sorted(name for name in own if not _OF_KUBERNETES.search(f"{name}={self.environment[name]}"))
 
     def setting(self, name: str) -> Any:
-        """Return the effective value of a setting, or the release's default; None if neither is known."""
+        """Return the effective value of a setting, or its default in the installed release, or None."""
         values = [each.value for each in self.settings if self.current(each.name) == name]
         value = values[-1] if values else None
         return self.definitions.default(name) if value is None else value
 
     def several(self, name: str) -> list[Any]:
-        """Return the items of a setting that is a list, or text with commas."""
+        """Return the items of a setting whose value is a list, or a text with commas."""
         value = self.setting(name)
         text = "" if value is None else str(value)
         return value if isinstance(value, list) else [part for part in text.split(",") if part.strip()]
@@ -173,7 +173,7 @@ class Setup:
             return None
 
     def on(self, name: str) -> bool:
-        """Return a switch as LMCache reads it (config_base.py 0.5.6, _to_bool)."""
+        """Return True if LMCache reads the setting as true (config_base.py 0.5.6, _to_bool)."""
         return str(self.setting(name)).strip().lower() in ("true", "1")
 
     def current(self, name: str) -> str:
@@ -192,7 +192,7 @@ class Setup:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """The model's config.json; {} if it is not on this machine. In a multi-modal model, `text_config` wins."""
+        """The model's config.json, or {} if it is not here. In a multi-modal model, the values in `text_config` win."""
         name = "" if self.in_container else self.command.model
         for file in self._model_files(name) if name else ():
             try:

@@ -1,4 +1,4 @@
-"""The command `kvfix dump`, which reads the processes, writes the bundle, and prints a summary."""
+"""The command `kvfix dump`: read the processes of an engine, write a bundle, and print a summary."""
 
 import io
 import json as jsonlib
@@ -14,7 +14,7 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """Write a bundle. Return 2 if this fails or the process does not exist, 77 if no process is readable, else 0."""
+    """Write a bundle. Return 2 without a bundle or if no process `pid` exists, 77 if no process is readable, else 0."""
     tree = processes.tree(pid)
     if not tree:
         return screen.error(f"kvfix dump: there is no process {pid}")

@@ -1,4 +1,4 @@
-"""Read the stacks of each process with py-spy. Get each flight recorder by sending SIGUSR2 to the process."""
+"""Read the stacks of each process with py-spy. Send SIGUSR2, so that each process writes its flight recorder file."""
 
 import json
 import os
@@ -21,7 +21,7 @@ STACKS, RECORDER = 20, 5.0  # time limits in seconds for the stacks and for the 
 
 def gather(tree: list[Process]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return a summary row for each process, and the text of each file in the bundle."""
-    # Read the recorders before the stacks, because py-spy pauses a process, and a paused process does not answer.
+    # Read the recorders before the stacks. py-spy pauses a process, and a paused process does not write its recorder.
     with ThreadPoolExecutor(max(1, len(tree))) as pool:
         recorded = list(pool.map(recorder, tree))
     rows, files = [], {}
@@ -46,7 +46,7 @@ def program(name: str) -> str | None:
 
 
 def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return (threads of this process in py-spy's output, ""), or (None, the reason why there are none)."""
+    """Return (threads of this process in py-spy's output, ""), or (None, why py-spy shows no threads)."""
     py_spy = program("py-spy")
     if py_spy is None:
         return None, "py-spy is not installed. Run: pip install py-spy"
@@ -64,7 +64,7 @@ def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
 
 
 def recorder(process: Process) -> tuple[str | None, str]:
-    """Return (text of the recorder file that the process writes after SIGUSR2, ""), or (None, why there is none)."""
+    """Return (text of the recorder file that the process writes after SIGUSR2, ""), or (None, why no file exists)."""
     announced = ready(process)
     if not announced:
         return None, "no recorder: the process has no connector, or was started without `kvfix run --mode observe`"
@@ -112,7 +112,7 @@ def main_frames(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def where(threads: list[dict[str, Any]], connectors: list[dict[str, Any]]) -> str:
-    """Return the connector hook that the process is in, its duration and the current line, or "" if in no hook."""
+    """Return the connector hook that the process runs, how long it has run, and the current line; "" without a hook."""
     frames = main_frames(threads)
     line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in connectors if each.get("inside")]

@@ -30,9 +30,9 @@ class Process(NamedTuple):
 def tree(pid: int) -> list[Process]:
     """Return this process and all its descendants, parents first, or [] if the process does not exist.
 
-    vLLM sets process titles (setproctitle), which overwrites a part of the environment in /proc. kvfix takes missing
-    settings from the parent. Ray sets a worker's environment after the worker has started, so /proc lacks it. For
-    Ray's workers, kvfix takes the folder from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
+    vLLM sets process titles (setproctitle). A title overwrites a part of the environment in /proc, so kvfix takes
+    missing settings from the parent. Ray sets a worker's environment after the worker has started, so /proc does not
+    show it. For Ray's workers, kvfix takes `directory` from KVFIX_DUMP_DIR in the environment of `kvfix dump`.
     """
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
@@ -67,7 +67,7 @@ def elsewhere(tree: list[Process]) -> list[Process]:
 
 
 def ready(process: Process) -> dict[str, Any]:
-    """Return the content of the file that announces that the process answers `kvfix dump`, or {} without a file."""
+    """Return the content of the process's .ready file, or {}. This file means that the process answers `kvfix dump`."""
     try:
         announced = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
     except (OSError, ValueError):
@@ -77,7 +77,7 @@ def ready(process: Process) -> dict[str, Any]:
 
 def own_text(process: Process, path: Path) -> str:
     """Read a file of this process. Raise OSError for a link, or if another user owns the file or the folder."""
-    # kvfix may run as root. Files of another user must not make kvfix signal a process or reveal a private file.
+    # kvfix may run as root. A file of another user must not make kvfix signal a process or reveal a private file.
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     shared = SharedFolder(folder, process.owner)
     if os.fstat(folder).st_uid != process.owner:

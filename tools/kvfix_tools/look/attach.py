@@ -67,7 +67,7 @@ class _Engine:
         self._until = time.monotonic() + wait
 
     def ask(self, pids: list[int], what: str, *arguments: Any, until: tuple[str, ...]) -> None:
-        """Call `what` in each process until its answer has a state in `until` or a final state, or the time is over."""
+        """Call `what` in each process again and again until the state is in `until` or final, or the time is over."""
         left = list(pids)
         while left:
             for pid in list(left):
@@ -79,7 +79,7 @@ class _Engine:
             time.sleep(_PAUSE if left else 0)
 
     def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """Ask once. State "without": the process has ended, is not Python, or lacks kvfix or both vLLM and LMCache."""
+        """Ask a process once. State "without": kvfix can do nothing here, for example because vLLM is not loaded."""
         folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
         source = inspect.getsource(in_engine)
         code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__, source=source)
@@ -101,7 +101,7 @@ class _Engine:
 
 
 def attach(pid: int, mode: str, only: Names, idle: bool, wait: float, json: bool, plus: Names = None) -> int:
-    """Apply the fixes. Return 0 if all processes have them, 1 if not, 2 for wrong usage, 77 if kvfix may not trace."""
+    """Apply the fixes. Return 0 for success, 1 for a failure, 2 for wrong usage, 77 if kvfix may not trace."""
     try:
         config = Config(mode, only, None, plus=plus)
         if mode == "strict":
@@ -154,7 +154,7 @@ def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
         return screen.error("\n".join(dict.fromkeys(engine.settings)), 77)
     done = shown and all(answer["state"] == wanted for answer in shown.values())
     rows = [row for answer in shown.values() for row in answer.get("rows", ())]
-    # Exit 1 if a fix is refused or has raised. A fix that can apply only at the start is not a failure.
+    # Exit 1 if a fix is refused or has raised an error. A fix that applies only at the engine's start is no failure.
     return int(not done or any(row["verdict"] in ("refused", "unknown") or row.get("faults") for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""The command `kvfix look`: read the engine until there is a verdict or no sign of a problem is left."""
+"""The command `kvfix look`: read the engine again and again until kvfix has a verdict or sees no sign of a problem."""
 
 import json as jsonlib
 import re
@@ -21,10 +21,10 @@ from kvfix_tools.dump import gather
 from kvfix_tools.look import looking, show
 
 SCHEMA = 1
-#: kvfix looks every PAUSE seconds. If the scheduler is inside a step and has no running request, its queues are
-#: incomplete. kvfix then looks again immediately, until it has made AGAIN looks.
+#: kvfix looks every PAUSE seconds. If the scheduler is inside a step and has no running request, the scheduler's queues
+#: may be incomplete. kvfix then looks again immediately, at most AGAIN times.
 PAUSE, AGAIN = 1.0, 30
-_LONGEST = 600  # Time limit in seconds. A core file of an engine has many gigabytes.
+_LONGEST = 600  # Time limit of PyStack in seconds. A core file of an engine has many gigabytes.
 _THREAD = re.compile(r"^Traceback for thread (\d+)")
 _FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
 
@@ -65,7 +65,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
 
 
 def enough(looker: looking.Looker) -> list[Look]:
-    """Look at least twice, until there is a verdict or no sign of a problem is left."""
+    """Look at least twice, until kvfix has a verdict or sees no sign of a problem."""
     looks = [_between_steps(looker)]
     while seconds_to_look(looks) or len(looks) < 2:
         time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
@@ -74,7 +74,7 @@ def enough(looker: looking.Looker) -> list[Look]:
 
 
 def seconds_to_look(looks: Sequence[Look]) -> float:
-    """Return the seconds that the looks must span for a sure verdict. Return 0 if no further look is needed."""
+    """Return how many seconds must be between the first and last look for a sure verdict; 0 if the looks suffice."""
     if standstill.verdicts(looks):
         return 0.0
     looks = of_these_hooks(looks)
@@ -116,7 +116,7 @@ def _watch(looker: looking.Looker) -> int:
 
 
 def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -> dict[str, Any]:
-    """Return the JSON object for `--json` and `--save`. With `--save`, it also has the blocks of each request."""
+    """Return the JSON object for `--json` and `--save`. With `--save`, the object also has each request's blocks."""
     engines = liveness.engines(last.processes)
     return {
         "schema": SCHEMA,
@@ -138,7 +138,7 @@ def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
 def look_at_core(file: str, json: bool) -> int:
     """Show the stacks in a core file. PyStack reads the stacks, but no variables.
 
-    Return 0 if no thread is in a connector hook, 1 if one is, 2 for an unreadable file, 77 without PyStack.
+    Return 0 if no thread is in a connector hook, 1 if a thread is, 2 for an unreadable file, 77 without PyStack.
     """
     pystack = gather.program("pystack")
     if pystack is None:

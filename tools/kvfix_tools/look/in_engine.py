@@ -1,7 +1,7 @@
-"""The code that `kvfix attach` sends into an engine, to apply or remove the fixes between two steps of the engine.
+"""The code that kvfix sends into an engine to apply, remove or list the fixes between two steps of the engine.
 
 The engine may not have kvfix_tools, so this module imports only kvfix. The functions run in the main thread, between
-two bytecodes (inject.py). `prepare` would delay the engine, so `prepare` runs earlier, in a separate thread.
+two bytecodes (inject.py). Only `prepare` runs earlier, in a thread of its own, because `prepare` takes a second.
 """
 
 import os
@@ -15,12 +15,12 @@ from kvfix.engine_state import places
 from kvfix.fixes.record import AT_START, NEW_REQUESTS, Fix
 from kvfix.session import session
 
-#: Parts of file paths. attach and detach refuse while a thread runs certain functions of such files (see `_unsafe`).
+#: Parts of file paths. `attach` and `detach` refuse while a thread runs certain functions of these files (`_unsafe`).
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/__init__.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
 _SHOWN = ("refused", "unknown", "applicable", "applied")
-#: Attribute paths from a local variable of a frame to the engine's scheduler. The frame may be a method of the
-#: scheduler, EngineCore's loop, or a user's program with an LLM.
+#: Attribute paths from a local variable on the stack to the engine's scheduler. The variable may be in a method of the
+#: scheduler, in EngineCore's loop, or in a user's program that has an LLM.
 _PATHS = ("", "scheduler", "engine.scheduler", "llm_engine.engine_core.engine_core.scheduler")
 
 
@@ -45,8 +45,8 @@ def ready() -> dict[str, Any]:
 def attach(text: str, idle: bool = False) -> dict[str, Any]:
     """Activate this configuration if the process is at a safe point. Return `state`: "attached", "unsafe" or "busy".
 
-    idle: attach only if the scheduler has no requests. The answer has the scheduler's request ids. kvfix passes them to
-    `attached` in the other processes. Raise ValueError if the engine's environment switches kvfix off.
+    idle: attach only if the scheduler has no requests. The answer has the ids of the scheduler's requests, which
+    `attached` needs in the workers' processes. Raise ValueError if the engine's environment switches kvfix off.
     """
     config = Config.parse(text)
     if Config.is_off(os.environ.get(activation.ENV)):
@@ -122,7 +122,7 @@ def _is_applied(fix: Fix) -> bool:
 
 
 def _unsafe() -> str:
-    """Return where in an engine step the process is now; "" if it is between two steps."""
+    """Return where in an engine step the process is now; "" if the process is between two steps."""
     targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
     names = targets.difference(("__init__", "__del__")).union(_BUSY, places.HOOKS, places.LAYER_HOOKS)
     stacks = places.stacks()

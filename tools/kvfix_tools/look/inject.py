@@ -1,11 +1,11 @@
 """Run code in the main thread of another Python process, between two bytecodes of the thread.
 
-Between two bytecodes, Python runs the calls that `Py_AddPendingCall` has queued. This function takes one short lock,
-but neither the GIL nor memory, so kvfix can call it wherever the thread has stopped. The queued call is
-`PyRun_SimpleString` with a line that executes a file. Python 3.14 has `sys.remote_exec` for this purpose (PEP 768).
+Between two bytecodes, Python runs the calls that `Py_AddPendingCall` has queued. `Py_AddPendingCall` takes one short
+lock, but neither the GIL nor memory, so kvfix can call this function wherever the thread has stopped. kvfix queues a
+call of `PyRun_SimpleString` with a line that executes a file. In Python 3.14, `sys.remote_exec` does this (PEP 768).
 
 A thread that waits in a system call (a lock, a socket) reaches no bytecode. If the thread waits without the GIL, kvfix
-makes the thread take the GIL and run the line, as a callback from C does. kvfix maps a page of memory for such lines.
+makes the thread take the GIL and run the line, as a callback from C does. The lines are in a page that kvfix maps.
 """
 
 import os
@@ -22,12 +22,12 @@ from kvfix_tools.look.shared_folder import SharedFolder
 
 #: Prefix of an answer if the code has raised an error. The rest of the answer is the error.
 FAILED = "failed: "
-#: Address of the mapped page (free in all layouts of x86-64 and aarch64), then number and size of the page's slots.
+#: Address of the page that kvfix maps (free in all memory layouts of x86-64 and aarch64), number and size of its slots.
 _PAGE, _SLOTS, _SLOT = 0x6B7600000000, 16, 256
 _LONGEST = 60.0  # time limit in seconds for the code, after it has begun
 _FOLDERS = ("/tmp", "/dev/shm")  # for the script and the answer
 _SCRIPT = r"(/tmp|/dev/shm)/kvfix-look-\d+-\w+"
-#: The script. It runs the code only if it can rename the token file, which the caller removes after `seconds`.
+#: The script. It runs the code only if it can rename the token file. After `seconds`, the caller removes this file.
 _CODE = """
 import os
 script, token, code = {script!r}, {token!r}, {code!r}
@@ -51,8 +51,8 @@ else:
             _thread.start_new_thread(again, ())
     os.rename(answer, token + ".answer")
 """
-#: After a timeout the call stays queued, so kvfix replaces the script by this code. The code clears the path in the
-#: page and removes the script, even if a later caller has replaced it. The later caller notices both changes.
+#: After a timeout, the call stays in the queue, so kvfix replaces the script by this code. The code clears the path in
+#: the page and removes the script. A later `run` that has replaced the script meanwhile notices both changes.
 _GIVEN_UP = f"import ctypes, os; ctypes.memset({_PAGE}, 0, 1); os.unlink({{script!r}})"
 
 
@@ -63,9 +63,9 @@ class Silent(Exception):
 def run(pid: int, code: str, *, seconds: float) -> str:
     """Execute the code in the process. Return the text that the code wrote to ANSWER, or FAILED and the error.
 
-    The code must not wait or take a lock, because it may interrupt code that holds the lock. seconds: time for the main
-    thread to reach a bytecode. Raise Refused or Silent. After Silent the script stays until the thread reaches a
-    bytecode. The next `run` replaces this script, so that a stuck process has only one call in its queue.
+    The code must not wait or take a lock, because the interrupted thread may hold the lock. Raise Refused if the call
+    is not possible. Raise Silent if the main thread reaches no bytecode within `seconds`. After Silent, the script
+    stays. The next `run` replaces the script, so that a stuck process has only one call in its queue.
     """
     process = other_process.process(pid)
     if queued := _queued(process):
@@ -106,7 +106,7 @@ def _answer(process: Process, folder: SharedFolder, script: str, token: str, lin
             return folder.read(f"{token}.answer")
         except FileNotFoundError:
             pass
-        except OSError as error:  # a link, a pipe, a file of another user
+        except OSError as error:  # the answer is a link, a pipe, or a file of another user
             raise Refused(f"the answer of process {process.pid} is not a file of its user: {error}") from error
         if not process.is_alive():
             raise Refused(f"process {process.pid} has ended", "")
@@ -127,7 +127,7 @@ def _answer(process: Process, folder: SharedFolder, script: str, token: str, lin
 
 
 def _queued(process: Process) -> tuple[SharedFolder, str] | None:
-    """Return the folder and the script of a call that is still in the queue; None if there is none."""
+    """Return the folder and the script of the call that is still in the queue, or None if no call is in the queue."""
     if not process.has_mapped(_PAGE):
         return None
     script = process.read(_PAGE, _SLOT).partition(b"\0")[0].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Read the state of all processes of an engine, with code inside each process or else from py-spy's stacks."""
+"""Read the state of each process of an engine: by code inside the process, from its recorder, or by py-spy's stacks."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject
 from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
-PATIENCE = 4.0  # seconds for a main thread to reach a bytecode, longer than LMCache's scheduler waits for a lookup
+PATIENCE = 4.0  # seconds for a main thread to reach a bytecode. LMCache's scheduler waits less long for a lookup
 #: Patterns for a mapped library (_LIBRARY) or a word of the command (_PROGRAM) of a vLLM or LMCache process.
 _LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
 _PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
 INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
-#: The answer of a process that lacks the modules of kvfix.engine_state. kvfix then sends the modules, which stay.
+#: The answer of a process without the modules of kvfix.engine_state. kvfix then sends the modules to the process.
 MISSING = "null"
 #: The package itself ("") is last, because it imports the other modules.
 _MODULES = ("places", "reader", "lmcache_readers", "scheduler", "")
@@ -51,7 +51,7 @@ if name not in sys.modules:
             sys.modules.pop(each, None)
         raise
 """
-#: The main thread compiles this text in each look, so it is short.
+#: This text is short, because the main thread compiles it in each look.
 _ASK = """
 import sys
 package, answer = sys.modules.get({name!r}), "null"
@@ -64,7 +64,7 @@ with open(ANSWER, "w") as file:
 
 
 class Way(NamedTuple):
-    """How kvfix read a process. reason: why not from inside. setting: what the user can change."""
+    """How kvfix read a process. reason: why kvfix did not read it from inside. setting: what the user can change."""
 
     pid: int
     name: str
@@ -81,7 +81,7 @@ def engine_of(pid: int) -> list[Process]:
 
 def with_vllm(tree: list[Process], pid: int) -> list[Process]:
     """Return the processes that have loaded vLLM or LMCache, but not kvfix's own process. Do not stop any process."""
-    # A process with PyTorch alone counts if the user named it (`pid`), or if its parent or child has vLLM or LMCache.
+    # A process with PyTorch alone counts if it is the process `pid`, or if its parent or child has vLLM or LMCache.
     tree = [each for each in tree if each.pid != os.getpid()]
     maps = {each.pid: processes.proc_text(each.pid, "maps") for each in tree}
     sure = {each.pid for each in tree if _has_vllm(each, maps[each.pid])}
@@ -94,7 +94,7 @@ def with_vllm(tree: list[Process], pid: int) -> list[Process]:
 
 
 def why_none(pid: int) -> str:
-    """Return why kvfix finds no process to read for this process id."""
+    """Return why `engine_of` finds no process for this process id."""
     if not psutil.pid_exists(pid):
         return f"there is no process {pid}. {OTHER_NAMESPACE}"
     name = ""
@@ -107,7 +107,7 @@ def why_none(pid: int) -> str:
 
 
 def _root(pid: int) -> int:
-    """Return the process that started the engine: the nearest ancestor that vLLM or multiprocessing has not started."""
+    """Return the engine's first process: the nearest ancestor that neither vLLM nor multiprocessing has started."""
     try:
         process = psutil.Process(pid)
         while (parent := process.parent()) is not None and parent.pid > 1:
@@ -122,7 +122,7 @@ def _root(pid: int) -> int:
 
 
 def _has_vllm(process: Process, maps: str) -> bool:
-    """Return True if the process maps a library of vLLM or LMCache, is named after either, or runs kvfix's recorder."""
+    """Return True if the process has a library, name or command of vLLM or LMCache, or runs kvfix's recorder."""
     if _LIBRARY.search(maps):
         return True
     named = "VLLM::" in process.name or any(_PROGRAM.search(word) for word in process.command[:3])
@@ -133,7 +133,7 @@ def _may_have_vllm(process: Process, maps: str) -> bool:
     """Return True if PyTorch is loaded. Helper processes of multiprocessing, which run no engine, do not count."""
     if any("resource_tracker" in word or "forkserver import main" in word for word in process.command):
         return False
-    return not maps or "/libtorch" in maps  # empty maps: kvfix may not read the process, and the look shows why
+    return not maps or "/libtorch" in maps  # empty maps: kvfix may not read the process, and look() reports why
 
 
 @cache
@@ -166,7 +166,7 @@ class Looker:
             return self._inside(process), INSIDE, "", ""
         except inject.Refused as refused:
             reason, setting = refused.reason, refused.setting
-            text, _ = gather.recorder(process)  # in a mode that records, kvfix in the process writes its state
+            text, _ = gather.recorder(process)  # the recorder of kvfix in the process also writes the state
             lines = [line for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
             if lines:
                 return {**json.loads(lines[-1]), "name": process.name}, RECORDER, reason, setting

@@ -21,9 +21,9 @@ OTHER_NAMESPACE = (
 _CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")  # names of the files whose functions kvfix calls
 #: Key of a breakpoint instruction in the result of `_exported`.
 TRAP = "breakpoint instruction"
-#: {pid: process}. kvfix reads the mappings of a process only once, because CUDA adds thousands of mappings.
+#: A cache {pid: process}. CUDA adds thousands of mappings to a process, so kvfix reads the mappings only once.
 _PROCESSES: dict[int, "Process"] = {}
-#: {(device, inode, time) of a file: result of `_exported`}. The processes of an engine share files.
+#: A cache {(device, inode, time) of a file: result of `_exported`}. The processes of an engine map the same files.
 _SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
@@ -48,11 +48,11 @@ class Process:
             os.close(self._memory)
 
     def is_alive(self) -> bool:
-        """Return False if no mapping in `_mapped` exists, because the process has ended or runs another program."""
+        """Return False if no file of `_mapped` is mapped any more: the process has ended or runs another program."""
         return any(map(self.has_mapped, self._mapped.values()))
 
     def python(self) -> str:
-        """Return Python's release, such as "3.11", from the file name of the library or program; "" if unknown."""
+        """Return the process's Python release, such as "3.11", from the names of mapped files; "" if unknown."""
         found = (re.search(r"python(3\.\d+)", path.rpartition("/")[2]) for path in self._mapped)
         return next((each[1] for each in found if each), "")
 
@@ -68,7 +68,7 @@ class Process:
         os.pwrite(self._memory, content, address)
 
     def folder(self, path: str) -> SharedFolder:
-        """Open a folder as the process sees it, even in another container. Raise OSError if a part is a link."""
+        """Open a folder in the process's file system, even in another container. Raise OSError if `path` has a link."""
         return SharedFolder(self._opened(path, os.O_PATH | os.O_DIRECTORY), self.user)
 
     def _opened(self, path: str, flags: int) -> int:
@@ -96,8 +96,8 @@ class Process:
     def run_waiting(self, line: int) -> bool:
         """Run a line of Python in the main thread if the thread waits without the GIL. Return True if the line ran.
 
-        A thread in a long wait without the GIL holds no lock of malloc or Python, so it can take the GIL. After the
-        wait, a thread may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and taking the GIL would hang.
+        A thread in a long wait without the GIL holds no lock of malloc or Python, so kvfix can make it take the GIL.
+        Later, the thread may hold the GIL's mutex (`take_gil`, ceval_gil.h of CPython), and a call would hang.
         """
         names = "PyGILState_Check", "PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release"
         check, ensure, run, release = map(self.address, names)
@@ -114,7 +114,7 @@ class Process:
         return bool(wait and ptrace.stop(self.pid, wait, self._trap(), work))
 
     def _trap(self) -> int:
-        """Return the address of a breakpoint instruction. Raise Refused if kvfix cannot use it."""
+        """Return the address of a breakpoint instruction. Raise Refused if kvfix cannot use the instruction."""
         if ptrace.MACHINE is None:
             reason = f"kvfix cannot call into a process on {platform.machine()}"
             raise Refused(reason, "Use Python 3.14 or later for the engine and for kvfix.")
@@ -126,7 +126,7 @@ class Process:
     def wait(self) -> str:
         """Return the system call in which the main thread waits (number, arguments, stack, code address), or "".
 
-        Return "" if the thread waits for a lock of the Python runtime. While a thread takes the GIL, it may hold the
+        Also return "" if the thread waits for a lock of the Python runtime. A thread that takes the GIL may hold the
         GIL's mutex and wait for a second mutex (`take_gil`, ceval_gil.h). A call into this thread would then hang.
         """
         before = self._state()
@@ -138,7 +138,7 @@ class Process:
         return "" if int(call.split()[1], 16) in range(runtime, runtime + size) else call
 
     def _state(self) -> tuple[str, str, str]:
-        """Return (state, number of waits so far, system call) of the main thread. The call is "" if there is none."""
+        """Return (state, number of waits so far, system call or "") of the main thread."""
         status, call = self.status(), ""
         with suppress(OSError):
             call = (self._proc / "syscall").read_text().strip()
@@ -210,7 +210,7 @@ def _exported(content: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _missing_right(user: int) -> str:
-    """Return what to change so that kvfix may trace a process of this user."""
+    """Return what the user of kvfix must change so that kvfix may trace a process of the user `user`."""
     if os.geteuid() not in (0, user):
         return f"Run kvfix as the user of the process (id {user}), or as root."
     if _YAMA.exists() and _YAMA.read_text().strip() != "0":

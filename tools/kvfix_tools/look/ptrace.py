@@ -1,11 +1,11 @@
-"""Stop a thread of another process for a tenth of a millisecond, and call C functions in it (x86-64 and aarch64).
+"""Stop a thread of another process for a tenth of a millisecond to call C functions in the thread (x86-64, aarch64).
 
-ptrace stops only this thread, without a signal. Afterwards all registers are restored, including vector registers,
-because the thread may be inside a computation. Below the thread's stack, kvfix writes only a return address. This
-address has a breakpoint instruction of the process's own code, so the thread stops when the function returns.
+ptrace stops only this thread, and sends no signal to it. After a call, kvfix restores all registers, even the vector
+registers, because the thread may be inside a computation. kvfix writes only a return address below the thread's stack.
+At this address, the process's code has a breakpoint instruction, so the thread stops when the C function returns.
 
-If the tracing process died during a call, the breakpoint would end the traced process. So each call has its own tracing
-process, which completes the call even if the user ends kvfix.
+If the tracing process died during a call, the breakpoint would end the traced process. So kvfix forks a tracing process
+for each call. The tracing process completes the call even if the user ends kvfix.
 """
 
 import ctypes
@@ -91,7 +91,7 @@ def _cores() -> threading.Semaphore:
 
 
 def stop(thread: int, wait: str, trap: int, work: Work) -> int | None:
-    """Stop the thread and run `work` in it. Return None if the thread is not in the system call `wait` ("": any)."""
+    """Stop a thread and run `work` in it. Return None if the thread is not in the system call `wait` ("": any call)."""
     with _cores():
         pipe, there = Pipe(duplex=False)
         tracer = os.fork()
@@ -120,7 +120,7 @@ def _trace(pipe: "Connection[int | str | None, None]", *work: Any) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         for at in {int(name) for name in os.listdir("/proc/self/fd")} - {pipe.fileno()}:
             with suppress(OSError):  # `at` may be the closed descriptor of /proc/self/fd
-                os.close(at)  # otherwise a reader of kvfix's output would wait until this process ends
+                os.close(at)  # if `at` stayed open, a reader of kvfix's output would wait for this process
         pipe.send(_performed(*work))
     finally:
         os._exit(0)
@@ -160,7 +160,7 @@ def _call(machine: Machine, thread: int, trap: int, before: Registers, function:
     else:
         registers[machine.returns] = trap
     if machine.forgets:
-        registers[machine.number] = 2**64 - 1  # otherwise the kernel would restart the system call before the function
+        registers[machine.number] = 2**64 - 1  # so that the kernel does not restart the system call first
     registers[machine.stack], registers[machine.place] = stack, function
     registers[machine.flags] &= ~_FLAGS
     _set(thread, _REGISTERS, registers.tobytes())

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 
 def opened(root: int, path: str, flags: int) -> int:
-    """Open the file at this path below the folder `root` without following a link. Close `root`. Raise OSError."""
+    """Open the file `path` below the folder `root`, and close `root`. Raise OSError if a part of `path` is a link."""
     *folders, name = path.strip("/").split("/")
     at = root
     for part, how in [*((each, os.O_PATH | os.O_DIRECTORY) for each in folders), (name, flags)]:
@@ -32,7 +32,7 @@ def content(handle: int) -> bytes:
 
 
 class SharedFolder:
-    """folder: descriptor of the folder. This object closes it. The methods use only the last part of a path."""
+    """folder: an open descriptor, which this object closes. The methods use only the last part of a path."""
 
     def __init__(self, folder: int, user: int) -> None:
         self._here, self._user = folder, user

@@ -23,7 +23,7 @@ _NUMBERS = ("waits", "blocks", "promised", "granted", "stored")
 
 
 def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the codes of fixes for a verdict. The engine's releases need them, and no process has them."""
+    """Return the codes of the fixes that match a verdict and the engine's releases, and that no process has applied."""
     applied = {code for each in processes for code in (each.get("kvfix") or {}).get("fixes", ())}
     versions = {dist: version for each in processes for dist, version in (each.get("versions") or {}).items()}
     return [
@@ -40,7 +40,7 @@ def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _within(version: str, broken: str) -> bool:
-    """Return True if the release has the bug, or is unknown."""
+    """Return True if the release has the bug, or if the release is unknown."""
     try:
         return SpecifierSet(broken, prereleases=True).contains(Version(Version(version).public))
     except InvalidVersion:
@@ -153,7 +153,7 @@ def waits_for(engine: Engine, row: dict[str, Any]) -> str:
         return "the scheduler: to handle its failed load"
     needs, free = row["needs"], engine.scheduler["pool"]["free"]
     first = next(each for each, kind in liveness.waits(engine) if kind == PLACE)
-    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # all wait for the queue's first
+    if first["id"] != name and first["needs"] is not None and first["needs"] > free:  # all wait for the first one
         return f"{first['id']}, which is before it in the queue"
     if needs is None:
         return "the scheduler: to be scheduled in a step"
@@ -195,7 +195,7 @@ def _or(value: Any) -> str:
 
 
 def _held(engine: Engine) -> Iterable[str]:
-    """Yield lines about transfers, reports and lookups, and about state that is kept for ended requests."""
+    """Yield lines about transfers, reports and lookups, and about state that connectors keep for ended requests."""
     alive = {row["id"] for row in engine.requests}
     for process, each in engine.workers:
         held = {kind: each[kind] for kind in ("loads", "stores", "unreported", "fetched") if each.get(kind)}
@@ -240,7 +240,7 @@ def way_lines(ways: Collection[Way]) -> Iterable[str]:
 
 
 def request(engine: Engine, name: str) -> list[str]:
-    """Return the lines about one request; empty if the engine does not have it."""
+    """Return the lines about one request, or [] if the engine does not have this request."""
     lines = []
     for row in engine.requests:
         if row["id"] == name or row["id"].startswith(f"{name}-"):

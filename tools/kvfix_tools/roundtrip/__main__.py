@@ -1,4 +1,4 @@
-"""`python -m kvfix_tools.roundtrip`, which needs only torch for the backend `torch`."""
+"""Run `python -m kvfix_tools.roundtrip`. With `--backend torch`, this command needs no package except torch."""
 
 import sys
 

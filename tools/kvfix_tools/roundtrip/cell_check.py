@@ -1,4 +1,4 @@
-"""Check one cell (see matrix.py): compare each copy with its layout's definition. docs/roundtrip.md lists the steps."""
+"""Check one cell, which is one test case: compare each copy of KV with its layout's definition (docs/roundtrip.md)."""
 
 import time
 from collections.abc import Callable
@@ -28,32 +28,32 @@ class Transfer:
         raise NotImplementedError
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
-        """Copy from the host into these slots, except for the first `skip` tokens. Return when the copy is complete."""
+        """Copy all tokens except the first `skip` from the host into their slots. Return when the copy is complete."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release all resources. kvfix calls this after an error too."""
+        """Release all resources. kvfix calls `close` even after an error."""
 
 
 @dataclass
 class Result:
     cell: Cell
-    verdict: str = "passed"  # or failed, refused, crashed
+    verdict: str = "passed"  # "passed", "failed", "refused" or "crashed"
     findings: list[Mismatch] = field(default_factory=list)
     reason: str = ""
     moved: int = 0  # bytes
     verified: int = 0  # bytes
     store: float = 0.0  # seconds of the fastest store
     load: float = 0.0
-    plain_store: float = 0.0  # seconds of a plain copy of this size
+    plain_store: float = 0.0  # seconds of a plain copy of `moved` bytes
     plain_load: float = 0.0
-    check_seconds: float = 0.0  # seconds of a whole check, with filling and verifying; 0 if not timed
+    check_seconds: float = 0.0  # seconds of the check, including filling and verifying; 0 if not timed
     operations: str = ""
     race: str = ""
 
 
 class CellCheck:
-    """The check of one cell on one device. cache: the KV cache of the backend. result: updated during the check."""
+    """The check of one cell on one device. cache: the KV cache that the backend copies. The check updates `result`."""
 
     def __init__(self, cell: Cell, device: torch.device, result: Result | None = None) -> None:
         self.cell, self.device = cell, device
@@ -65,7 +65,7 @@ class CellCheck:
         self.result.moved = self.geometry.token_bytes(cell.count)
 
     def host(self, axes: str, tokens: int = 0) -> Region:
-        """Make a host buffer for each chunk. axes: a chunk's axes, outermost first. tokens: 0 for the cell's tokens."""
+        """Make a host buffer for each chunk. tokens: 0 for all tokens of the cell. axes: the outermost first."""
         sizes, latent = self.geometry.sizes, self.geometry.layout.latent
         chunk, tokens = int(self.cell.chunk), tokens or self.cell.count
         order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not latent)
@@ -73,7 +73,7 @@ class CellCheck:
         return make("host", self.geometry, order, parts, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
-        """Run the check. brief: leave out the step in which kvfix fills the host buffers itself and loads them."""
+        """Run the check. brief: skip the step in which kvfix itself fills the host buffers before a load."""
         self.result.operations = transfer.operations
         host = transfer.host
         try:
@@ -116,13 +116,13 @@ class CellCheck:
         return lambda at: Identity(generation, at["layer"], at["kv"], self.source[at["token"]], at["head"], 0)
 
     def token_in(self, skip: int) -> torch.Tensor:
-        """Return [slots]: the token that a load puts into each slot; -1 if it puts no token there."""
+        """Return a tensor [slots]: the token that a load puts into each slot, or -1 for no token."""
         found = torch.full((self.geometry.slots,), -1, dtype=torch.int64, device=self.device)
         found[self.target[skip:]] = torch.arange(skip, self.cell.count, device=self.device)
         return found
 
     def loaded(self, generation: int, skip: int | None = None) -> Expected:
-        """Return the content that a load must give a poisoned KV cache: tokens in their slots, and poison elsewhere."""
+        """Return the expected content of a poisoned KV cache after a load: tokens in their slots, poison elsewhere."""
         token_in = self.token_in(self.cell.skipped if skip is None else skip)
 
         def expected(at: Coordinates) -> Identity:
@@ -144,7 +144,7 @@ class CellCheck:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that this work takes. The device is synchronized before and after."""
+    """Run `work` and return the seconds that it takes. Synchronize the device before and after `work`."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     synchronize(device)
     start = time.perf_counter()
@@ -155,7 +155,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 @lru_cache(maxsize=512)
 def plain(size: int, device: torch.device) -> tuple[float, float]:
-    """Return (seconds to pinned memory, seconds back) of the fastest plain copies. The first copies do not count."""
+    """Return the seconds of the fastest plain copies (to the host, back). The first copy each way does not count."""
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     both = (on_host, on_device), (on_device, on_host)
@@ -165,7 +165,7 @@ def plain(size: int, device: torch.device) -> tuple[float, float]:
 
 
 def everywhere(generation: int) -> Expected:
-    """Return the content in which every slot holds its own identity."""
+    """Return the content of a KV cache in which every slot holds its own identity."""
     return lambda at: Identity(generation, at["layer"], at["kv"], at["slot"], at["head"], 0)
 
 

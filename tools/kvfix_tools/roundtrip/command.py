@@ -1,4 +1,4 @@
-"""The command `kvfix roundtrip`: its options, and the cases (cells) that it tests. argparse is part of Python."""
+"""The command `kvfix roundtrip`. It uses argparse instead of typer, so that it needs no package except torch."""
 
 import argparse
 import contextlib
@@ -27,9 +27,9 @@ from kvfix_tools.roundtrip.run_report import RunReport
 OK, USAGE, NOT_HERE = 0, 2, 77
 Job = Callable[[Result], Result]
 Work = list[tuple[Backend, list[Cell]]]  # the chosen backends, each with its cells
-#: Exceptions that a backend raises before it moves KV, if it cannot run a cell.
+#: Exceptions that a backend raises before it moves KV if it cannot run a cell.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
-#: Sizes of a model of 8 billion parameters: 128 KiB of KV for a token in bfloat16.
+#: KV sizes of a model with 8 billion parameters. Each token has 128 KiB of KV in bfloat16.
 MODEL = {"dtype": "bfloat16", "heads": "8", "layers": 32, "head_size": 128, "block": "16", "chunk": "256"}
 DEFAULT_GIB = {"cpu": 1 / 32, "cuda": 4.0}
 
@@ -86,7 +86,6 @@ def main(arguments: list[str] | None = None) -> int:
 def chosen(options: argparse.Namespace) -> Work:
     """Return the backends and their cells. Raise ValueError for wrong options."""
     is_self_test = options.inject is not None or options.race is not None
-    # Faults and races test kvfix's own copy by default.
     default = ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
     if unknown := set(options.race or ()) - set(races.RACES):
         raise ValueError(f"no race {min(unknown)}. List the races: kvfix roundtrip --help")
@@ -96,7 +95,7 @@ def chosen(options: argparse.Namespace) -> Work:
 def run(options: argparse.Namespace, work: Work) -> RunReport:
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())  # LMCache compares devices, so add the index
+        device = torch.device("cuda", torch.cuda.current_device())  # LMCache needs the index
     report = RunReport(device, options)
     with contextlib.ExitStack() as stack:
         if any(one.name != "torch" for one, _ in work):
@@ -121,7 +120,7 @@ def run(options: argparse.Namespace, work: Work) -> RunReport:
 
 @contextlib.contextmanager
 def fixes(wanted: bool) -> Iterator[None]:
-    """Apply the fixes in this process and its children, in the mode of KVFIX. Apply none if KVFIX is off."""
+    """Apply kvfix's fixes in this process and its child processes. KVFIX gives the mode; KVFIX=off applies no fix."""
     try:
         import kvfix
     except ImportError:
@@ -145,7 +144,7 @@ def fixes(wanted: bool) -> Iterator[None]:
 
 
 def _warnings(record: logging.LogRecord) -> bool:
-    """Return True for warnings and errors. Lower levels report applied fixes, which the report names anyway."""
+    """Return True for warnings and errors. Records of lower levels only name applied fixes, as the report does."""
     return record.levelno >= logging.WARNING
 
 
@@ -155,7 +154,7 @@ def jobs(work: Work, device: torch.device, options: argparse.Namespace) -> Itera
         for one, cells in work:
             for cell in cells:
                 yield Result(cell), partial(one.whole or partial(check_cell, one, options.inject), device)
-    some = any(getattr(options, axis) for axis in AXES)  # True if the user asked for cells, not for races
+    some = any(getattr(options, axis) for axis in AXES)  # True if an option selects cells
     if options.race is not None or not events or not (some or options.inject):
         for one, _ in work:
             cell = Cell(one.name, layers=options.layers, head_size=options.head_size, seed=options.seed)
@@ -172,7 +171,7 @@ def check_cell(one: Backend, fault: str | None, device: torch.device, result: Re
 
 
 def guarded(result: Result, job: Job) -> Result:
-    """Run a job. If the job raises, return the findings so far, with the error in one line."""
+    """Run a job. If it raises an exception, return the findings so far, and the exception as one line."""
     try:
         return job(result)
     except Exception as error:  # noqa: BLE001 - any error of the backend is reported
@@ -186,17 +185,17 @@ def guarded(result: Result, job: Job) -> Result:
 
 
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
-    """Time and verify one large transfer of a backend, and plain copies of the same size. Keep the fastest times."""
+    """Time and verify a large transfer of a backend, and time plain copies of as many bytes. Keep the fastest times."""
     cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
     wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
-    # Pinned memory is allocated in powers of two. So the KV and its guard bands together must fit into the wanted size.
+    # torch rounds pinned memory up to a power of two. So the KV and its guard bands must fit into the wanted size.
     chunks = max(1, int(wanted // (cell.geometry().token_bytes(chunk) + 2 * BAND * WORD)))
     cell = replace(cell, tokens=str(chunks * chunk))
     try:
         check = CellCheck(cell, device)
         transfer = backend.open(check)
         check.prepare(transfer)
-        check.cache.fill(everywhere(SECOND))  # no check reads the slots after this
+        check.cache.fill(everywhere(SECOND))  # not FIRST, so that check.run() finds a copy that does nothing
         for _ in range(REPEATS):
             check.store(transfer)
             check.load(transfer)
@@ -211,7 +210,7 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
 
 
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
-    """Return the cells of a backend. A whole-engine backend has one cell. Raise ValueError for impossible sizes."""
+    """Return the cells of a backend, or one cell for a whole engine. Raise ValueError for impossible sizes."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
     made = pairs(one.name, axes, options.seed)
     if options.full:

@@ -1,4 +1,4 @@
-"""Stand-ins for code that needs a GPU: streams that do all work immediately, and memmove for the driver's copies."""
+"""Stand-ins for CUDA on a machine without a GPU. Streams run work immediately; memmove replaces the driver's copies."""
 
 import ast
 import contextlib
@@ -13,7 +13,7 @@ import torch
 
 
 class Stream:
-    """A stand-in for a stream or an event, whose work is always done."""
+    """A stand-in for a CUDA stream or event. All work of a stand-in is always complete."""
 
     cuda_stream = 0
 
@@ -35,7 +35,7 @@ class Stream:
 
 
 Event = Stream
-#: The parts of `torch.cuda` and of vLLM's `current_platform` that the tested code uses.
+#: Stand-ins for the attributes of `torch.cuda` and of vLLM's `current_platform` that the tested code uses.
 CUDA = SimpleNamespace(
     Event=Event,
     Stream=Stream,
@@ -48,7 +48,7 @@ CUDA = SimpleNamespace(
 
 
 class Torch:
-    """A replacement of `torch` for one module, with the stand-ins for streams and events."""
+    """A replacement for `torch` in one module. It has the stand-ins for streams and events."""
 
     cuda, Event = CUDA, Event
 
@@ -66,7 +66,7 @@ class _Assertions(ast.NodeTransformer):
 
 
 def on_cpu(module: ModuleType, **names: Any) -> None:
-    """Remove the assertions from a module's functions, but keep the function objects. Set these names in the module."""
+    """Remove the CUDA assertions from a module's functions. Keep the function objects. Set `names` in the module."""
     assert module.__file__
     tree = _Assertions().visit(ast.parse(Path(module.__file__).read_text()))
     again = dict(vars(module))
@@ -78,7 +78,7 @@ def on_cpu(module: ModuleType, **names: Any) -> None:
 
 
 def _take_code(old: Any, new: Any) -> None:
-    """Replace the code of a function, or of each function of a class. Decorators stay in place."""
+    """Give the code of `new` to `old`, which is a function or a class. The decorators of `old` stay in place."""
     if isinstance(new, type):
         for name, value in vars(new).items():
             _take_code(vars(old)[name], value)

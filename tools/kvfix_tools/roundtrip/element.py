@@ -1,9 +1,9 @@
 """Encode the identity of each KV word as the content of the word.
 
-A word has eight bytes. Its identity has 63 bits: generation, layer, K or V, slot, head, and index in the row. A 64-bit
-bijection maps the identity to the content. So two words differ in about half of their bits, and every pattern of a
-float occurs (NaN, -0.0, denormals). Decoding a misplaced word gives the word's identity without a search. An element
-is shorter than a word and too short for an identity, so the elements of a word share one identity.
+A word is eight bytes of KV. The identity of a word is a number of 63 bits. It encodes the word's generation, layer, K
+or V, slot, head, and index in the row (the elements of one head). A 64-bit bijection maps the identity to the content
+of the word. So two words differ in about half of their bits, and some words are NaN, -0.0 or denormal as floats. The
+inverse of the bijection gives the identity of a misplaced word. An element of a tensor is too short for an identity.
 """
 
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 WORD = 8  # bytes of one word
-#: {field: bits}, most significant first. The sum is 63, so that an identity is never negative.
+#: {field: number of bits}, the most significant field first. The sum is 63, so that no identity is negative as int64.
 BITS = {"generation": 6, "layer": 10, "kv": 1, "slot": 26, "head": 8, "word": 12}
 _SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumerate(BITS)}
-#: Generations. 0 marks content from before the check. The check writes and compares content with 1 and higher.
+#: Generations. STALE marks KV from before the check. FIRST, SECOND and OTHER mark KV that the check writes.
 STALE, FIRST, SECOND, OTHER = 0, 1, 2, 3
 POISON, HOST_POISON, GUARD = 60, 61, 62
 _A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd, so they have an inverse modulo 2**64
@@ -22,7 +22,7 @@ _S1, _S2 = 32, 29
 
 
 class Identity(NamedTuple):
-    """An identity, as numbers or tensors. word: index of the word in its row. kv: 0 is K (or MLA's latent), 1 is V."""
+    """The fields of an identity. word: index of the word in its row. kv: 0 for K (or MLA's latent vector), 1 for V."""
 
     generation: Any
     layer: Any
@@ -40,7 +40,7 @@ class Identity(NamedTuple):
 
 
 def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:
-    """Return why an identity cannot hold these sizes, or None if it can."""
+    """Return an error text if one of these sizes is too large for its field in an identity, else None."""
     for name, size in (("layer", layers), ("slot", slots), ("head", heads), ("word", words)):
         if size > 1 << BITS[name]:
             return f"{size} {name}s are too many: the limit is {1 << BITS[name]}"
@@ -48,7 +48,7 @@ def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:
 
 
 def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return the words (int64) of these identities. The argument is overwritten, because a copy may need gigabytes."""
+    """Return the words (int64) of the identities `numbers`. Overwrite `numbers`, because a copy may need gigabytes."""
     numbers.bitwise_xor_(_signed(_seed(seed)))
     for factor, shift in ((_A, _S1), (_B, _S2)):
         numbers.mul_(_signed(factor))
@@ -57,7 +57,7 @@ def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return the numbers of the identities; negative or out of range for words without an identity."""
+    """Return the identity of each word as a number. A word without identity gives a negative or too large number."""
     x = words ^ _logical_shift(words, _S2) ^ _logical_shift(words, 2 * _S2)
     x = x * _signed(pow(_B, -1, 1 << 64))
     x ^= _logical_shift(x, _S1)
@@ -66,7 +66,7 @@ def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def rows(numbers: torch.Tensor, words: int, seed: int) -> torch.Tensor:
-    """Return the content of rows as [rows, words]. `numbers` are the identities of the first word of each row."""
+    """Return the words of rows as [rows, words]. numbers: the identity of each row's first word."""
     places = torch.arange(words, dtype=torch.int64, device=numbers.device)
     return encode(numbers[:, None] + places[None, :], seed)
 

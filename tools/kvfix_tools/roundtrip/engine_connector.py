@@ -1,8 +1,8 @@
-"""Subclasses of LMCache's connectors that log the worker's loads to a file, which backends/engine.py reads.
+"""Define subclasses of LMCache's connectors that log the worker's loads to a file. backends/engine.py reads the file.
 
-vLLM imports this module by its name (`kv_connector_module_path`) in each of its processes. On the CPU, this module
-replaces CUDA by the stand-ins of the backend `lmcache-v2`. There, LMCache's GPU connector V2 can copy only whole
-blocks, because vLLM for the CPU orders the data inside a block differently than V2 expects.
+`kv_connector_module_path` names this module, so each process of vLLM imports it. On the CPU, this module replaces CUDA
+by the stand-ins of the backend `lmcache-v2`. On the CPU, LMCache's GPU connector V2 can copy only whole blocks, because
+vLLM orders the data inside a block differently than V2 expects.
 """
 
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ class InProcess(with_loads("LMCacheConnectorV1")):  # type: ignore[misc]
 
 
 def __getattr__(name: str) -> type:
-    """Make `MultiProcess` on first use, because vLLM's module of this connector imports LMCache."""
+    """Make `MultiProcess` only on first use, because vLLM's module of LMCacheMPConnector imports LMCache."""
     if name == "MultiProcess":
         globals()[name] = with_loads("LMCacheMPConnector")
         return globals()[name]  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""The layouts of KV in memory, each defined by the order of its axes.
+"""Define each layout of KV in memory by the order of its axes.
 
-The elements of one head, on the innermost axis, are a *row*. A row is contiguous in every layout of vLLM and LMCache,
-so a layout is an order of rows. The coordinates of a row define the content of the row.
+A *row* has the elements of one head for one token, either of K or of V. All layouts of vLLM and LMCache keep a row
+contiguous, so a layout is an order of rows. The coordinates of a row determine the content of the row.
 """
 
 import math
@@ -11,7 +11,6 @@ import torch
 
 from kvfix_tools.roundtrip.element import WORD
 
-#: The fp8 names are torch's names, shortened.
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -23,11 +22,11 @@ DTYPES = {
 
 
 class Layout(NamedTuple):
-    """A layout. If `layer` is an axis, all layers are one tensor; otherwise each layer has its own tensor."""
+    """A layout. If `layer` is an axis, one tensor holds all layers. If not, each layer has its own tensor."""
 
     name: str
-    axes: tuple[str, ...]  # order in memory, outermost first, without the row's elements
-    tensor: tuple[str, ...]  # the axes of the engine's tensor. `a*b` is one axis that joins a and b
+    axes: tuple[str, ...]  # axes in the order of memory, outermost first, without the elements of a row
+    tensor: tuple[str, ...]  # axes of the engine's tensor. `a*b` is one axis that joins a and b
 
     @property
     def one_tensor(self) -> bool:
@@ -35,12 +34,12 @@ class Layout(NamedTuple):
 
     @property
     def latent(self) -> bool:
-        """True for MLA: one vector for each token, without K, V and heads."""
+        """True for MLA, which has one latent vector for each token instead of K and V for each head."""
         return "kv" not in self.axes
 
     @property
     def fused(self) -> bool:
-        """True if K and V are part of the last axis of the tensor."""
+        """True if the last axis of the tensor joins K and V."""
         return "kv*element" in self.tensor
 
 
@@ -55,24 +54,24 @@ LAYOUTS = {
         _layout("nhd-block-first", "block kv offset head"),
         _layout("hnd", "kv block head offset"),
         _layout("hnd-block-first", "block kv head offset"),
-        # vLLM 0.26 and later (PR 44455): the V row of a head follows its K row.
+        # The V row of a head follows the K row of this head (vLLM 0.26 and later, PR 44455).
         _layout("packed", "block offset head kv", "block offset head kv*element"),
         _layout("packed-hnd", "block head offset kv", "block head offset kv*element"),
-        # vLLM for the CPU. The shape is as in `packed-hnd`, but all K rows of a head come before its V rows.
+        # vLLM for the CPU. The shape is the shape of `packed-hnd`, but all K rows of a head come before its V rows.
         _layout("packed-cpu", "block head kv offset", "block head offset kv*element"),
         # With two KV heads, `kv-inside` has the shape of `packed`, but another order of rows (LMCache PR 4467).
         _layout("kv-inside", "block offset kv head", "block offset kv head*element"),
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
-        # The pool of hybrid models, and vLLM's layout BLNHC. KV of other layers is between two blocks of a layer.
+        # The pool of hybrid models, and vLLM's layout BLNHC. Between two blocks of a layer is the KV of other layers.
         _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }
 
 
 class Geometry(NamedTuple):
-    """Sizes of one KV cache. head_size: in elements. block: in tokens."""
+    """The sizes of one KV cache. blocks: number of blocks. block: tokens of a block. head_size: elements of a head."""
 
     layout: Layout
     dtype: torch.dtype
@@ -84,7 +83,7 @@ class Geometry(NamedTuple):
 
     @property
     def planes(self) -> int:
-        """2 for K and V; 1 for MLA's latent vector."""
+        """Number of planes: 2 for K and V, or 1 for MLA's latent vector."""
         return 1 if self.layout.latent else 2
 
     @property
@@ -105,7 +104,7 @@ class Geometry(NamedTuple):
         return tokens * self.layers * self.planes * self.heads * self.row_bytes
 
     def sizes(self, chunk: int = 0) -> dict[str, int]:
-        """Return the size of each axis. chunk: tokens of a host chunk, which is the size of the axis `token`."""
+        """Return {axis: size}. chunk: number of tokens in a host buffer, which is the size of the axis `token`."""
         return {
             "layer": self.layers, "kv": self.planes, "block": self.blocks, "offset": self.block, "head": self.heads,
             "token": chunk,

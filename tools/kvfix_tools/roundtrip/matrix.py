@@ -1,4 +1,4 @@
-"""The matrix: axes and cells. A run checks all cells, or a selection with each pair of values of two axes."""
+"""The test matrix: a cell is one test case with one value for each axis. `pairs` selects a small number of cells."""
 
 import itertools
 import random
@@ -9,8 +9,8 @@ import torch
 
 from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
-#: {axis: its values}. tokens: names of token counts, or numbers. skip: first tokens that a load leaves out, because
-#: the engine already has them: none, a part of a block, or more than a chunk.
+#: {axis: its values}. tokens: number of tokens, or a name for a number (Cell.count). skip: how many tokens a load skips
+#: at the start, because the engine already has their KV (none, a part of a block, or more than a chunk).
 AXES: dict[str, tuple[str, ...]] = {
     "layout": tuple(LAYOUTS),
     "dtype": tuple(DTYPES),
@@ -22,14 +22,14 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": ("none", "part", "chunk"),
 }
 PRIME = 211
-#: Minimum bytes of each layer's K. LMCache's layerwise connector rounds its K buffer up to 4 KiB, so kvfix uses more.
+#: Minimum bytes of K in each layer: more than the 4 KiB to which LMCache's layerwise connector rounds up a K buffer.
 LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One round trip. Its fields are values of the command line's options. block, chunk and tokens are in tokens."""
+    """One test case. Each field is the value of a command-line option. block, chunk: number of tokens."""
 
     backend: str
     layout: str = "nhd"
@@ -58,14 +58,14 @@ class Cell:
 
     @property
     def skipped(self) -> int:
-        """Number of tokens that a load skips. It is always less than `count`."""
+        """Number of tokens that a load skips, always less than `count`."""
         wanted = {"none": 0, "part": int(self.block) // 2 + 1, "chunk": int(self.chunk) + int(self.block) // 2}
         return min(wanted[self.skip], self.count - 1)
 
     def geometry(self) -> Geometry:
         layout, block = LAYOUTS[self.layout], int(self.block)
         heads = 1 if layout.latent else int(self.heads)
-        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # loads need half of the blocks
+        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # half of the blocks are for loads
         plane = block * heads * self.head_size * DTYPES[self.dtype].itemsize
         blocks = max(blocks, -(-LEAST // plane))
         return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)
@@ -76,7 +76,7 @@ class Cell:
         if self.slots == "random":
             shuffled = torch.randperm(slots, generator=torch.Generator().manual_seed(self.seed))
             return shuffled[:tokens], shuffled[tokens : 2 * tokens]
-        if self.slots == "blocks":  # as in an engine: tokens of a block in order, and the blocks shuffled
+        if self.slots == "blocks":  # as in an engine: the blocks are shuffled, but the tokens of a block stay in order
             block = int(self.block)
             order = torch.randperm(slots // block, generator=torch.Generator().manual_seed(self.seed))
             shuffled = (order[:, None] * block + torch.arange(block)).flatten()
@@ -90,7 +90,7 @@ class Cell:
 
 
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
-    """Return cells in which each pair of values of two axes occurs. Choose them greedily; the seed breaks ties."""
+    """Return cells that together have each pair of values of two axes. The search is greedy; the seed breaks ties."""
     order, draw = list(axes), random.Random(seed)
     choices = [(axis, value) for axis in axes for value in axes[axis]]
     missing = {(one, other) for one, other in itertools.combinations(choices, 2) if one[0] != other[0]}

@@ -52,7 +52,7 @@ def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = Fal
 
 
 def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
-    """Return [n]: the index in CLASSES of each wrong word. If several classes match, the last one wins."""
+    """Return a tensor [n]: the index in CLASSES of each wrong word. If several match, the last call of `name` wins."""
     expected, number = Identity.of(wrong.expected), decode(wrong.found, region.seed)
     held, known = Identity.of(number), _known(region, number)
     kinds = torch.full_like(wrong.found, CLASSES.index("unknown"))
@@ -79,7 +79,7 @@ def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
 
 
 def describe(region: Region, wrong: WrongWords, kind: str) -> str:
-    """Describe the first word: `layer 3 V, slot 21 holds layer 4 K, slot 5; ...`"""
+    """Describe the first wrong word, for example: `wrong slot: layer 3 V, slot 21 holds layer 3 V, slot 5; ...`"""
     number = decode(wrong.found[:1], region.seed)
     held, expected = Identity.of(int(number)), Identity.of(int(wrong.expected[0]))
     if wrong.guard:
@@ -123,7 +123,7 @@ def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
-    """Return True for each number that is an identity of the region. At most one of 2**30 random words passes."""
+    """Return True for each number that can be an identity in the region. At most 1 of 2**30 random numbers can be."""
     who, sizes = Identity.of(numbers), region.geometry
     generation = (who.generation <= OTHER) | ((who.generation >= POISON) & (who.generation <= GUARD))
     return (
@@ -134,7 +134,7 @@ def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
-    """Return True for each wrong word in which a known word begins at the second byte or later."""
+    """Return True for each wrong word in which a word with a valid identity begins at one of the bytes 1 to 7."""
     next_one = (wrong.address + 1).clamp(max=len(region.words) - 1)
     behind = region.words[next_one.to(region.words.device)].cpu()
     found = torch.zeros_like(wrong.found, dtype=torch.bool)

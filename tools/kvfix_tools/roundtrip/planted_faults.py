@@ -1,4 +1,4 @@
-"""Plant faults (`--inject`) in the host buffers, or in the KV cache if the backend does not expose host buffers."""
+"""Plant a fault (`--inject`): damage the host buffers after a store, or the KV cache after a load."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ FAULTS = {
 
 
 def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
-    """Make a transfer write wrong identities into some rows. Raise Refused if the cell has no row for this fault."""
+    """Make a transfer write wrong words into some rows. Raise Refused if the cell cannot show this fault."""
     geometry, cell = check.geometry, check.cell
     if fault == "swap-kv" and geometry.layout.latent:
         raise Refused("MLA has no K and V to swap")
@@ -47,7 +47,7 @@ def plant(fault: str, transfer: Transfer, check: CellCheck) -> None:
 
 
 def planted(fault: str, check: CellCheck, token_in: torch.Tensor, at: Coordinates) -> tuple[torch.Tensor, Identity]:
-    """Return (rows to damage, their wrong identities). token_in: the token of each slot."""
+    """Return (True for each row to damage, wrong identity of each row). token_in: see CellCheck.token_in."""
     source, last = check.source, check.cell.count - 1
     token = at["token"] if "token" in at else token_in[at["slot"]]
     moved = token >= 0

@@ -1,4 +1,4 @@
-"""Races: a transfer runs at the same time as other work. Events order both, unless a planted fault removes events."""
+"""Run a transfer at the same time as other work. CUDA events order the two, unless a planted fault removes events."""
 
 import contextlib
 from collections import deque
@@ -22,7 +22,7 @@ from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 @dataclass
 class DeferredStream:
-    """A CUDA stream's stand-in that queues work. `Race.finish` runs the fast streams first, which is the worst case."""
+    """A stand-in for a CUDA stream. It queues work. `Race.finish` runs the work of fast streams before slow streams."""
 
     slow: bool
     queue: deque[Work] = field(default_factory=deque)
@@ -39,7 +39,7 @@ class DeferredStream:
         self.queue.append(event.is_set)
 
     def step(self) -> bool:
-        """Do the next work in the queue. Return False if there is none, or if the work must wait for an event."""
+        """Do the next work in the queue. Return False if the queue is empty, or if the work must wait for an event."""
         if not self.queue or self.queue[0]() is False:
             return False
         self.queue.popleft()
@@ -47,7 +47,7 @@ class DeferredStream:
 
 
 class Race(CellCheck):
-    """A cell whose transfer (by the backend `torch`) runs at the same time as other work."""
+    """The check of a cell in which the transfer (of the backend `torch`) runs at the same time as other work."""
 
     def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
         super().__init__(cell, device, result)
@@ -66,13 +66,13 @@ class Race(CellCheck):
         return stream
 
     def after(self, stream: Any, earlier: Any) -> None:
-        """Let later work of `stream` wait for the queued work of `earlier`, by an event, if the race has events."""
+        """If the race has events, make later work of `stream` wait for all queued work of `earlier`."""
         event = earlier.record()
         if self.events:
             stream.wait(event)
 
     def finish(self, until: Any = None) -> None:
-        """Run all work, or run work until the stream `until` is empty."""
+        """Run the queued work of all streams. With `until`, run work only until the stream `until` is empty."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return
@@ -98,7 +98,7 @@ class Race(CellCheck):
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
     ) -> None:
-        """Queue the race's other work: write the expected content to the rows that `where` selects."""
+        """Queue work that competes with the transfer: write the expected content to the rows that `where` selects."""
         for section, into in zip(region.sections, region.tensors(), strict=True):
             at = section.coordinates(0, section.rows, self.device)
             chosen = where(at).nonzero()[:, 0]
@@ -111,15 +111,15 @@ class Race(CellCheck):
 
 
 class ConnectorRace(Race):
-    """A race with LMCache's connector V2 or V3 instead of kvfix's own copy.
+    """A race in which LMCache's connector V2 or V3 does the transfer.
 
-    LMCache needs no events of the race, because a store or a load returns only when it is complete. On a GPU, LMCache
-    uses the streams of the race. On the CPU, the stand-in defers LMCache's operations until LMCache calls
+    A store or a load of LMCache returns only when it is complete, so LMCache needs no events of the race. On a GPU,
+    LMCache uses the streams of the race. On the CPU, kvfix queues LMCache's transfers and runs them when LMCache calls
     `synchronize`. If a planted fault removes events, `synchronize` does nothing.
     """
 
     def transfer(self) -> Any:
-        """Make the connector without a buffer on the device, because the stand-in cannot defer copies of a buffer."""
+        """Make the connector without a buffer on the device, because kvfix cannot queue the copies of a buffer."""
         if self.device.type == "cuda" and not self.events:
             raise Refused("on a GPU, LMCache's events cannot be left out")
         connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)
@@ -158,7 +158,7 @@ def late_producer(race: Race) -> None:
 
 
 def early_reuse(race: Race) -> None:
-    """Another request writes to the blocks of a request while these blocks are being stored."""
+    """Let another request write to blocks that a store still reads."""
     race.cache.fill(everywhere(FIRST))
     copier, other = race.stream(slow=True), race.stream()
     race.store_on(copier)
@@ -169,13 +169,13 @@ def early_reuse(race: Race) -> None:
 
 
 def neighbours(race: Race) -> None:
-    """During a store and a load, write to all slots that neither of them uses, even to slots in the same blocks."""
+    """During a store and a load, write to all other slots, even to other slots of the stored and loaded blocks."""
     race.cache.fill(everywhere(FIRST))
     copier, hostile, loader = race.stream(slow=True), race.stream(), race.stream()
     both = torch.cat([race.source, race.target])
     race.store_on(copier)
     race.write(hostile, race.cache, everywhere(OTHER), lambda at: ~torch.isin(at["slot"], both))
-    race.after(loader, copier)  # the other writes need no event
+    race.after(loader, copier)  # the writes to other slots need no event
     race.load_on(loader)
     race.finish()
     loaded = race.loaded(FIRST, 0)
@@ -189,7 +189,7 @@ def neighbours(race: Race) -> None:
 
 
 def many_in_flight(race: Race) -> None:
-    """Run four stores and their loads at once, each with its own slots and host buffers."""
+    """Run four pairs of a store and a load at once. Each pair has its own slots and host buffers."""
     race.cache.fill(everywhere(FIRST))
     for source, target in zip(race.source.chunk(4), race.target.chunk(4), strict=False):
         copy = TorchCopy(race, len(source))
@@ -204,7 +204,7 @@ def many_in_flight(race: Race) -> None:
 
 
 def buffer_taken_again(race: Race) -> None:
-    """The next store writes to host buffers while a load still reads them."""
+    """Let the next store write to host buffers that a load still reads."""
     race.cache.fill(everywhere(POISON))
     race.copy.host.fill(race.tokens(FIRST))
     loader, other = race.stream(slow=True), race.stream()
@@ -222,7 +222,7 @@ RACES: dict[str, Callable[[Race], None]] = {
 
 
 def of(backend: str) -> tuple[str, ...]:
-    """Return the races of a backend. LMCache's connectors have at most one transfer in flight."""
+    """Return the races that a backend can run. An LMCache connector has at most one transfer in flight."""
     if backend == "torch":
         return tuple(RACES)
     return tuple(name for name in RACES if name != "many-in-flight") if backend in ("lmcache-v2", "lmcache-v3") else ()

@@ -1,5 +1,4 @@
-"""Run a real vLLM engine with a small random model. run() starts a program, which makes the engine and writes the
-result to a file."""
+"""Run a real vLLM engine with a small model of random weights. `run` starts the program that makes the engine."""
 
 import json
 import os
@@ -16,33 +15,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]
-#: Configuration of a small model with random weights (write_model()).
 MODEL: Json = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 256,
     "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
 BLOCK = 32  # tokens of a block. vLLM's attention for the CPU needs a multiple of 32
-#: Environment of the engine's processes and of the server.
+#: Environment variables of the engine's processes and of the LMCache server.
 ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",  # otherwise scheduler and worker hash differently, and no lookup has a hit
+    "PYTHONHASHSEED": "0",  # else the hashes of scheduler and worker differ, and no lookup has a hit
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # The model is small, so more threads would mostly wait and occupy cores that other processes need.
+    # One thread is enough for the small model. More threads would occupy cores that other processes need.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
-#: Arguments of LLM on a GPU. Triton attention supports float32. In bfloat16, the answer sometimes changes if vLLM
-#: splits the prompt into other parts. The limits of memory let several engines share one GPU.
+#: Arguments of LLM on a GPU. Triton attention supports float32. In bfloat16, an answer sometimes depends on how vLLM
+#: splits the prompt. The memory limits let several engines share one GPU.
 ON_CUDA = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 READY = "LMCache cache server is running"
-#: Options with which the server of the newest LMCache accepts any transfer mode of the worker.
+#: Options that let the server of the newest LMCache accept any transfer mode of the worker.
 ANY_MODE = ("--supported-transfer-mode", "auto")
-#: Maximum seconds until the last stores have ended and their blocks are free. A store ends only in an engine step.
+#: Maximum seconds until the last stores end and vLLM frees their blocks. A store ends only in an engine step.
 STORING = 20
-SERVER_LIMIT = 180  # maximum seconds until the server answers
+SERVER_LIMIT = 180  # maximum seconds until the server is ready
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -50,7 +48,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 def make(model: Path, transfer: Json | None, dtype: str = "float32", config: Json | None = None, **more: Any) -> Any:
-    """Make an LLM with the small model in the folder `model`. config: overrides MODEL. more: arguments of LLM."""
+    """Write a model to the folder `model`, and make an LLM with it. config: overrides MODEL. more: arguments of LLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -63,7 +61,7 @@ def make(model: Path, transfer: Json | None, dtype: str = "float32", config: Jso
 
 
 def write_model(folder: Path, dtype: str, config: Json) -> None:
-    """Write a model with random weights. They exceed vLLM's dummy weights, so that wrong KV changes the answers."""
+    """Write a model. Its random weights are larger than vLLM's dummy weights, so that wrong KV changes the answers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -73,7 +71,7 @@ def write_model(folder: Path, dtype: str, config: Json) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with a token for each byte, so that vLLM accepts texts."""
+    """Write a tokenizer with a token for each byte, so that vLLM accepts prompts as text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -91,7 +89,7 @@ def greedy(tokens: int, **more: Any) -> Any:
 
 
 def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
-    """Run requests (prompt, number of tokens) with greedy sampling, empty the prefix cache, and return the answers."""
+    """Run requests (prompt, tokens to generate) greedily, empty the prefix cache, and return the answers."""
     prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
     outputs = engine.generate(prompts, [greedy(tokens) for _, tokens in requests], use_tqdm=False)
     client = engine.llm_engine.engine_core
@@ -114,7 +112,7 @@ def in_process(chunk: int, **settings: Any) -> Json:
         "local_cpu": True,
         "max_local_cpu_size": 0.2,
         "save_unfull_chunk": False,
-        # The default algorithm hashes None. Before Python 3.12, this hash differs between scheduler and worker.
+        # The default algorithm hashes None. Before Python 3.12, the hash of None differs between scheduler and worker.
         "pre_caching_hash_algorithm": "sha256_cbor",
         **settings,
     }
@@ -126,7 +124,7 @@ def in_process(chunk: int, **settings: Any) -> Json:
 def server(
     log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), options: tuple[str, ...] = ANY_MODE
 ) -> Iterator[Json]:
-    """Run a real `lmcache server`, and yield kv_transfer_config for it. start: words to put before its command."""
+    """Run `lmcache server`, and yield kv_transfer_config for it. start: words to put before the server's command."""
     program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise FileNotFoundError("the program lmcache is not on PATH")
@@ -149,7 +147,7 @@ def server(
 def started(
     command: list[str], log: Path, environment: dict[str, str], popen: Any = subprocess.Popen, **more: Any
 ) -> Iterator[Any]:
-    """Start a program in a session of its own, and kill all its processes at the end. popen: how to start it."""
+    """Start a program in a process group of its own. At the end, kill this group. popen: replaces subprocess.Popen."""
     settings = {**environment, **ENVIRONMENT}
     with open(log, "wb") as file:
         process = popen(command, env=settings, stdout=file, stderr=file, start_new_session=True, **more)
@@ -162,9 +160,9 @@ def started(
 
 
 class Ended(NamedTuple):
-    code: int | None  # None if the program was killed after the limit
+    code: int | None  # None if kvfix killed the program after the time limit
     answer: Any  # None if the program wrote no answer
-    log: str  # the output of all its processes
+    log: str  # output of the program and of its child processes
     pid: int
 
 
@@ -177,7 +175,7 @@ def run(
     while_it_runs: Callable[[Any], None] | None = None,
     popen: Callable[..., Any] = subprocess.Popen,
 ) -> Ended:
-    """Run a Python program with `job` and the added keys `model` and `out`. folder: for all files. limit: seconds."""
+    """Run a Python program, and pass it a file with `job` and the paths `model` and `out`. limit: time in seconds."""
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     code, log, command = None, folder / "log", [sys.executable, *program, str(folder / "job.json")]

@@ -1,4 +1,4 @@
-"""A region of memory with known words: the KV cache or the host buffers, each tensor between guard bands."""
+"""Regions: memory with known words, which is the KV cache or the host buffers. Each tensor is between guard bands."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,16 +11,16 @@ from kvfix_tools.roundtrip import element
 from kvfix_tools.roundtrip.element import GUARD, WORD, Identity
 from kvfix_tools.roundtrip.layout import Geometry
 
-BAND = 512  # words of a guard band (4 KiB, which keeps alignment) before, between and after the tensors
-AT_ONCE = 1 << 20  # number of rows to make or compare at once, which limits the memory that kvfix needs
-KEPT = 1 << 16  # Maximum number of wrong words to classify in one part. Further wrong words are only counted.
+BAND = 512  # number of words in one guard band. Its 4 KiB keep the next tensor aligned
+AT_ONCE = 1 << 20  # number of rows to make or compare at once. More rows would need more memory
+KEPT = 1 << 16  # Maximum number of wrong words to classify in AT_ONCE rows. Further wrong words are only counted.
 Coordinates = dict[str, torch.Tensor]
-#: A function that maps row coordinates, which include `slot` or `token`, to the identity of each row's first word.
+#: A function from the coordinates of rows (with `slot` or `token`) to the identity of each row's first word.
 Expected = Callable[[Coordinates], Identity]
 
 
 class Section(NamedTuple):
-    """One tensor of a region, which begins at word `start`."""
+    """One tensor of a region. The tensor begins at word `start` of the region."""
 
     start: int
     axes: tuple[str, ...]
@@ -33,7 +33,7 @@ class Section(NamedTuple):
         return math.prod(self.sizes[axis] for axis in self.axes)
 
     def coordinates(self, first: int, last: int, device: torch.device) -> Coordinates:
-        """Return {axis: coordinates} of rows `first` to `last` - 1 in memory, by the order of the layout's axes."""
+        """Return {axis: coordinate of each row} for rows `first` to `last` - 1, which are numbered in memory order."""
         rows = torch.arange(first, last, dtype=torch.int64, device=device)
         nothing, inner = torch.zeros_like(rows), 1
         found = dict.fromkeys(("layer", "kv", "head"), nothing)
@@ -47,18 +47,18 @@ class Section(NamedTuple):
 
 
 class WrongWords(NamedTuple):
-    """Wrong words. guard: True if they are in a guard band. All tensors are [n], int64, on the CPU."""
+    """The wrong words in one part of a region. guard: True for a guard band. All tensors are [n], int64, on the CPU."""
 
     guard: bool
     address: torch.Tensor  # in words, from the beginning of the region
-    expected: torch.Tensor  # numbers of identities
-    found: torch.Tensor  # words
+    expected: torch.Tensor  # identities as numbers
+    found: torch.Tensor  # the wrong words
     more: int  # number of wrong words that the tensors leave out
 
 
 @dataclass
 class Region:
-    """A region. words: the whole memory with guard bands, as int64. device: where the words are compared."""
+    """words: the memory of the region with its guard bands, as int64. device: the device that compares the words."""
 
     words: torch.Tensor
     sections: list[Section]
@@ -69,7 +69,7 @@ class Region:
     verified: int = 0  # number of bytes that compare() has checked
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return views of the rows of each section: [rows, words of a row]."""
+        """Return a view of each section: [rows, words of a row]."""
         size = self.geometry.row_words
         return [self.words[each.start :][: each.rows * size].view(-1, size) for each in self.sections]
 
@@ -92,7 +92,7 @@ class Region:
                 yield WrongWords(guard, (start + at).cpu(), numbers.cpu(), held[at].cpu(), more)
 
     def locate(self, address: int) -> dict[str, int]:
-        """Return the coordinates of the row with this word. Raise ValueError for a word of a guard band."""
+        """Return the coordinates of the row with the word `address`. Raise ValueError for a word of a guard band."""
         for section in self.sections:
             row = (address - section.start) // self.geometry.row_words
             if 0 <= row < section.rows:
@@ -101,7 +101,7 @@ class Region:
         raise ValueError(f"word {address} is in no row")
 
     def _parts(self, expected: Expected) -> Iterator[tuple[bool, int, torch.Tensor]]:
-        """Yield (True for a guard band, first word, expected words) for the whole region, in order."""
+        """Yield (True for a guard band, index of the first word, expected words) for each part of the region."""
         size, end = self.geometry.row_words, 0
         for section in self.sections:
             yield True, end, self._band(end, section.start)
@@ -113,7 +113,7 @@ class Region:
         yield True, end, self._band(end, len(self.words))
 
     def _band(self, start: int, end: int) -> torch.Tensor:
-        """Return the words of a guard band. All words differ, so that kvfix notices a copy between guard bands."""
+        """Return the words of a guard band. All words differ, so that kvfix detects a copy between two guard bands."""
         places = torch.arange(start, end, dtype=torch.int64, device=self.device)
         slot, word = places >> element.BITS["word"], places % (1 << element.BITS["word"])
         return element.encode(Identity(GUARD, 0, 0, slot % (1 << element.BITS["slot"]), 0, word).number(), self.seed)
@@ -123,7 +123,7 @@ def make(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
-    """Make a region from parts: (sizes, first token). If `layer` is not an axis, make these parts for each layer."""
+    """Make a region. parts: (sizes, first token) of each tensor. If `layer` is no axis, make these for each layer."""
     sections, at = [], BAND
     layers: list[dict[str, int]] = [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
     for sizes, token in parts:

@@ -21,7 +21,7 @@ BAD = ("failed", "crashed")
 
 
 class KnownBug(NamedTuple):
-    """A known bug. fix: code of its fix. If the fix is applied, a failure has another cause. remedy: what to do."""
+    """A known bug. remedy: what the user can do. fix: code of its fix. If this fix is applied, the bug cannot occur."""
 
     bug: str
     effect: str
@@ -85,7 +85,7 @@ class RunReport:
 
     @property
     def planted(self) -> tuple[int, int]:
-        """Return (number of cells in which the fault was planted, number of cells that found it)."""
+        """Return (number of cells with the planted fault, number of cells in which the check found this fault)."""
         tried, kind = [result for result in self.results if result.verdict != "refused"], FAULTS[self.options.inject]
         return len(tried), sum(any(not kind or kind in each.classes for each in result.findings) for result in tried)
 
@@ -211,7 +211,7 @@ class RunReport:
         return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
 
     def known(self, result: Result) -> KnownBug | None:
-        """Return the known bug that a failed cell shows; None if there is none, or if the bug's fix is applied."""
+        """Return the known bug that can explain a failed cell, or None. A bug whose fix is applied explains nothing."""
         cell = result.cell
         shown = (bug for bug in KNOWN if cell.backend in bug.backends and cell.layout in bug.layouts)
         return next((bug for bug in shown if bug.fix not in self.fixes), None) if result.verdict in BAD else None
@@ -230,7 +230,7 @@ def operations(results: list[Result]) -> str:
 
 
 def check_per_copy(result: Result) -> float:
-    """Return the time of the whole check relative to the time of plain copies to the host and back."""
+    """Return the time of the whole check, divided by the time of one plain copy to the host and back."""
     return result.check_seconds / (result.plain_store + result.plain_load)
 
 

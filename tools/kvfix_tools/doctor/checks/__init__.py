@@ -1,10 +1,10 @@
-"""The checks. Each check is a small function, which the decorator `check` registers:
+"""Register the checks of `kvfix doctor`. Each check is a small function with the decorator `check`:
 
     @check("chunk-size", essential=True)
     def chunk_size(setup): ...
 
-A check yields lines `ok`, `problem` or `unchecked`, and no line if it does not apply. The function's docstring
-becomes the check's row in the documentation. essential: if no essential check can run, the exit code is 77.
+A check yields lines `ok`, `problem` or `unchecked`, or no line if the check does not apply. The function's docstring
+becomes the check's row in the documentation. If no essential check can run, the exit code of kvfix doctor is 77.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ OK, PROBLEM, UNCHECKED = "ok", "problem", "unchecked"
 
 
 class Line(NamedTuple):
-    """A result of a check. what: the result in one sentence. do: the remedy, as the user types it, or ""."""
+    """A result of a check. what: the result in one sentence. do: the remedy that the user can type, or ""."""
 
     check: str
     status: str
@@ -68,7 +68,7 @@ def catalogue() -> tuple[Check, ...]:
 
 
 def lines(setup: Setup) -> Iterator[Line]:
-    """Yield the lines of every check, without secrets. If a check raises, report this and run the other checks."""
+    """Yield the lines of every check, without secrets. If a check raises an error, yield a line about the error."""
     for each in catalogue():
         try:
             found = list(each.look(setup))

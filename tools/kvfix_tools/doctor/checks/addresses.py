@@ -1,4 +1,4 @@
-"""The hosts and ports on which the command listens, and the hosts and ports to which it connects."""
+"""Check the addresses on which the command listens, and the addresses to which the command connects."""
 
 import re
 from collections.abc import Iterator

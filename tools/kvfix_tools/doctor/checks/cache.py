@@ -1,4 +1,4 @@
-"""Settings on which cache hits depend: chunk size, hashes, and the transfer mode of the multi-process server."""
+"""Check settings on which cache hits depend: chunk size, hashes, and the transfer mode of the multi-process server."""
 
 import sys
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def _shared(setup: Setup) -> list[str]:
 
 
 def _no_bytes(setup: Setup) -> str:
-    """Return why this LMCache cannot use vLLM's hashes, which are bytes (KVD739, KVD738); "" if nothing is wrong."""
+    """Return why this LMCache cannot use vLLM's hashes, which are bytes (KVD739, KVD738), or "" if it can use them."""
     if setup.lmcache is None or "-> bytes" not in setup.packages.text("vllm.utils.hashing"):
         return ""
     stored = setup.setting("remote_url") or setup.setting("local_disk")

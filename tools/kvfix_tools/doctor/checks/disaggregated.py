@@ -1,4 +1,4 @@
-"""Prefill and decode in separate engines, and the libraries that transfer KV between machines."""
+"""Check prefill and decode in separate engines, and the libraries that transfer KV between machines."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The installed packages: whether they work together, and whether their compiled code loads here."""
+"""Check that the installed packages work together, and that their compiled code loads on this machine."""
 
 import re
 import shutil
@@ -87,7 +87,7 @@ def _wanted(package: Package, name: str) -> Requirement | None:
 
 
 def _satisfies(wanted: Requirement, version: str) -> bool:
-    """Return True if the version fits. Ignore local parts (+cu130, +cpu), which only PyTorch's own wheels have."""
+    """Return True if `wanted` allows the version. Ignore local parts (+cu130, +cpu) that only PyTorch's wheels have."""
     specifier = re.sub(r"\+[\w.]+", "", str(wanted.specifier))
     return Requirement(f"{wanted.name}{specifier}").specifier.contains(version.partition("+")[0], prereleases=True)
 
@@ -208,7 +208,7 @@ def together(setup: Setup) -> Iterator[Line]:
 
 
 def _read(setup: Setup, connector: Connector, vllm: Package, lmcache: Package) -> tuple[str, list[fit.Misfit]]:
-    """Return (the lab's name of the connector, misfits)."""
+    """Return (name of the connector in the lab, misfits of vLLM and LMCache)."""
     own = f"{VLLM_CONNECTORS}.{READERS[connector.is_v1][1]}"
     if connector.is_v1:
         missing = [] if lmcache.file(IN_PROCESS) else [fit.Misfit(f"{own}", f"No module named '{IN_PROCESS}'")]

@@ -1,4 +1,4 @@
-"""kvfix itself: whether it reaches all processes, and which fixes it has for these releases."""
+"""Check that vLLM loads kvfix in all processes, and list the fixes of kvfix for the installed releases."""
 
 from collections.abc import Iterator
 
@@ -59,7 +59,7 @@ def _is_off(setup: Setup) -> bool:
 
 
 def _has_bug(target: Target, setup: Setup) -> bool:
-    """Return True if kvfix knows that the installed function has the bug. The package may belong to another Python."""
+    """Return True if kvfix knows that the installed function has the bug, even in a package of another Python."""
     package = setup.packages.get(target.dist)
     file = package.file(target.module) if package else None
     known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})

@@ -1,4 +1,4 @@
-"""The memory that LMCache will allocate, and the limits of the machine and the container."""
+"""Check the memory that LMCache will allocate against the limits of the machine and the container."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, remedy, unchecke
 from kvfix_tools.doctor.machine import GIB, gib
 from kvfix_tools.doctor.setup import Setup
 
-#: Bytes of /dev/shm that several processes of vLLM need for messages: ten chunks of 24 MiB
+#: Bytes of /dev/shm that vLLM needs for messages between several processes: ten chunks of 24 MiB
 #: (vllm/distributed/device_communicators/shm_broadcast.py, VLLM_MQ_MAX_CHUNK_BYTES_MB). Docker's default is 64 MiB.
 _MESSAGES = 240 * 2**20
 #: UCX may use RDMA if UCX_TLS is empty, lists the transports to exclude ("^"), or lists a transport over RDMA, such as
@@ -16,7 +16,7 @@ _RDMA = re.compile(r"|\^.*|(?:.*,)?(?:all|ib|rdma|srd|(?:rc|ud|dc|gga)(?:_\w+)?)
 
 
 def _wanted(setup: Setup) -> tuple[float, str] | None:
-    """Return (bytes of host memory that LMCache will allocate, the setting that asks for them); None if unknown."""
+    """Return (bytes of host memory that LMCache will allocate, the setting that defines them), or None if unknown."""
     if setup.is_server:
         given = setup.option("l1-size-gb")
         return (float(given) * GIB, f"--l1-size-gb {given}") if re.fullmatch(r"\d+(\.\d+)?", given) else None

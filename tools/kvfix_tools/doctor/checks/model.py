@@ -1,4 +1,4 @@
-"""The model, the parallel sizes and the layout, from the command line and config.json."""
+"""Check the model, the parallel sizes and the KV layout, which the command line and config.json define."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
     kind = str(setup.model.get("model_type") or "this model")
     off = setup.has_option("disable-hybrid-kv-cache-manager")
     takes = not lmcache.is_v1 and _takes_groups(setup)
-    # From 0.5.4 on (`all_null_chunk_masks`), a server stores several chunks in a step, and skips chunks without blocks.
+    # Since 0.5.4 (`all_null_chunk_masks`), a server stores several chunks in a step, and skips chunks without blocks.
     server = setup.packages.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
     if state and (off or not takes):
         why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} supports one group only"
@@ -87,7 +87,7 @@ def parallel(setup: Setup) -> Iterator[Line]:
 
 
 def _context(setup: Setup, context: int) -> Iterator[Line]:
-    """Check decode context parallelism. If LMCache lacks it, a worker dies (vllm_v1_adapter.py 0.5.6:1159, :815)."""
+    """Check decode context parallelism. If LMCache lacks it, workers die (vllm_v1_adapter.py 0.5.6:1159, :815)."""
     for connector in setup.lmcache_connectors if context > 1 and setup.lmcache else ():
         module = "vllm_v1_adapter" if connector.is_v1 else "lmcache_mp_connector"
         is_copy = connector.is_mp and setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
@@ -101,7 +101,7 @@ def _context(setup: Setup, context: int) -> Iterator[Line]:
 
 
 def _servers(setup: Setup) -> Iterator[Line]:
-    """Check a list of servers as LMCacheMPConnector checks it at its start (lmcache_mp_connector.py 0.5.6:656-705)."""
+    """Check a list of servers as LMCacheMPConnector does when it starts (lmcache_mp_connector.py 0.5.6:656-705)."""
     count = len(servers.addresses(setup.mp)) if setup.mp else 1
     if count < 2:
         return
@@ -118,7 +118,7 @@ def _servers(setup: Setup) -> Iterator[Line]:
 
 
 def _ports(setup: Setup) -> Iterator[Line]:
-    """Check that lists have a port for each worker. Worker N takes the port at index N (pd_backend.py 0.5.6:146)."""
+    """Check that each list of ports has a port for each worker. Worker N takes item N (pd_backend.py 0.5.6:146)."""
     if setup.v1 is None:
         return
     uses = {

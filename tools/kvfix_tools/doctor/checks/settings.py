@@ -1,4 +1,4 @@
-"""LMCache's settings in its YAML file, in variables LMCACHE_* and in the keys of the connector."""
+"""Check LMCache's settings in its YAML file, in variables LMCACHE_* and in the keys of the connector."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
 from kvfix_tools.doctor.definitions import KINDS, nearest, words, wrong_type
 from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
 
-#: {setting: (minimum, maximum, unit)} of 0.5.6, by the setting's description or use. LMCache itself checks few ranges.
+#: {setting: (minimum, maximum, unit)}, as LMCache 0.5.6 describes or uses the setting. LMCache checks few ranges.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "chunk_size": (1, math.inf, "tokens"),
     "max_local_cpu_size": (0, math.inf, "GiB for each worker"),
@@ -77,7 +77,7 @@ def _instead(each: Setting, name: str) -> str:
 
 
 def _occurs(variable: str, setup: Setup) -> bool:
-    """Return True if the source of LMCache or vLLM has the name. A user's plugin may read other variables."""
+    """Return True if the name of the variable occurs in the source of LMCache or of vLLM's connectors."""
     folders = [setup.lmcache.folder] if setup.lmcache else []
     folders += [setup.vllm.folder / "distributed/kv_transfer"] if setup.vllm else []
     sources = (source for folder in folders for source in folder.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""The storage of chunks: disk, remote store, and the size of the CPU cache."""
+"""Check the storage of chunks: the disk, the remote store, and the size of the CPU cache."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def _is_writable(there: Path) -> bool:
-    """Return True if files can be written into this folder. File systems of the kernel (/sys, /proc) have no blocks."""
+    """Return True if kvfix may write into this folder. File systems without blocks (/sys, /proc) do not count."""
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK) and os.statvfs(there).f_blocks > 0
 
 

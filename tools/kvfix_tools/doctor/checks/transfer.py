@@ -1,4 +1,4 @@
-"""The KV-transfer configuration of the command: --kv-transfer-config."""
+"""Check the KV-transfer configuration of the command (--kv-transfer-config)."""
 
 import ast
 import os

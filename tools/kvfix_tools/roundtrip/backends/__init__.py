@@ -1,4 +1,4 @@
-"""The backends. Every module in this folder has a tuple BACKENDS."""
+"""Find the backends. Every module in this folder lists its backends in a tuple BACKENDS."""
 
 import importlib
 import pkgutil
@@ -17,12 +17,12 @@ class Backend(NamedTuple):
     open: Callable[[CellCheck], Transfer]  # returns the transfer of one cell, or raises Refused
     missing: Callable[[torch.device], str | None] = lambda device: None  # why the backend cannot be used here, or None
     group: str = ""  # a name for several backends
-    axes: Axes = {}  # {axis: values that run by default}
+    axes: Axes = {}  # {axis: values to test by default}
     whole: Callable[[torch.device, Result], Result] | None = None  # runs the check of a backend without cells
 
 
 def all_backends() -> dict[str, Backend]:
-    """Return {name: backend}. The import of the backends' modules imports only torch."""
+    """Return {name: backend}. The backends' modules import vLLM and LMCache only when a backend is used."""
     modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
     return {backend.name: backend for module in modules for backend in module.BACKENDS}
 

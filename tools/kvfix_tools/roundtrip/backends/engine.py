@@ -1,4 +1,4 @@
-"""`engine-mp`, `engine-v1`: compare answers of a real vLLM engine with and without LMCache (docs/roundtrip.md)."""
+"""Compare answers of vLLM engines with and without LMCache: `engine-mp` and `engine-v1` in docs/roundtrip.md."""
 
 import contextlib
 import functools
@@ -29,8 +29,8 @@ ASKED = [prompt(200, seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(BLOCK * (BLOCKS - 1) // 2 - GENERATE - BLOCK, seed) for seed in (11, 12)]
 CHANGED = [[*prompt(BLOCK, seed + 20), *one[BLOCK:]] for seed, one in enumerate(ASKED)]
 ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
-#: Key in kv_connector_extra_config for the path of a file, to which the connector appends the number of loaded tokens
-#: (`loaded=N`) and the number of blocks whose load failed (`failed=N`).
+#: Key in kv_connector_extra_config for the path of a log file. The connector appends lines: `loaded=N` for N loaded
+#: tokens, `failed=N` for N blocks whose load failed.
 LOADS = "kvfix.loads"
 KINDS = ("loaded", "failed")
 #: {kind: (LMCache's connector in vLLM, its subclass in engine_connector.py that logs the loads)}
@@ -43,7 +43,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def check(kind: str, device: torch.device, result: Result) -> Result:
-    """Run an engine with this connector. Compare its answers with those of one engine without a connector."""
+    """Run an engine with this connector. Compare its answers with the answers of an engine without a connector."""
     plain = without_connector(device.type)
     with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)
@@ -59,7 +59,7 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
 
 
 def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
-    """Compare an engine's answers with answers of an engine without a connector. Return the error, or None."""
+    """Compare `ran` (engine with a connector) with `plain` (engine without one). Return the first error, or None."""
     for name in ROUNDS:
         mine, other = ran[name], plain[name]
         if differ := sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True)):
@@ -88,7 +88,7 @@ def without_connector(device: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield kv_transfer_config for LMCache's connector of this kind, in a subclass that logs the loads."""
+    """Yield kv_transfer_config for the subclass of LMCache's connector that logs the loads. kind: key of CONNECTORS."""
     with contextlib.ExitStack() as stack:
         transfer = real_engine.in_process(CHUNK)
         if kind == "mp":
@@ -103,10 +103,10 @@ def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
-    """Run an engine. Return its answers and the violations in its log. Raise RuntimeError if it dies or hangs."""
+    """Run an engine. Return its answers, and the violations that it logged. Raise RuntimeError if it dies or hangs."""
     engine = real_engine.ON_CUDA if device == "cuda" else {}
     job = {"loads": str(folder / "loads"), "transfer": transfer, "engine": engine}
-    here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from this folder
+    here = str(Path(__file__).parents[3])  # the folder from which vLLM's processes import kvfix_tools
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
     if ended.code != 0 or ended.answer is None:
@@ -147,7 +147,7 @@ def loads(file: Path) -> dict[str, int]:
 
 def tokens_to_load(request: Any) -> int:
     """Return how many tokens the worker must load for one request of the connector's metadata."""
-    if hasattr(request, "op"):  # multi-process
+    if hasattr(request, "op"):  # metadata of LMCacheMPConnector
         skipped = getattr(request.op, "skip_first_n_tokens", 0)
         return int(request.op.end - request.op.start - skipped) if request.direction == "RETRIEVE" else 0
     spec = request.load_spec

@@ -1,8 +1,7 @@
-"""Backends that copy with the installed LMCache, by compiled operations or its torch fallback (docs/roundtrip.md).
+"""Copy with the installed LMCache, by its compiled operations or its torch fallback (docs/roundtrip.md).
 
-- `lmcache-engine`: kvfix cannot see the host memory, so it checks the loaded KV, and the number of tokens that the
-  cache engine returns.
-- `lmcache-mp`: packed layouts must pass, because this mode does not have LMCache issue 4463 (wrong KV).
+- `lmcache-engine`: kvfix cannot see the host memory. It checks the loaded KV and the number of loaded tokens.
+- `lmcache-mp`: LMCache issue 4463 (wrong KV) does not affect this backend, so packed layouts must pass.
 """
 
 import contextlib
@@ -26,8 +25,8 @@ from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
 
-#: Axes of LMCache's memory objects, outermost first: KV_2LTD, and KV_T2D for each layer (0.5.6 memory_management.py).
-#: In a chunk of `lmcache-mp`, K and V packed in one axis stay packed (0.5.6 torch_ops/mp_mem_kernels.py:283).
+#: Axes of LMCache's memory objects, outermost first. KV_2LTD has all layers, KV_T2D one (0.5.6 memory_management.py).
+#: If the engine packs K and V in one axis, `lmcache-mp` also packs them (0.5.6 torch_ops/mp_mem_kernels.py:283).
 AXES = {
     **dict.fromkeys(("v2", "v3", "split"), "kv layer token head"),
     "layerwise": "token kv head",
@@ -40,13 +39,13 @@ CLASSES = {
 }
 #: Layouts that vLLM passes to in-process connectors and for which LMCache has a format (0.5.6 kv_format/specs).
 LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "packed-pool", "mla")
-#: vLLM passes a view with a fixed order of axes, which may differ from the order in memory. Before 0.26 the view is NHD
-#: (0.20.2 flash_attn.py:138), from 0.26 on HND (0.26.0 flash_attn.py:131).
+#: vLLM passes a view whose axes may have another order than in memory. The view is NHD before vLLM 0.26
+#: (0.20.2 flash_attn.py:138), and HND since 0.26 (0.26.0 flash_attn.py:131).
 VIEWS = {
     **dict.fromkeys(("hnd", "hnd-block-first"), (0, 1, 3, 2, 4)),
     **dict.fromkeys(("packed", "packed-pool"), (0, 2, 1, 3)),
 }
-#: Layouts that vLLM calls HND (0.5.6 integration/vllm/utils.py:43).
+#: Layouts that vLLM reports to LMCache as HND (LMCache 0.5.6 integration/vllm/utils.py:43).
 HND = ("hnd", "hnd-block-first", "packed-hnd", "packed-cpu")
 NUMBERS = itertools.count()
 
@@ -56,7 +55,7 @@ def missing(device: torch.device) -> str | None:
 
 
 class Connector(Transfer):
-    """A GPU connector of LMCache, and its memory objects, which are views of the host region."""
+    """A transfer by a GPU connector of LMCache. The memory objects are views of the host region."""
 
     def __init__(self, kind: str, check: CellCheck, buffer: bool = True) -> None:
         """buffer: True to copy chunks through a buffer on the device, which is the engine's default."""
@@ -89,7 +88,7 @@ class Connector(Transfer):
                 mover.send(objects)
             deque(mover, maxlen=0)
             return
-        # A load begins at the chunk that has the first token that the engine lacks (0.5.6 vllm_v1_adapter.py).
+        # A load begins at the chunk with the first token that the engine does not have (0.5.6 vllm_v1_adapter.py).
         chunks = slice(skip // self.chunk, None)
         wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
         self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)
@@ -111,7 +110,7 @@ class ThroughEngine(Transfer):
             lmcache_instance_id=name,
         )  # fmt: skip
         keys = ChunkedTokenDatabase(config, metadata)
-        # A new cache engine runs gc.collect(), which takes over a second if it visits the objects of vLLM's imports.
+        # A new cache engine runs gc.collect(). freeze() hides vLLM's objects, whose visit would take over a second.
         gc.freeze()
         self.engine = LMCacheEngine(config, metadata, keys, connector, lambda tensor, _: tensor, lambda thing, _: thing)
         gc.unfreeze()
@@ -167,7 +166,7 @@ class BlockTransfer(Transfer):
 
 
 def as_vllm(check: CellCheck) -> tuple[Geometry, list[torch.Tensor]]:
-    """Return the KV cache as vLLM passes it: a tensor for each layer, fp8 as uint8 (0.32.0 utils/torch_utils.py:33)."""
+    """Return the tensors of all layers as vLLM passes them, with fp8 as uint8 (vLLM 0.32.0 utils/torch_utils.py:33)."""
     geometry = check.geometry
     if geometry.layout.one_tensor and geometry.layout.name not in VIEWS:
         raise Refused("LMCache's connectors need a tensor for each layer")
@@ -212,12 +211,12 @@ def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
-    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # for packed-pool, LMCache reads the strides
+    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # LMCache finds packed-pool by its strides
 
 
 @functools.cache
 def connectors(device: str) -> Any:
-    """Import LMCache's module of GPU connectors. On the CPU, its `torch` is a stand-in for CUDA."""
+    """Import LMCache's module of GPU connectors. On the CPU, replace `torch` in this module by the CUDA stand-in."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     from lmcache.v1.gpu_connector import gpu_connectors
@@ -232,7 +231,7 @@ def connectors(device: str) -> Any:
 
 
 def operations(device: torch.device, name: str) -> str:
-    """Return a text about the operation that moves the bytes: compiled, or LMCache's silent torch fallback."""
+    """Return a text that says whether a compiled operation or LMCache's silent torch fallback moves the bytes."""
     module = connectors(device.type)
     ops = getattr(module, "device_ops", getattr(module, "lmc_ops", None))
     if not hasattr(ops, name):

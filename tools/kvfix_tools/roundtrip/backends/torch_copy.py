@@ -1,4 +1,4 @@
-"""The reference backend `torch`. It indexes tensors by their shape and does not use the arithmetic of layout.py."""
+"""The reference backend `torch`. It indexes tensors by their shape, without the row arithmetic of region.py."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,13 +11,13 @@ from kvfix_tools.roundtrip.cell_check import CellCheck, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
 
-#: Axes of a host buffer, outermost first. Each chunk has a buffer.
+#: Axes of a host buffer, outermost first. Each chunk has its own buffer.
 HOST = "layer token kv head"
 IN_FLIGHT = 2  # number of chunks in flight, each with its own stream and staging buffer
 #: Clock cycles that a slow stream sleeps: tens of milliseconds, longer than the work of other streams.
 SLEEP = 50_000_000
 Work = Callable[[], Any]
-#: {layout: order in which `paged` takes the axes of a layer}
+#: {layout: order into which `paged` permutes the axes of a layer}
 ORDERS = {
     **dict.fromkeys(("nhd", "one-tensor"), (1, 2, 0, 3, 4)),
     **dict.fromkeys(("nhd-block-first", "block-outermost"), (0, 2, 1, 3, 4)),
@@ -30,7 +30,7 @@ ORDERS = {
 class CudaStream:
     def __init__(self, device: torch.device, slow: bool = False) -> None:
         self.device, self.native = device, torch.cuda.Stream(device)
-        self.kept: list[Work] = []  # keeps tensors alive until the device has read them
+        self.kept: list[Work] = []  # keeps the tensors of the work until the device has read them
         if slow:
             with torch.cuda.stream(self.native):
                 torch.cuda._sleep(SLEEP)
@@ -42,7 +42,7 @@ class CudaStream:
             work()
             return
         self.kept.append(work)
-        self.native.wait_stream(torch.cuda.current_stream(self.device))  # the current stream made the operands
+        self.native.wait_stream(torch.cuda.current_stream(self.device))  # which wrote the operands
         with torch.cuda.stream(self.native):
             work()
 
@@ -59,7 +59,7 @@ class CudaStream:
 
 class TorchCopy(Transfer):
     def __init__(self, check: CellCheck, tokens: int = 0) -> None:
-        """tokens: make host memory for this number of tokens; 0: for the tokens of the cell."""
+        """tokens: number of tokens for which to make host buffers; 0 for the number of the cell."""
         self.block, self.chunk, device = check.geometry.block, int(check.cell.chunk), check.device
         self.host: Region = check.host(HOST, tokens)
         self.operations = f"torch {torch.__version__}: index, index_put_, copy_ on {device.type}"
@@ -96,7 +96,7 @@ class TorchCopy(Transfer):
             tensor[block, offset] = held[layer, skip:]
 
     def run(self, work: Iterable[Work]) -> None:
-        """Run the chunks' work on the streams in turn, and wait until all is done. On the CPU, run it directly."""
+        """Run the work of the chunks on the streams in turn, and wait for all streams. On the CPU, use no streams."""
         for number, each in enumerate(work):
             if self.streams:
                 self.streams[number % IN_FLIGHT].submit(each)
@@ -113,7 +113,7 @@ def layers(tensors: list[torch.Tensor], geometry: Geometry) -> list[torch.Tensor
 
 
 def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """Return a view of a layer in words: [blocks, block, K and V, heads, words]. On the CPU, torch cannot index fp8."""
+    """View a layer as int64 words: [blocks, block, K and V, heads, words]. On the CPU, torch cannot index fp8."""
     name, held = geometry.layout.name, tensor.view(torch.int64)
     words, heads, two = geometry.row_words, geometry.heads, geometry.planes
     if name == "mla":

@@ -1,4 +1,4 @@
-"""`vllm-simple`, `vllm-offload`: copy with the code of vLLM's own CPU offload, for whole blocks only."""
+"""Copy whole blocks with the code of vLLM's own CPU offload (backends `vllm-simple` and `vllm-offload`)."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.region import Region, make
 
-#: Default values of the axes: whole blocks.
+#: Default values of the axes. With these values, a transfer has whole blocks only.
 AXES = {"tokens": ("block", "512"), "slots": ("blocks", "contiguous"), "skip": ("none",)}
 
 
@@ -67,7 +67,7 @@ class Simple(Transfer):
 
 
 class Offload(Transfer):
-    """Moves blocks with CPUOffloadingWorker of vllm/v1/kv_offload/cpu/gpu_worker.py, which has its own host memory."""
+    """Moves blocks with CPUOffloadingWorker (vllm/v1/kv_offload/cpu/gpu_worker.py), which allocates the host memory."""
 
     def __init__(self, check: CellCheck) -> None:
         gpu_worker = offload(check.device.type)
@@ -112,7 +112,7 @@ class Offload(Transfer):
 
 
 def pages(region: Region) -> dict[str, torch.Tensor]:
-    """Return {name: tensor whose first axis is the block}. K and V are two tensors if the layout separates them."""
+    """Return {name: tensor whose first axis is the block}. K and V are two tensors if `kv` is outside of `block`."""
     found = {}
     for number, (section, rows) in enumerate(zip(region.sections, region.tensors(), strict=True)):
         before = section.axes.index("block")
@@ -133,7 +133,7 @@ def block_ids(slots: torch.Tensor, block: int) -> list[int]:
 
 
 def _batch_memcpy(to: int, source: int, sizes: int, count: int, *_: Any) -> int:
-    """Copy as cuMemcpyBatchAsync does. Three arguments are addresses of arrays: targets, sources, sizes."""
+    """Copy as cuMemcpyBatchAsync does. to, source, sizes: addresses of arrays with `count` numbers."""
     cuda_stand_in.copy_all(*((ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)))
     return 0
 
