@@ -19,7 +19,7 @@ from kvfix_tools.conform.verdicts import NOT_APPLICABLE, SLUGS, VIOLATED, Run, r
 from kvfix_tools.lab import releases, runner
 
 _COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
-#: _TAGS maps outcomes to elements of JUnit XML. _COUNTS maps attributes of the test suite to the counted elements.
+#: _TAGS: {outcome: element of JUnit XML}. _COUNTS: {attribute of the test suite: element that this attribute counts}.
 _TAGS = {VIOLATED: "failure", NOT_APPLICABLE: "skipped"}
 _COUNTS = {"failures": "failure", "skipped": "skipped", "errors": "error"}
 _CONNECTOR = "The connector's class, or its name in vLLM, such as ExampleConnector."
@@ -85,7 +85,7 @@ def prepare() -> None:
 
 
 def chosen(fixes: bool) -> AbstractContextManager[None]:
-    """Apply kvfix's fixes of vLLM's engine if `fixes`. Never apply fixes of connectors, which would hide violations."""
+    """If `fixes`, apply kvfix's fixes of vLLM's engine. Fixes of connectors would hide violations, so apply none."""
     own = [fix for fix in catalogue.fixes() if fix.module_name.startswith("kvfix.fixes.scheduler.")]
     of_core = [fix.code for fix in own if fix.targets[0].module.startswith("vllm.v1.core.")]
     return runner.applied(fixes, only=of_core)
@@ -120,7 +120,7 @@ def show(done: Run) -> None:
 
 
 def as_junit(done: Run) -> bytes:
-    """Return JUnit XML with a test for each scenario, and a failed test for each violation only the fuzzer found."""
+    """Return JUnit XML: a test for each scenario, and a failed test for each violation that only the fuzzer found."""
     tests = [(each.rule, each.name, _TAGS.get(each.outcome, ""), each.reason, each.seconds) for each in done.cases]
     of_fuzzer = [each for each in done.violations if each.where.startswith("seed")]
     tests += [(each.rule, f"{each.code} {each.where}", "failure", each.message, 0.0) for each in of_fuzzer]

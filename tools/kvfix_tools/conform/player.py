@@ -1,4 +1,4 @@
-"""Play the schedules of scenarios and of the fuzzer on a connector. An import of this module also imports vLLM."""
+"""Play the schedules of scenarios and of the fuzzer on a connector. Importing this module imports vLLM."""
 
 import dataclasses
 import functools
@@ -20,14 +20,13 @@ from kvfix_tools.lab.pair.pair import Pair
 from kvfix_tools.lab.pair.pair_engine import Engines
 from kvfix_tools.lab.steps import Step
 
-#: Fuzzer steps that kvfix drops if it runs the connector itself, and not the lab's own setup for a known connector.
-#: They need LMCache, or a way to make loads fail.
+#: Fuzzer steps that kvfix drops for a connector without a stand-in (`scenarios.Side`), because these steps need LMCache
+#: or a way to make loads fail.
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
 #: Fuzzer features that are off for a connector without a stand-in. A connector with SupportsHMA gets several KV groups
-#: in the scenarios of kvfix conform, not in the fuzzer's schedules.
+#: only in scenarios.
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
-#: Fuzzer features that kvfix does not use for a MultiConnector with a stand-in. The lab plays this MultiConnector
-#: with one rank and one KV group.
+#: Fuzzer features that are off for a MultiConnector, which the lab plays with one rank and one KV group.
 _NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
 _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
 _STEPS = 50  # maximum number of engine steps for which `until_loading` and `until_running` wait
@@ -40,7 +39,7 @@ class Subject:
     lose: str = ""  # name of a function that deletes the connector's stored KV
 
     def options(self, **changed: Any) -> Options:
-        """Return the options of the lab's engine for a scenario: `changed`, 64 blocks, 128 tokens in an engine step."""
+        """Return the options of the lab's engine for a scenario. Defaults: 64 blocks, 128 tokens in an engine step."""
         sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, **changed}
         if self.side is None:
             return Options(connector=self.connector, config=self.config, lose=self.lose, layers=2, **sizes)
@@ -51,7 +50,7 @@ class Subject:
         return Options(connector=name, offloading=self.side.offloading, chunk_size=16, extra=extra, **sizes)
 
     def schedule(self, scenario: scenarios.Scenario) -> Schedule:
-        """Return the schedule of a scenario, whose steps have the type Step."""
+        """Return the schedule of a scenario. The steps are `Step` objects."""
         return Schedule(self.options(**scenario.options), tuple(scenario.schedule))
 
     @functools.cached_property
@@ -61,19 +60,19 @@ class Subject:
 
     @functools.cached_property
     def lacks(self) -> set[str]:
-        """The keys of NEEDS that the connector does not meet. An error in the import of the connector is raised."""
+        """The keys of NEEDS that the connector does not meet. Raises any error of the connector's import."""
         if self.side is not None:
             return self.side.lacks
         groups = KVConnectorFactory.supports_hma_config(vllm_objects.vllm_config(self.options()).kv_transfer_config)
         return {need for need, there in (("lose", self.lose), ("groups", groups)) if not there}
 
     def start(self) -> None:
-        """Construct the connector in both roles, scheduler and worker. Any error of the connector is raised."""
+        """Construct the connector in both roles, scheduler and worker. Raises any error of the connector."""
         (Pair if "alone" in self.lacks else Player)(self.options()).close()
 
 
 class Player(Engines):
-    """A lab engine with the steps of scenarios. `gone` has the engines that `restart` has shut down."""
+    """A lab engine with the methods that scenarios call. gone: the engines that `restart` has shut down."""
 
     def __init__(self, options: Options) -> None:
         self.gone: list[LabEngine] = []
@@ -137,7 +136,7 @@ def _play_steps(player: Player, schedule: Schedule, end: int) -> None:
 
 
 def drawn(seed: int, subject: Subject) -> Schedule:
-    """Draw a random schedule for this connector: aborts, preemptions, few blocks, resets, drafts, sessions, pauses."""
+    """Draw a random schedule with aborts, preemptions, few blocks, resets, drafts, sessions and pauses."""
     side = subject.side
     if side is not None and side.offloading:
         schedule = draw(seed, side.connector, lacks={*releases.lacking(), *_NOT_DRAWN_OF_MULTI})
@@ -155,7 +154,7 @@ def drawn(seed: int, subject: Subject) -> Schedule:
 def shortest(
     schedule: Schedule, wanted: str, seconds: float, player: Callable[[Schedule], fuzz.Played], done: fuzz.Played
 ) -> tuple[Sequence[Any], Finding, fuzz.Played]:
-    """Shrink a schedule that has a finding with this signature. If the finding disappears, return `schedule`."""
+    """Shrink a schedule that has a finding with this signature. Return the steps, the finding and the results."""
     found = fuzz.shrink(schedule, wanted, seconds, player)
     for candidate, played in ((found, player(found)), (schedule, done)):
         finding = next((each for each in played.findings if fuzz.signature(each) == wanted), None)

@@ -1,6 +1,7 @@
-"""The scenarios that test the rules of the contract, and the lab's stand-ins for parts of some connectors.
+"""The scenarios that test the rules of the contract (contract.md), and the lab's stand-ins for parts of connectors.
 
-In a schedule, `store(name, prompt)` runs a request to completion, and then empties vLLM's own prefix cache.
+In a schedule, `store(name, prompt)` runs a request to completion, and then empties vLLM's own prefix cache. A stand-in
+replaces a part of a connector that needs a GPU, a server or a library.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from kvfix_tools.lab import steps as do
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS
 from kvfix_tools.lab.steps import Step, continued, prompt
 
-#: For each count, the reason to report if the count is 0, because the scenario then tested nothing.
+#: {counter: why the scenario tested nothing if this counter is 0}
 WITHOUT = {
     "loaded_tokens": "nothing was loaded",
     "aborted_loading": "no load was in flight between steps",
@@ -26,7 +27,7 @@ WITHOUT = {
     "finished": "no request has ended",
     "ids_used_again": "no request id was used again",
 }
-#: For each requirement of a scenario, the message if the connector or its stand-in does not meet the requirement.
+#: {requirement of a scenario: message if the connector, or the stand-in for it, does not meet this requirement}
 NEEDS = {
     "alone": "the scenario is for one engine, but this connector needs two: only the fuzzer tests it",
     "multi": "the stand-in for this connector cannot be used in a MultiConnector",
@@ -42,7 +43,7 @@ class Scenario(NamedTuple):
     rule: str  # the rule of the contract that the scenario tests
     title: str
     schedule: Sequence[Step]  # calls of methods of `Player`, of the lab's engine or of the engine's connector
-    proof: tuple[str, ...] = ("loaded_tokens",)  # counts (request_events.py). A 0 means that nothing was tested
+    proof: tuple[str, ...] = ("loaded_tokens",)  # counters (counts.py). If one is 0, the scenario tested nothing
     needs: tuple[str, ...] = ()  # keys of NEEDS
     options: dict[str, Any] = {}  # options of the lab's engine that differ from the defaults
 
@@ -230,7 +231,6 @@ SCENARIOS = (
         options={"windows": (48,), "num_blocks": 96}),
 )  # fmt: skip
 
-#: The lab replaces parts of vLLM's connectors that need a GPU, a server or a library.
 _COPIES = "its copies between GPU and CPU memory are a stand-in"
 _ENGINES = "there are two engines, and NIXL is a stand-in"
 

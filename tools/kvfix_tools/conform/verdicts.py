@@ -1,4 +1,4 @@
-"""Test one connector with the scenarios and the fuzzer, and give a verdict for each rule of the contract."""
+"""Test one connector with the scenarios and the fuzzer. Give a verdict for each rule of the contract (contract.md)."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ class Rule(NamedTuple):
     slug: str
     title: str
     doc: str
-    proof: str  # name of a count (request_events.py). If the count is 0, the rule was not tested
+    proof: str  # name of a counter (counts.py). If the counter is 0, no scenario tested the rule
     codes: tuple[str, ...]  # codes of lab and ledger rules. A violation of one of them violates this rule too
 
 
@@ -49,7 +49,7 @@ _OF_CONTENT = {
 
 def of_finding(code: str, about: str) -> str:
     """Return the rule that a finding violates. about: the rule that the scenario tests."""
-    if code == "KVR011" and about == "parameters":  # KVR011 is an exception, which the rule `parameters` forbids
+    if code == "KVR011" and about == "parameters":  # KVR011 reports an exception, which `parameters` forbids
         return about
     return next((rule.slug for rule in RULES if code in rule.codes), about if about in _OF_CONTENT else "granted")
 
@@ -123,7 +123,7 @@ class Run:
         proof = SLUGS[slug].proof
         if self.counts.get(proof) and (SLUGS[slug].codes or any(case.outcome == OK for case in cases)):
             return Verdict(slug, OK, "")
-        why = "; ".join(reasons) or ("a violation of another rule ended its scenarios" if cases else WITHOUT[proof])
+        why = "; ".join(reasons) or ("a violation of another rule ended the scenarios" if cases else WITHOUT[proof])
         return Verdict(slug, NOT_APPLICABLE, why)
 
     def as_json(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def run(
 
 
 def _why(error: Exception) -> str:
-    """Return the error in one line, with the file and line of an installed package."""
+    """Return the error in one line. If a file of an installed package raised the error, name the file and the line."""
     text = " ".join(str(error).split()) or "no message"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     _, _, place = frame.filename.partition("/site-packages/")
@@ -226,7 +226,7 @@ def _why(error: Exception) -> str:
 
 
 def _changed(options: Options) -> dict[str, Any]:
-    """Return the options of the lab, and the settings of a stand-in's connector, that are not at their defaults."""
+    """Return the options of the lab, and the settings of the connector, that differ from the defaults."""
     settings = {**options.lmcache, **options.extra}
     return {name: getattr(options, name, settings.get(name)) for name in options.changed if name != "lose"}
 

@@ -109,7 +109,7 @@ def fuzz_connector(
     screen.progress("importing vLLM")
     with runner.quiet():
         from kvfix_tools.lab.fuzz import fuzz_run
-    gc.freeze()  # otherwise each garbage collection checks all imported objects, which takes half a second
+    gc.freeze()  # without this, each garbage collection checks all imported objects, which takes half a second
     with _refusing("fuzz"):
         run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
         done = fuzz_run.fuzz(run, drawn, seconds, shrink, screen.progress, steps, jobs, notes)
@@ -206,7 +206,6 @@ def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
 
 
 def _find_all(slugs: list[str]) -> list[Scenario]:
-    """Return the scenarios with these slugs. Raises ValueError for an unknown slug, or if `slugs` is empty."""
     known = {scenario.slug: scenario for scenario in scenarios()}
     unknown = [slug for slug in slugs if slug not in known]
     if unknown or not slugs:
@@ -277,4 +276,4 @@ def _print_replayed(done: "Replayed") -> None:
         for finding in findings:
             console.print(f"  {finding}", highlight=False)
     for text in done.short:
-        console.print(f"different from the record: {text}", style="yellow", highlight=False)
+        console.print(f"different from the file: {text}", style="yellow", highlight=False)

@@ -1,7 +1,8 @@
-"""`kvfix lab continue FILE`: rebuild the state of an engine from `kvfix look --save` or the watchdog, and continue it.
+"""`kvfix lab continue FILE`: rebuild an engine's state from a file, and run the engine from this state.
 
-The file lacks the prompts and the numbers of tokens to generate, so the lab chooses both. First, loads fill the blocks
-of waiting requests, and running requests compute their tokens. Then the other requests arrive.
+`kvfix look --save` or the watchdog writes the file. The file lacks the prompts and the numbers of tokens to generate,
+so the lab chooses both. First, the lab loads KV into the blocks of waiting requests, and computes the tokens of running
+requests. Then the lab admits the other requests.
 """
 
 import json
@@ -42,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """frees: if one of these requests is aborted without fixes, all other requests end. differs: see `_Builder`."""
+    """frees: requests whose abort, without fixes, lets all other requests end. differs: see `_Builder`."""
 
     schedule: Schedule
     as_released: Outcome
@@ -56,7 +57,7 @@ class Continued(NamedTuple):
 
 
 def continued(path: Path) -> Continued:
-    """Rebuild the state in this file and continue it. Raises OSError, or ValueError if the state cannot be rebuilt."""
+    """Rebuild and continue the state in this file. Raises OSError, or ValueError for a state that cannot be rebuilt."""
     engine = _read(path)
     options = _options(engine)
     with runner.applied(fixes=False):
@@ -98,7 +99,7 @@ def _read(path: Path) -> Engine:
 
 
 def _options(engine: Engine) -> Options:
-    """Return the options for this engine. Raises ValueError if the lab cannot play it."""
+    """Return the options for this engine. Raises ValueError if the lab cannot play this engine."""
     state, connectors = engine.scheduler, [each for each in engine.connectors if each["class"] in KINDS]
     if len(connectors) != 1:
         names = ", ".join(each["class"] for each in engine.connectors) or "no connector"
@@ -115,7 +116,7 @@ def _options(engine: Engine) -> Options:
         block_size=state["block_size"],
         num_blocks=state["pool"]["blocks"] + 1,
         chunk_size=connector["chunk_size"],
-        delay=3 + len(_loaded(engine.requests)),  # in steps, so that all loads begin before the first load ends
+        delay=3 + len(_loaded(engine.requests)),  # so many steps that all loads begin before the first load ends
         reserve_full_isl=bool(settings.get("reserve_full_isl")),
         async_scheduling=bool(settings.get("async_scheduling")) and "async_scheduling" not in lacks,
         policy=state["policy"] or "fcfs",
@@ -140,11 +141,11 @@ class _Builder:
         rows = [row for row in engine.requests if row["queue"] not in ("ended", "")]
         outside = [row["id"] for row in rows if row["status"] in OUTSIDE_STATUSES]
         self._rows = [row for row in rows if row["id"] not in outside]
-        self.differs += [f"{name} waits for its client: the lab leaves it out" for name in outside]
+        self.differs += [f"{name} waits for its client, so the lab leaves it out" for name in outside]
         ended = [row["id"] for row in engine.requests if row["queue"] == "ended"]
-        self.differs += [f"{name} has ended: the lab leaves it out" for name in ended]
+        self.differs += [f"{name} has ended, so the lab leaves it out" for name in ended]
         if engine.ranks > 1:
-            self.differs.append(f"one rank, not {engine.ranks}")
+            self.differs.append(f"the lab plays one rank, not {engine.ranks} ranks")
         self.names = [row["id"] for row in self._rows]
         # the number of a prompt is also the priority of its request
         order = sorted(self._rows, key=lambda row: (row["priority"], -row["arrived"]))
@@ -153,7 +154,7 @@ class _Builder:
     def build(self) -> None:
         running = [row for row in self._rows if row["queue"] == "running"]
         loaded = sorted(_loaded(self._rows), key=lambda row: -row["arrived"])
-        # one step can compute all tokens of running requests, because the lab's prompts include generated tokens
+        # the lab's prompts include generated tokens, so one step can compute all tokens of running requests
         self._do("budget", max(1, sum(row["computed"] for row in running)))
         for row in loaded:
             hit = max(row["hit"] or 0, -(-row["computed"] // self._chunk) * self._chunk)
@@ -171,7 +172,7 @@ class _Builder:
         self._until(lambda: not self.lab.connector.busy())
         others = self.lab.free() - self._state["pool"]["free"]
         if others > 0:
-            self.differs.append(f"{others} blocks belong to none of these requests: the lab never frees them")
+            self.differs.append(f"{others} blocks belong to no request in the lab, which never frees these blocks")
             self._do("take_blocks", others)
         for row in self._rows:
             has, was = (done(row["id"]), len(blocks(row["id"]))), (row["computed"], row["blocks"])

@@ -40,7 +40,7 @@ def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False)
 
 
 def _play(scenario: Scenario, fixes: bool) -> Result:
-    """Return the result. Its log has only events of the long request, and events that belong to no request."""
+    """Return the result, with only the events of the long request and the events without a request in the log."""
     done = runner.play(scenario, fixes)
     return done._replace(log=[(step, event) for step, event in done.log if event.request in (LONG, "")])
 
@@ -50,7 +50,6 @@ def died_as_reported(result: Result) -> bool:
 
 
 def finished(result: Result) -> bool:
-    """Return True if the request finished without a load and without a violation."""
     events = [event for _, event in result.log]
     loaded = sum(event.tokens for event in events if isinstance(event, ev.Loaded))
     return result.outcome == "clean" and loaded == 0 and any(isinstance(event, ev.Finished) for event in events)
@@ -81,7 +80,7 @@ def show(released: Result, fixed: Result) -> None:
 
 
 def _cells(result: Result) -> dict[int, list[str]]:
-    """Return {step: lines of its cell}, without leaks, which are printed below the table."""
+    """Return {step: lines of the step's cell}, without leaks, because `show` prints the leaks below the table."""
     cells: dict[int, list[str]] = {}
     for step, event in result.log:
         if not isinstance(event, ev.Left):

@@ -1,4 +1,4 @@
-"""The options of a lab engine: all settings that change token accounting."""
+"""The options of a lab engine: all settings that change how vLLM and a connector count tokens."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ WITH_RANKS = ("nixl-pull", "nixl-push")
 BY_NIXL = tuple(each for each in PAIRS if each.startswith("nixl"))
 #: Connectors with which two engines can share a cache (pair.py).
 SHARED = ("v1", "mp")
-#: Connectors of vLLM without LMCache.
+#: vLLM's own connectors that offload KV to CPU memory.
 OF_VLLM = ("offloading", "simple-offload")
 #: Chunk size of the real server, in tokens.
 SERVER_CHUNK = 16
@@ -91,7 +91,7 @@ class Options:
     simple_offloading: bool = False
     #: How many steps a lookup, load or store of mp's server takes. A copy of OffloadingConnector takes twice as many.
     delay: int = 1
-    #: Number of workers. By default they are ranks of tensor parallelism. A MultiConnector has one worker.
+    #: Number of workers. By default, workers are ranks of tensor parallelism. A MultiConnector has one worker.
     ranks: int = 1
     #: True if workers are ranks of pipeline parallelism. Then vLLM schedules a step while workers run earlier steps.
     pipeline: bool = False
@@ -110,15 +110,16 @@ class Options:
     max_num_seqs: int = 8
     max_model_len: int = 2048
     prefix_caching: bool = True
-    #: Admit a request only if all its tokens fit, as vLLM does by default. Earlier releases check only the first step.
+    #: Admit a request only if blocks for all its tokens are free, as vLLM does by default. False: only if blocks for
+    #: the tokens of its first step are free, as old releases do.
     reserve_full_isl: bool = True
     #: Order of requests: fcfs, or priority.
     policy: str = "fcfs"
-    #: Sizes of sliding windows, in tokens. Each window adds a KV group to that of full attention. mp and OF_VLLM only.
+    #: Sizes of sliding windows, in tokens. Each window adds a KV group. mp and OF_VLLM only.
     windows: tuple[int, ...] = ()
     #: A block in the KV group of a window has this many times the tokens of a full-attention block.
     window_blocks: int = 1
-    #: Add a KV group with recurrent states to that of full attention, as for Mamba layers in mode "align". mp only.
+    #: Add a KV group with recurrent states, as for Mamba layers in mode "align". mp only.
     states: bool = False
     #: True if the server stores the KV groups of a chunk under separate keys (`--separate-object-groups`).
     separate_object_groups: bool = False
@@ -138,7 +139,7 @@ class Options:
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
-    #: Play two engines with one cache (pair.py). v1 and mp.
+    #: Play two engines that share a cache (pair.py). v1 and mp only.
     neighbours: bool = False
     #: Blocks of the decode engine (pair.py). 0: as many as the prefill engine has.
     decode_blocks: int = 0
@@ -148,13 +149,13 @@ class Options:
     #: multi: engines of a pair that have LMCache's in-process connector too. lmcache_first: vLLM asks LMCache first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False
-    #: Use real NIXL (nixl_real.py) instead of the lab's model. BY_NIXL only.
+    #: Use real NIXL (nixl_real.py) instead of the lab's simulation of NIXL. BY_NIXL only.
     real_transfers: bool = False
     #: `kv_connector_extra_config` of a connector in OF_VLLM or PAIRS, or of the offloading connector next to v1.
     extra: dict[str, Any] = field(default_factory=dict)
     #: Blocks of the CPU memory; 0: as many as the GPU has.
     cpu_blocks: int = 0
-    #: The secondary tier: fs (files), or "" for none.
+    #: The secondary tier of OffloadingConnector: fs (files), or "" for none.
     tier: str = ""
 
     def __post_init__(self) -> None:
@@ -174,17 +175,17 @@ class Options:
             "the lab plays pipeline parallelism with more than one rank and without a drafter": (
                 self.pipeline and (not several or self.drafter)
             ),
-            "the lab plays context parallelism with mp, the only one that knows it, with several ranks that share each "
-            "block's tokens, without pipeline parallelism and with one KV group": (
+            "the lab plays context parallelism only with mp, with several ranks that share each block's tokens, "
+            "without pipeline parallelism and with one KV group": (
                 self.context and (self.connector != "mp" or not several or cannot_share)
             ),
             f"the lab plays real transfers with {', '.join(BY_NIXL)}": not_by_nixl,
-            "the lab plays the SimpleCPUOffloadConnector alone and, by `offloading`, beside v1": (
+            "the lab plays SimpleCPUOffloadConnector alone, or with v1 if the option `offloading` is set": (
                 self.simple_offloading and (self.connector != "v1" or not self.offloading)
             ),
             "the SimpleCPUOffloadConnector does nothing without prefix caching": simple and not self.prefix_caching,
             "the lab plays states with prefix caching, without sliding windows and with fewer drafts than a block has "
-            "tokens: the blocks of models with states have hundreds": (
+            "tokens, because the blocks of models with states have hundreds of tokens": (
                 self.states and (self.windows or not self.prefix_caching or self.drafts >= self.block_size)
             ),
             "the lab plays a real server with mp, without a MultiConnector, with one rank, one KV group and chunks of "

@@ -98,7 +98,7 @@ def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:
 
 
 def no_nixl() -> str:
-    """Return why NIXL cannot make transfers here, or "". NIXL needs a second package for a CUDA release."""
+    """Return why NIXL cannot make transfers here, or "". NIXL also needs the package nixl_cuN for CUDA release N."""
     if find_spec("nixl") and any(find_spec(f"nixl_cu{release}") for release in (12, 13)):
         return ""
     return "NIXL is not installed: pip install nixl nixl-cu12"

@@ -1,6 +1,6 @@
 """`kvfix lab replay FILE`: play the events of an engine's recorder file in the lab, as far as possible.
 
-The file has no prompts and no steps without events. The lab invents prompts, and makes steps until an event can occur.
+The file lacks prompts, and steps without events. The lab invents prompts, and makes steps until an event occurs.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
 from kvfix_tools.lab.steps import prompt
 
-#: {class name of a connector: its name in the lab}. A recorder file has only class names. Connectors can share one.
+#: {class name of a connector: its name in the lab}. A recorder file has only the class names of connectors.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
-#: ENDLESS: generated tokens of a request whose end is not in the file. MOST_STEPS: maximum steps for one event.
+#: ENDLESS: max_tokens of a request until the event of its end. MOST_STEPS: maximum steps for one event.
 ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
@@ -74,7 +74,7 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
 
 
 class _Player:
-    """Makes the events of a file happen in order. Has one method for each event class that the lab can cause."""
+    """Makes the events of a file happen in order. Has a method for each class of events that the lab can cause."""
 
     def __init__(self, engine: LabEngine, events: list[Event]) -> None:
         self.engine = engine
@@ -124,11 +124,11 @@ class _Player:
             self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
-        """Preempt the request when its numbers of computed tokens and of all tokens equal those in its next Asked."""
+        """Make steps until the request has the numbers of tokens in its next event Asked. Then preempt the request."""
         request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
         if request is None or request not in self.engine.scheduler.running:
-            self.short.append(f"{event.request} is not running where it was preempted")
+            self.short.append(f"{event.request} does not run in the lab when the file says that vLLM preempted it")
             return
         if asked is not None:
             self._compute(request, asked.computed)
@@ -148,7 +148,7 @@ class _Player:
         self._step_until(request.is_finished)
 
     def _compute(self, request: Any, tokens: int) -> None:
-        """Compute exactly `tokens` tokens of the request, because its stores depend on this number."""
+        """Compute exactly `tokens` tokens of the request, because the request's stores depend on this number."""
         self._step_until(
             lambda: request not in self.engine.scheduler.running or request.num_computed_tokens >= tokens,
             lambda: tokens - request.num_computed_tokens + len(self.engine.scheduler.running) - 1,
@@ -162,10 +162,10 @@ class _Player:
                 return
             self.engine.budget(min(most, budget()) if budget is not None else most)
             self.engine.step()
-        self.short.append(f"an event of the record did not happen within {MOST_STEPS} steps")
+        self.short.append(f"an event of the file did not happen in the lab within {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
-        """Return a prompt's seed: that of a request which computed the prefix that vLLM had cached, or a new seed."""
+        """Return the seed of a request that has computed the prefix which vLLM had cached, or else a new seed."""
         if event.computed:
             for name, reached in reversed(self._reached.items()):
                 if reached >= event.computed and name in self._seeds:

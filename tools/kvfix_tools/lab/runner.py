@@ -23,7 +23,7 @@ from kvfix_tools.lab.scenario import Scenario
 if TYPE_CHECKING:
     from kvfix_tools.lab.engine.lab_engine import LabEngine
 
-#: Opt-in fixes that the lab applies in all engines, because the fuzzer draws schedules that show their bugs.
+#: Opt-in fixes that the lab always applies, because the fuzzer draws schedules that show the bugs of these fixes.
 NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")
 #: Steps that the lab makes after a schedule, because kvfix checks an ended request for leaks some steps later.
 AFTER = 40
@@ -56,18 +56,18 @@ def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")
         if not Path(lmcache_path, "lmcache", "__init__.py").is_file():
             raise ValueError(f"{lmcache_path} holds no lmcache package; unpack one: pip install --no-deps --target")
         if "lmcache" in sys.modules:
-            raise ValueError("lmcache is imported already; one release per process")
+            raise ValueError("lmcache is already imported, and a process can use only one release")
         sys.path.insert(0, str(Path(lmcache_path).resolve()))
         os.environ["PYTHONPATH"] = os.pathsep.join([lmcache_path, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Without this setting vLLM uses model runner V2 if it finds Triton. A seed plays differently with V2 (model.Group).
+    # Without this setting vLLM uses model runner V2 if it finds Triton. V2 changes the results of a seed (model.Group).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in needs:
         if installed_source.package_dir(dist) is None:
-            raise ValueError(f"{dist} is not installed here; the lab plays the real one")
+            raise ValueError(f"{dist} is not installed here, but the lab needs the real package")
     # kvfix reads the versions for every scenario. The installed packages do not change, so find each version once.
     version = installed_source.version
     vars(installed_source)["version"] = functools.cache(getattr(version, "__wrapped__", version))
@@ -104,7 +104,7 @@ def played(*more: str) -> list[str]:
 
 @contextmanager
 def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> Iterator[None]:
-    """Apply kvfix in this context, where the engine logs nothing. only: codes of fixes, by default `played()`."""
+    """Apply kvfix, and turn logging off, in this context. only: codes of fixes, by default `played()`."""
     with quiet():
         kvfix.revert()
         if fixes or mode != "fix":
@@ -117,7 +117,6 @@ def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> It
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """In this context the engine logs nothing."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

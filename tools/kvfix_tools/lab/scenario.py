@@ -1,8 +1,8 @@
 """The class `Scenario`, and the list of all scenarios. A scenario is the shortest schedule of steps that shows one bug.
 
-A file in `scenarios/` has a dict `SCENARIOS` of related scenarios: {slug: scenario}. If vLLM's copy of the connector
-has the bug too, a value is a tuple of two scenarios. A fix names its scenarios (kvfix.fixes). The fix's docstring gives
-the cause. Comments in a scenario explain only steps and numbers. Listing scenarios imports neither vLLM nor LMCache.
+Each file in `scenarios/` has a dict SCENARIOS, {name: scenario}. If vLLM's copy of LMCache's connector has the bug too,
+the value is a tuple of two scenarios. Each fix lists its scenarios (kvfix.fixes), and its docstring explains the bug.
+So comments in a scenario explain only steps and numbers. This module imports neither vLLM nor LMCache.
 """
 
 import functools
@@ -22,7 +22,7 @@ from kvfix_tools.lab.steps import Step
 if TYPE_CHECKING:
     from kvfix_tools.lab.engine.lab_engine import LabEngine
 
-#: Reasons why the hooks of a connector do not show a bug.
+#: Values of `Scenario.not_in_hooks`.
 CONTENT = "only the contents of slots or chunks show the bug"
 SERVER = "only the server of the multi-process connector holds the state"
 REQUEST = "no hook call is wrong: only the result of a request shows the bug"
@@ -38,11 +38,12 @@ class Scenario:
     """A schedule, and the rule that it must violate. The lab adds the steps `run` and `expect_all_ended` at the end.
 
     - shows: the code of the expected finding, and after a space a part of the finding's message
-    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug. {} means all releases in `needs`, or if
-      `needs` is {} too, all that the lab plays. With the other releases in `needs`, the schedule must have no finding.
-    - not_in_hooks: why kvfix does not report the bug in an engine, where kvfix watches only hooks; "": kvfix reports
-      the bug. By default, kvfix reports violations of the ledger's rules, but not of the lab's rules.
-    - hooks_rule: the rule that kvfix reports from the hooks, if it is not `rule`
+    - needs: {distribution: PEP 440 specifiers} of the releases that can play the schedule; {}: all that the lab plays
+    - wrong: {distribution: PEP 440 specifiers} of the releases with the bug; {}: all that can play the schedule. On a
+      release without the bug, the schedule must have no finding.
+    - not_in_hooks: why kvfix, which watches only hooks in a real engine, does not report the bug; "": kvfix reports it.
+      Default: "" if `rule` is a rule of the ledger, and a reason if `rule` is a rule of the lab.
+    - hooks_rule: the rule that kvfix reports from the hooks, if this rule is not `rule`
     - hooks_releases: the LMCache releases in which kvfix reports the bug; (): all releases
     """
 
@@ -55,7 +56,7 @@ class Scenario:
     hooks_rule: str = ""
     hooks_releases: tuple[str, ...] = ()
     name: str = ""  # the key of the scenario in SCENARIOS
-    #: One sentence about what the schedule shows. "": use the title of the fix, if the fix has no other scenario.
+    #: One sentence about what the schedule shows. If the fix has no other scenario, "" stands for the fix's title.
     doc: str = ""
 
     def __post_init__(self) -> None:
@@ -78,7 +79,6 @@ class Scenario:
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """Return the codes of the fixes for this bug, or () if the bug is not fixed."""
         return tuple(fix.code for fix in catalogue.fixes() if fix.fixable and self.slug in fix.scenarios)
 
     @property
@@ -91,7 +91,7 @@ class Scenario:
             step.play(engine)
 
     def played(self, then: "Callable[[LabEngine], None]" = lambda _: None) -> Any:
-        """Play the schedule on a new engine, call `then`, and return the engine. An engine that died has a finding."""
+        """Play the schedule on a new engine, call `then`, and return the engine. If the engine dies, do not raise."""
         from kvfix_tools.lab.engine.lab_engine import EngineDied, LabEngine
 
         pair = self.options.connector in PAIRS

@@ -1,7 +1,7 @@
-"""The steps of a scenario's schedule as data, and the prompts of its requests.
+"""Make the steps of a scenario's schedule, and the prompts of its requests.
 
-Scenarios import this module as `do`. `do.admit("r", ...)` is a step that later calls the method `admit` of `LabEngine`
-or of its connector. The docstring of the method says what the step does.
+Scenarios import this module as `do`. `do.admit("r", ...)` returns a `Step`. Playing the step calls the method `admit`
+of `LabEngine` or of its connector. The method's docstring describes the step.
 """
 
 import copy
@@ -17,7 +17,7 @@ class Step(NamedTuple):
     keywords: dict[str, Any]
 
     def play(self, engine: Any) -> None:
-        """Make the step with copies of its arguments, which vLLM and LMCache may change."""
+        """Call the method with copies of the arguments, because vLLM and LMCache may change the arguments."""
         arguments, keywords = copy.deepcopy((self.arguments, self.keywords))
         engine.do(self.method, *arguments, **keywords)
 
@@ -30,7 +30,7 @@ def __getattr__(method: str) -> Callable[..., Step]:
 
 
 def flat(parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the steps in their order. A part is a step, a function that gets the engine, or a sequence of parts."""
+    """Yield the steps in order. A part is a step, a function that gets the engine, or a sequence of parts."""
     for part in parts:
         if isinstance(part, Step) or callable(part):
             yield part
@@ -52,5 +52,5 @@ def continued(tokens: list[int], more: int) -> list[int]:
 
 
 def malformed(fault: str) -> list[Step]:
-    """Return the steps of one request with this fault in its parameters for decode (parameters.MALFORMED)."""
+    """Return the steps of a request whose parameters for decode have this fault (a key of parameters.MALFORMED)."""
     return [Step("malform", (fault,), {}), Step("ask", ("r", prompt(64)), {})]

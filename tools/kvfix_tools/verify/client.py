@@ -25,7 +25,7 @@ class OutOfTime(Exception):
 
 
 class Metrics(NamedTuple):
-    """Metrics, summed over all engines of the server. `queried` and `hits` count tokens in the connector's cache."""
+    """Metrics, summed over all engines. queried: tokens that vLLM looked up in the connector. hits: tokens found."""
 
     requests: float
     queried: float
@@ -40,11 +40,11 @@ class Reply(NamedTuple):
     first: float  # seconds until the first token
     prompt_tokens: int  # number of prompt tokens, as the server counts them
     cached: int | None  # tokens from any cache; None unless the server runs with --enable-prompt-tokens-details
-    counted: int | None = None  # tokens from the connector in /metrics; None if not read, or if other clients hide it
+    counted: int | None = None  # tokens from the connector by /metrics; None if not read or hidden by other clients
 
     @property
     def hits(self) -> int | None:
-        """Tokens from the connector: `counted`, or else `cached`, because a flush empties the GPU's prefix cache."""
+        """Tokens from the connector: `counted` if known, else `cached`, as kvfix has emptied the GPU's own cache."""
         return self.cached if self.counted is None else self.counted
 
 

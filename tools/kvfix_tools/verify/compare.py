@@ -1,24 +1,26 @@
 """Decide whether answers differ by noise or because their KV is wrong. This module does no input or output.
 
 If a GPU computes a prompt twice, the last bits differ, because the order of sums depends on the batch. The run measures
-this noise with controls. A *control* is the difference between two answers to one prompt, of which the first is
-computed, and the second uses the GPU's own prefix cache. The connector takes no part in a control.
+this noise with controls. A *control* is the difference between two answers to the same prompt. The GPU computes the
+first answer without cached KV, and the second answer with its own prefix cache. A control uses no KV of the connector.
 
-The run assumes that if KV from the connector is right, differences of answers with this KV have the distribution of the
-controls. Then all orders of the differences by size are equally likely, and the error rates below are exact bounds. A
-difference counts only above `MARGIN` times the largest control, so the assumption may be wrong by this factor.
+The run assumes that right KV from the connector causes differences with the same distribution as the controls. Under
+this assumption, the error rates below are exact bounds, because each order of the differences and controls by size is
+equally likely. A difference counts only above `MARGIN` times the largest control. So the bounds also hold if right KV
+causes differences that are larger than controls by up to this factor.
 """
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Maximum share of healthy runs that get the verdict "different". Each of the two tests may cause half of this share.
+#: Maximum share of runs with right KV that get the verdict "different". `Judge.first_test` may cause one half of this
+#: share, and the test of fresh prompts (`Judge.needed`) the other half.
 FALSE_ALARMS = 1e-4
 MARGIN = 2.0
 TOO_NOISY = 2.0  # in nats. If noise moves a log probability by more than this, the run proves nothing
 FAR = 20.0  # a difference above this multiple of the largest control is not noise, even if no fresh prompt repeats it
-SPARE = 2  # number of fresh prompts in the second test (`Judge.needed`) that need not differ
+SPARE = 2  # number of fresh prompts (`Judge.needed`) that need not differ
 SMALLEST = -9999.0  # vLLM's smallest log probability. kvfix also uses it for NaN
 
 
@@ -28,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def has_numbers(answer: Answer) -> bool:
-    """Return False if the model computed NaN, because a generated token then has no log probability."""
+    """Return False if the model computed NaN, that is, if a generated token has no log probability."""
     return all(max(each.values(), default=SMALLEST) > SMALLEST for each in answer.logprobs)
 
 
@@ -43,11 +45,11 @@ class Difference(NamedTuple):
 
 
 def difference(computed: Answer, cached: Answer) -> Difference:
-    """Compare two answers up to the first differing token. Later tokens follow different texts and are incomparable."""
+    """Compare two answers up to the first differing token. Later tokens follow different texts, so ignore them."""
     largest = Difference(0.0, 0)
     for position, (one, other) in enumerate(zip(computed.logprobs, cached.logprobs, strict=False)):
         for token in {*one, *other}:
-            # A token that is missing in a list has at most the list's smallest value, so `size` is a lower bound.
+            # A token missing in `one` or `other` has at most the smallest value there, so `size` is a lower bound.
             left = one.get(token, min(one.values(), default=0.0))
             right = other.get(token, min(other.values(), default=0.0))
             is_known = token in one and token in other
@@ -81,7 +83,7 @@ class Judge(NamedTuple):
         return size > self.limit
 
     def first_test(self, pairs: Sequence[float]) -> bool:
-        """Return True if too many `pairs`, the differences of prompts with a control, exceed the limit for noise."""
+        """Return True if too many `pairs` exceed the limit. pairs: differences of the prompts that have a control."""
         above, every = sum(map(self.exceeds, pairs)), len(pairs) + len(self.controls)
         chance = math.prod((len(pairs) - number) / (every - number) for number in range(above))
         return above > 0 and chance < FALSE_ALARMS / 2
@@ -99,7 +101,7 @@ class Judge(NamedTuple):
 
 
 def is_decided(differs: int, asked: int, needed: int) -> bool:
-    """Return True if the second test is decided, because enough prompts differ or too few prompts are left."""
+    """Return True if `needed` prompts differ, or if the prompts that are left cannot reach this number."""
     return differs >= needed or differs + (needed + SPARE - asked) < needed
 
 

@@ -20,7 +20,7 @@ door down draw dream
 WORDS = TEXT.split()
 TOKENS = 8  # number of tokens to generate for each answer
 CUE = 12  # number of tokens at the end of a prompt that repeat earlier tokens
-#: For each kind of prompt, the number of prompts among 16.
+#: {kind of prompt: number of prompts of this kind among 16}
 SHARES = {
     "many chunks": 5,
     "shared prefix": 3,

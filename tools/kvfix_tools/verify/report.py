@@ -14,7 +14,8 @@ from kvfix_tools.verify.prompts import Prompt, Sizes
 
 SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
 VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
-#: In each of the two modes, kvfix sends all prompts once more, so that their KV comes from the connector.
+#: In each mode, kvfix sends all prompts again, so that vLLM takes KV from the connector. ALONE: one request at a time.
+#: UNDER_LOAD: all requests at once.
 ALONE, UNDER_LOAD = "alone", "under load"
 MODES = (ALONE, UNDER_LOAD)
 #: Possible reasons why too few tokens came from the connector.
@@ -65,7 +66,7 @@ class Confirmation:
 
 @dataclass
 class Outcome:
-    """The results of a run. `not_numbers` ignores later prompts, because NaN stays in GPU memory and spoils them."""
+    """The results of a run. NaN in GPU memory spoils later answers, so `not_numbers` counts only survey prompts."""
 
     sizes: Sizes
     judge: Judge
@@ -103,7 +104,7 @@ class Outcome:
 
 
 def verdict(outcome: Outcome) -> tuple[int, str]:
-    """Return the exit code, and the reason, which the last line of the output shows."""
+    """Return the exit code and the reason. The last line of the output shows the reason."""
     found = outcome.first_test or outcome.shared_with or outcome.not_numbers
     if found or any(each.holds for each in outcome.confirmations):
         return DIFFERENT, where(outcome)
@@ -113,7 +114,7 @@ def verdict(outcome: Outcome) -> tuple[int, str]:
 
 
 def why_not(outcome: Outcome) -> str:
-    """Return why the answers prove nothing, or "" if they prove something. No test has shown a wrong answer."""
+    """Return why a run without a wrong answer proves nothing, or "" if the run proves that KV is right."""
     judge = outcome.judge
     if outcome.hits is None:
         return (
@@ -156,7 +157,7 @@ def _chunks(case: Case, outcome: Outcome) -> int:
 
 
 def first_tokens(outcome: Outcome) -> tuple[float, float]:
-    """Return the median seconds until the first token, for computed prompts and then with KV from the connector."""
+    """Return the median seconds until the first token, as (computed, with KV from the connector)."""
     pairs = [(case.computed.first, case.warm.first) for case in outcome.cases if case.hits and case.warm]
     if not pairs:
         return 0.0, 0.0
@@ -235,14 +236,15 @@ def _example(outcome: Outcome) -> list[str]:
         mode, case = max(wrong, key=lambda pair: pair[1].cached[pair[0]].size)
         different, chunk = case.cached[mode], outcome.sizes.chunk
         text = [
-            f"Largest: a prompt of {case.computed.prompt_tokens} tokens ('{case.prompt.kind}'), {mode}.",
+            f"The answer to a prompt of {case.computed.prompt_tokens} tokens ('{case.prompt.kind}', {mode})"
+            " has the largest difference.",
             f"  {case.hits or 0} tokens came from the connector: {(case.hits or 0) / chunk:.4g} chunks of {chunk}.",
-            f"  Answered token {different.position + 1}, log probability of {different.token}: {different.computed:.4f}"
-            f" computed, {different.cached:.4f} cached.",
+            f"  At token {different.position + 1} of the answer, the log probability of {different.token} is"
+            f" {different.computed:.4f} without cached KV, and {different.cached:.4f} with cached KV.",
         ]
     if outcome.not_numbers:
         text += [
-            f"{outcome.not_numbers} of the first prompts have an answer if they are computed, and NaN with cached KV.",
+            f"{outcome.not_numbers} of the first prompts get the answer NaN with cached KV, but not without cached KV.",
             "  NaN stays in the engine's memory and spoils later answers: restart the engine, and empty the cache.",
         ]
     if outcome.shared_with:

@@ -1,4 +1,4 @@
-"""Send the requests of `kvfix verify`. The server *reference* computes KV, and the server *subject* loads KV."""
+"""Send the requests of `kvfix verify`. The server `reference` computes KV. The server `subject` loads KV."""
 
 import math
 import time
@@ -12,11 +12,11 @@ from kvfix_tools.verify.prompts import TOKENS, Maker, Prompt, Sizes
 from kvfix_tools.verify.report import ALONE, UNDER_LOAD, Case, Confirmation, Outcome, by_kind
 
 STORING = 20.0  # maximum seconds to wait for free blocks, because a connector may still store the last requests' blocks
-#: kvfix finds the chunk size with SURVEY prompts. It tries SURVEYS times, because a connector may store KV late.
+#: To find the chunk size, kvfix sends SURVEY prompts up to SURVEYS times, because a connector may store KV late.
 SURVEY, SURVEYS = 8, 3
 SUSPECTS = 3  # maximum number of kinds of prompts to test again, in the order of their largest difference
 FEWEST_CONTROLS = 12  # with fewer controls (defined in compare.py), the run cannot tell wrong KV from noise
-EVERY = 4  # under load, kvfix sends and aborts one extra request per 4 requests. One answer of 4 may be long
+EVERY = 4  # under load, kvfix sends and aborts one extra request per 4 requests. One of 4 answers is longer (`_tokens`)
 NEVER_ASKED = "vLLM never asked a connector. Start vLLM with --kv-transfer-config and kv_role kv_both"
 NOT_COUNTED = (
     "/metrics does not count the requests, because PROMETHEUS_MULTIPROC_DIR is set for the server, or several servers"
@@ -34,7 +34,7 @@ class Rounds:
     subject: Server
     reference: Server
     maker: Maker
-    sizes: Sizes  # if `chunk` is 0, kvfix finds the chunk size with the first prompts
+    sizes: Sizes  # if `chunk` is 0, `_survey` finds the chunk size
     capacity: int  # number of tokens whose KV fits on the GPU; 0 if unknown
     clients: int
     say: Callable[[str], None]  # function that shows the progress
@@ -66,7 +66,7 @@ class Rounds:
         return outcome
 
     def _survey(self) -> None:
-        """Check that the connector has hits. Find the chunk size, which divides every hit, unless the user gave it."""
+        """Check that the connector has hits. Unless the user gave the chunk size, find a size that divides each hit."""
         sizes = self.sizes._replace(chunk=self.sizes.chunk or self.sizes.block)
         kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
         prompts = list(self.maker.prompts(kinds, sizes))
@@ -214,7 +214,7 @@ class Rounds:
         return reply
 
     def _is_clean(self, reply: Reply) -> bool:
-        """Return True if no token came from the connector. Without a count, a prompt of N blocks + 1 token suffices."""
+        """Return True if the connector gave no token. If unknown, return True for a prompt of N blocks + 1 token."""
         return reply.prompt_tokens % self.sizes.block == 1 if reply.counted is None else reply.counted == 0
 
     @property

@@ -1,1 +1,1 @@
-"""The lab's engine: vLLM's real scheduler, a stand-in for the model, and memory with checkable contents."""
+"""The lab's engine: vLLM's real scheduler, a simulated model, and memory whose contents the lab can check."""

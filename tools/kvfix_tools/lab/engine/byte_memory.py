@@ -1,7 +1,7 @@
-"""The memory of a rank as bytes, and copies in flight, for connectors that copy between addresses.
+"""The memory of a rank as bytes, and copies in flight, for connectors that copy bytes between addresses.
 
-A copy takes some steps of the engine. If a part of the source changes before the copy ends, the same part of the
-target gets garbage. So vLLM must not let other requests write to the source until the copy has ended.
+A copy takes several steps of the engine. If a piece of the source changes before the copy ends, the copy writes garbage
+to the target. So the lab finds an engine that lets other requests write to the source too early.
 """
 
 import ctypes
@@ -14,11 +14,11 @@ import torch
 from kvfix_tools.lab.engine.memory import GARBAGE, Block, Slots
 from kvfix_tools.lab.options import Options
 
-#: Floats in the slot of one head: 32 for K, 32 for V (kv_layout.kv_cache). The first two hold the content (memory.py).
+#: Floats in the slot of one head: 32 for K, 32 for V (kv_layout.kv_cache). The content (memory.py) fills the first two.
 FLOATS = 64
 #: SLOT: bytes in the slot of one head. WORD: bytes of the content of a slot.
 SLOT, WORD = 4 * FLOATS, 8
-Pieces = Iterable[tuple[int, int, int]]  # (source address, target address, bytes) of each piece of a copy
+Pieces = Iterable[tuple[int, int, int]]  # (source address, target address, size in bytes) of each piece
 
 
 class SharedBlock(Block):
@@ -40,10 +40,8 @@ class SharedBlock(Block):
 class HeadsBlock(SharedBlock):
     """A block with several KV heads, or with one head that is not the first head of the model.
 
-    Each slot has its content once for each head, XORed with the head's number << 32. A slot whose heads have different
-    contents reads as garbage.
-
-    slots: array [heads, slots]. heads: the numbers of these heads in the model.
+    Each head of a slot holds the slot's content XOR (head's number << 32). If the heads of a slot have different
+    contents, reading the slot returns garbage. slots: array [heads, slots]. heads: numbers of the heads in the model.
     """
 
     def __init__(self, slots: Any, heads: range) -> None:
@@ -65,7 +63,7 @@ class HeadsBlock(SharedBlock):
 
 
 def tensor(slots: Slots, options: Options, rank: int = 0) -> torch.Tensor:
-    """Return the memory of these slots as the tensor [blocks, heads, slots, FLOATS] of all connectors of a rank."""
+    """Return these slots as a tensor [blocks, heads, slots, FLOATS]. All connectors of a rank share this tensor."""
     if slots.tensor is None:
         slots.tensor = torch.zeros((len(slots), options.heads_of_rank, slots.room, FLOATS), dtype=torch.float32)
         first = rank * options.kv_heads // options.ranks
@@ -101,6 +99,6 @@ class Copy:
 
 
 def spoil(pieces: Pieces) -> None:
-    """Write garbage to the targets, because any part of a failed copy may have arrived."""
+    """Write garbage to the targets of a failed copy, because any part of the copy may have arrived."""
     for _, target, size in pieces:
         ctypes.memmove(target, _garbage(size), size)

@@ -1,4 +1,4 @@
-"""The counters of a run. Each feature has counters of loads and stores. Counters of 0 show an untested feature."""
+"""The counters of a run. If the run did not test a feature, the counters of loads and stores with the feature are 0."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -36,12 +36,12 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
 }
 #: The counters. Some need an explanation:
 #: - full_steps: steps without a free block. busy_steps: steps with a transfer or a lookup in flight
-#: - ranks_apart: transfers that not all ranks have reported. ranks_differ: lookups that differ between the ranks
-#: - steps_ahead, steps_in_flight: steps scheduled while at least one, or at least two, earlier steps have no output
+#: - ranks_apart: transfers that only some ranks have reported. ranks_differ: lookups with different results in ranks
+#: - steps_ahead, steps_in_flight: steps that vLLM schedules before it has the output of one, or of two, earlier steps
 #: - null_objects_left_out: objects that the server did not store because all their blocks are null
 #: - last_blocks_dropped: hits of vLLM's prefix cache from which vLLM drops the last block because it uses EAGLE
 #: - not_to_store: requests that must not be stored
-#: - passed_over: hits of LMCache that a MultiConnector does not use, because it chose another connector
+#: - passed_over: hits of LMCache that a MultiConnector does not use, because the hit of another connector is used
 #: - came_first_by_priority: requests admitted before a request that arrived earlier
 #: - aborted_storing: always 0 with the in-process connector, whose stores end within their step
 COUNTED = (

@@ -1,4 +1,4 @@
-"""Describe KV groups, the objects that LMCache's server stores for a chunk, and the memory of layers."""
+"""Describe KV groups, the objects that LMCache's server stores for a chunk, and the KV cache tensors of layers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class KVGroup(NamedTuple):
         return max(0, computed - self.window + 1) if self.window else 0
 
     def right(self, contents: list[int]) -> list[int]:
-        """Return the right contents of these tokens' slots in this KV group. Each KV group has different contents."""
+        """Return the contents that this KV group's slots must have, if `contents` are those of KV group 0."""
         if self.state:
             contents = contents[-1:] * len(contents)
         return [content ^ self.number for content in contents] if self.number else contents
@@ -50,7 +50,7 @@ class StoredObject(NamedTuple):
     """The part of a chunk that the server stores under one key."""
 
     number: int
-    #: (KV group, number of the chunk's last tokens that the object holds). No step reads earlier tokens of the group.
+    #: (KV group, how many of the chunk's last tokens the object holds). After a hit, no step reads the other tokens.
     parts: tuple[tuple[KVGroup, int], ...]
     chunks: int = 0  # how many chunks at the end of a hit must have the object; 0: all chunks
 
@@ -63,7 +63,6 @@ class StoredObject(NamedTuple):
 
 
 def kv_groups(options: Options) -> list[KVGroup]:
-    """Return the KV group of full attention, the KV groups with a sliding window, and the KV group of Mamba states."""
     size, larger = options.block_size, options.block_size * options.window_blocks
     windows = [KVGroup(number, larger, window) for number, window in enumerate(options.windows, start=1)]
     return [KVGroup(0, size), *windows, *[KVGroup(1, size, state=True)] * options.states]
@@ -72,8 +71,8 @@ def kv_groups(options: Options) -> list[KVGroup]:
 def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[StoredObject]:
     """Return the objects of a chunk, as KVLayerGroupsManager makes them (v1/kv_layer_groups.py 0.5.6:666).
 
-    By default all KV groups are in one object. With `lmcache server --separate-object-groups`, KV groups with the same
-    window length in chunks share one object.
+    By default one object holds all KV groups. With `lmcache server --separate-object-groups`, KV groups whose windows
+    have the same number of chunks share one object.
     windows: number of tokens of each window that LMCache keeps. Default: the whole window.
     """
     groups = kv_groups(options)
@@ -89,7 +88,7 @@ def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[Stored
 
 
 def page_bytes(options: Options) -> int:
-    """Return the size, in bytes of one layer, of the largest block of any KV group."""
+    """Return how many bytes of one layer the largest block of any KV group has."""
     return options.block_size * options.window_blocks * byte_memory.SLOT
 
 

@@ -1,7 +1,7 @@
-"""The lab's engine has vLLM's real scheduler, a real connector, and memory whose right contents the lab knows.
+"""The lab's engine: vLLM's real scheduler, a real connector, and memory whose right contents the lab knows.
 
-The lab plays a schedule, which is a list of calls of LabEngine's methods. A call is an action of a client or of another
-engine, a fault, or an expectation. In the docstrings of LabEngine, a step is one iteration of the engine.
+A schedule is a list of calls of LabEngine's methods. Each call does what a client or another engine would do, causes a
+fault, or checks an expectation. In this file, a step is one iteration of the engine.
 """
 
 import sys
@@ -28,7 +28,7 @@ from kvfix_tools.lab.engine.request_events import Liveness, RequestEvents
 from kvfix_tools.lab.engine.workers import Executor
 from kvfix_tools.lab.options import KNOWN, OF_VLLM, Options
 
-#: `run` ends after this many idle steps in a row. Each lookup or load of the lab ends within fewer steps.
+#: `run` ends after this many idle steps in a row. In the lab, each lookup and each load takes fewer steps.
 IDLE = 64
 #: Duration of a step, in seconds of the lab's own clock.
 STEP = 0.1
@@ -58,21 +58,21 @@ def side_class(options: Options) -> Any:
 
 
 class LabEngine:
-    """An engine, which ends at its first exception. log: all events. requests: {id: request}. counts: see counts.py."""
+    """An engine that stops at its first exception. log: all events. requests: {id: request}. counts: see counts.py."""
 
     def __init__(self, options: Options, caches: list[Cache] | None = None) -> None:
-        """Make an engine. caches: the caches of another engine's ranks, to share them. Default: new caches."""
+        """Make an engine. caches: the cache of each rank, if another engine shares its caches. Default: new caches."""
         self.options = options
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
         kind = partial(SlotsOfShard, options.ranks) if options.context else Slots
         room = options.num_blocks, options.block_size, self.groups[-1].block_size
         memories = [kind(*room, rank) for rank in range(options.ranks)]
-        #: The cache of each rank. The server of a multi-process connector uses only the first cache, for all ranks.
+        #: The cache of each rank. With a multi-process connector, all ranks use the first cache.
         self.caches = caches or [Cache() for _ in memories]
         self.slots, self.cache = memories[0], self.caches[0]
         for name in ("lmcache.integration.vllm.utils", ADAPTER):
-            if hasattr(sys.modules.get(name), "_config_instance"):  # drop LMCache's configuration of this process
+            if hasattr(sys.modules.get(name), "_config_instance"):  # drop the configuration that LMCache keeps
                 vars(sys.modules[name])["_config_instance"] = None
         self.connector: Any = self._connected(options, memories)
         self.workers = self.connector.workers
@@ -84,11 +84,11 @@ class LabEngine:
         self.connector.listen(events)
         events.wrap_hooks(self.connector.in_scheduler)
         self.requests, self.log, self.counts = self.model.requests, events.log, events.counts
-        clock.now = lambda: events.seconds  # the clock of the fixes
-        #: Number of idle steps in a row. An idle step schedules nothing, and no transfer is in flight.
+        clock.now = lambda: events.seconds  # the fixes read this clock
+        #: Number of steps in a row that scheduled no tokens and had no transfer or lookup in flight.
         self.idle = 0
-        #: _answers: the steps whose outputs the scheduler does not have yet. _failed: for each step in _answers, the
-        #: blocks whose load failed in this step.
+        #: _answers: (scheduler output, model output) of each step whose model output the scheduler does not have yet.
+        #: _failed: for each step in _answers, the blocks whose load failed in this step.
         self._answers: deque[tuple[Any, Any]] = deque()
         self._failed: deque[set[int]] = deque()
         #: Blocks that `take_blocks` has taken.
@@ -106,7 +106,7 @@ class LabEngine:
 
     @property
     def findings(self) -> list[Finding]:
-        """Return all findings, including errors in kvfix itself, which an engine only logs."""
+        """Return all findings, including errors of kvfix itself. In production, kvfix only logs its own errors."""
         events = self.request_events
         went_wrong = [kind for kind, times in session.faults.items() if times > self._faults_before.get(kind, 0)]
         return events.findings + [events.finding(rules.FAULT_OF_KVFIX, "", kind) for kind in went_wrong]
@@ -119,7 +119,7 @@ class LabEngine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def iterate(self) -> None:
-        """Make one iteration. In this order: schedule, load, compute, store, sample, and update the scheduler."""
+        """Make one step: schedule, load, compute, store, sample, and update the scheduler, in this order."""
         connector, events = self.connector, self.request_events
         events.steps += 1
         events.seconds += STEP
@@ -140,7 +140,7 @@ class LabEngine:
         connector.exchange()
         for worker, of_rank in zip(self.workers, self.executor.handed_out(metadata), strict=True):
             self._guard("start_load_kv", "", worker.start_step, of_rank, forward)
-        if connector.other is not None:  # the lab makes the loads of the MultiConnector's other connector
+        if connector.other is not None:  # the lab writes the KV that the MultiConnector's other connector loads
             for name, span in connector.other.loads.items():
                 self.model.fill(name, *span)
             self.counts["loaded_beside"] += len(connector.other.loads)
@@ -156,13 +156,13 @@ class LabEngine:
         self.counts["steps_in_flight"] += in_flight > 2
         goes_on = forward or (self.options.pipeline and self.scheduler.has_requests())
         if goes_on and in_flight < self.options.steps_in_flight:
-            return  # EngineCore first schedules the next step (step_with_batch_queue, core.py 0.32.0:754)
+            return  # like EngineCore, schedule the next step first (step_with_batch_queue, core.py 0.32.0:754)
         self._take_answer()
         while self._answers and not self.scheduler.has_requests():
             self._take_answer()
         self.model.take_input()
         if self.options.drafter and forward and not self.options.async_scheduling:
-            # EngineCore.post_step; with asynchronous scheduling the drafts stay in the worker
+            # as EngineCore.post_step does; with asynchronous scheduling the drafts stay in the worker
             self.scheduler.update_draft_token_ids(self.model.drafter.take())
         events.ended()
         events.stuck()
@@ -174,7 +174,7 @@ class LabEngine:
         self._failed.popleft()
 
     def _check_liveness(self, forward: bool) -> None:
-        """Report if no request can move (LAB009). Steps without output and blocks of `take_blocks` are in flight."""
+        """Report if no request can move (LAB009). Count taken blocks and steps without output as in flight."""
         paused = bool(getattr(self.scheduler, "pause_state", 0))  # vLLM 0.15 cannot pause
         idle = paused or not self.scheduler.has_unfinished_requests()
         if forward or idle or self.connector.busy():
@@ -187,7 +187,7 @@ class LabEngine:
         offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
-        if locking_out:  # a known bug, which KVF219 fixes only for other connectors. So end the session
+        if locking_out:  # a known bug that KVF219 does not fix for offloading connectors: abort the session
             self.counts["locked_out_by_session"] += 1
             self.abort(locking_out)
         else:
@@ -210,7 +210,7 @@ class LabEngine:
             self.request_events.aborted(name, doing)
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """Make a step of the schedule: call the method of this name, of the engine or else of the connector."""
+        """Call the engine's method `step`. If the engine has no such method, call the connector's method."""
         getattr(self if hasattr(self, step) else self.connector, step)(*arguments, **keywords)
 
     # ------------------------------------------------------------------ requests
@@ -224,7 +224,7 @@ class LabEngine:
         self._guard("add_request", name, self.scheduler.add_request, request)
 
     def add_input(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
-        """Give more input to a session. A session is a request that was admitted as `resumable`."""
+        """Give more input to a session. A session is a request that was admitted with `resumable=True`."""
         self.counts["inputs"] += 1
         more = vllm_objects.request(self.options, name, prompt, max_tokens, resumable=True)
         self._guard("add_request", name, self.scheduler.add_request, more)
@@ -248,7 +248,7 @@ class LabEngine:
             self.request_events.aborted(name, set())
 
     def pause(self, everything: bool = False) -> None:
-        """Schedule no new requests until `unpause` (EngineCore.pause_scheduler). everything: schedule no requests."""
+        """Start no new request until `unpause` (EngineCore.pause_scheduler). everything: schedule no request at all."""
         self.counts["pauses"] += 1
         states = interface.PauseState
         self.scheduler.set_pause_state(states.PAUSED_ALL if everything else states.PAUSED_NEW)
@@ -282,7 +282,7 @@ class LabEngine:
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
-        """Take `how_many` free blocks and write to them. `free_blocks` gives them back."""
+        """Take at most `how_many` free blocks and write garbage to these blocks. `free_blocks` frees the blocks."""
         pool = self.scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(min(how_many, self.free()))
         numbers = [block.block_id for block in taken]
@@ -302,13 +302,13 @@ class LabEngine:
         _ = self._reset(True) if running else self._reset()
 
     def new_weights(self) -> None:
-        """Reset vLLM's and the connector's KV. Then change the weights, unless the reset returns False."""
+        """Reset the caches of vLLM and of the connector. If the reset succeeds, change the model's weights."""
         self.counts["connector_resets"] += 1
         if self._reset(True, True):
             self.model.change_weights()
 
     def _reset(self, *running_and_connector: bool) -> bool:
-        """Return vLLM's answer, or False if vLLM raises: a waiting request has blocks (scheduler.py 0.32.0:2870)."""
+        """Return True if the reset succeeds. vLLM raises if a waiting request has blocks (scheduler.py 0.32.0:2870)."""
         done = False
         with suppress(RuntimeError):
             done = self.scheduler.reset_prefix_cache(*running_and_connector)
@@ -316,11 +316,11 @@ class LabEngine:
         return done
 
     def has_in_other_connector(self, name: str) -> None:
-        """Give the other connector of a MultiConnector the KV of this request."""
+        """Let the other connector of a MultiConnector have the KV of this request."""
         self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
-        """Evict the oldest chunks. forced: evict pinned chunks too, as if their pins timed out. rank: only for v1."""
+        """Evict the oldest chunks. forced: evict pinned chunks too, as if their pins timed out. rank: for v1 only."""
         evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:
@@ -334,7 +334,7 @@ class LabEngine:
         self.request_events.may_fail.add(name)
 
     def lose_loads(self, *ranks: int) -> None:
-        """Make a step in which the server does not answer these ranks, so that their loads fail. Default: all ranks."""
+        """Make a step in which the server does not answer these ranks (default: all), so that their loads fail."""
         self.request_events.may_fail.add("")
         for worker in self.workers:
             worker.unanswered = not ranks or worker.rank in ranks
@@ -343,7 +343,6 @@ class LabEngine:
     # ------------------------------------------------------------------ time
 
     def step(self, times: int = 1) -> None:
-        """Make `times` iterations of EngineCore."""
         for _ in range(times):
             self.iterate()
 
@@ -356,16 +355,15 @@ class LabEngine:
             self.step()
 
     def run_until_finished(self, name: str) -> None:
-        """Make steps until this request has ended."""
         while not self.requests[name].is_finished():
             self.step()
 
     # ------------------------------------------------------------------ expectations
 
     def settle(self) -> None:
-        """Make steps until no transfer is in flight. Then expect that the connector has no state of ended requests."""
+        """Make steps until no transfer is in flight. Then check that the connector keeps no state of ended requests."""
         self.step(2)
-        for _ in range(IDLE):  # a transfer in flight holds its blocks
+        for _ in range(IDLE):  # an ended request stays in `scheduler.requests` while a transfer uses its blocks
             if not self.scheduler.requests and not self.connector.busy():
                 break
             self.step()
@@ -373,8 +371,8 @@ class LabEngine:
         self.connector.never_given_back()
 
     def expect_all_ended(self) -> bool:
-        """After many steps with free blocks, expect that all requests have ended and the connector keeps no state."""
-        # ask the requests, because a paused scheduler reports no unfinished requests
+        """Check, after many steps with free blocks, that all requests have ended and the connector keeps no state."""
+        # check each request, because a paused scheduler reports no unfinished requests
         if not all(request.is_finished() for request in self.requests.values()):
             self.request_events.never_end()
             return False
@@ -382,7 +380,7 @@ class LabEngine:
         return True
 
     def expect_stored(self, name: str) -> None:
-        """Expect that the cache has each whole chunk of this request's prompt."""
+        """Check that the cache has each whole chunk of this request's prompt."""
         missing = self.connector.not_stored(self.requests[name])
         if missing:
             message = f"was computed, but its chunks that begin at tokens {missing} are not stored"
@@ -393,7 +391,7 @@ class LabEngine:
             self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
 
     def expect_unharmed(self, name: str) -> None:
-        """Expect that this request did not end with an error, because only loads of other requests have failed."""
+        """Check that this request did not end with an error after loads of other requests have failed."""
         status = self.requests[name].status
         if status == RequestStatus.FINISHED_ERROR:
             self.request_events.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")

@@ -1,4 +1,4 @@
-"""Memory with checkable contents. Instead of KV, the slot of a token holds a hash of the tokens up to this token."""
+"""Memory that the lab can check. A token's slot holds a content instead of KV: a hash of all tokens up to the token."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ class Prefix:
         self.contents: list[int] = []
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the contents of these tokens, which begin with the tokens of earlier calls. Do not change the list."""
+        """Return the contents of `tokens`, which begin with the tokens of earlier calls. Do not change the result."""
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])
@@ -53,7 +53,7 @@ class Prefix:
 
 
 class Slots:
-    """vLLM's paged KV memory: blocks of slots. room: number of slots of the largest block of any KV group."""
+    """The paged KV memory of a rank, in blocks of slots. room: number of slots of the largest block of any KV group."""
 
     def __init__(self, num_blocks: int, block_size: int, room: int = 0, rank: int = 0) -> None:
         self.block_size = block_size
@@ -67,7 +67,7 @@ class Slots:
         return len(self._blocks)
 
     def put_in(self, blocks: Sequence[Any]) -> None:
-        """Replace the blocks. A block is like a list of ints."""
+        """Replace the blocks. Each new block has the interface of a list of ints (class Block)."""
         self._blocks[:] = blocks
 
     def of_group(self, block_size: int) -> "Slots":
@@ -77,7 +77,7 @@ class Slots:
         return slots
 
     def own(self, contents: list[int], start: int = 0) -> list[int]:
-        """Return the part of these contents that this rank has. The first content belongs to token `start`."""
+        """Return the contents of tokens from `start` on, with NOTHING for each token that another rank has."""
         return contents
 
     def spoil(self, block: int) -> None:
@@ -85,7 +85,7 @@ class Slots:
         self._blocks[block][:] = [GARBAGE] * len(self._blocks[block])
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Return the contents of tokens [start, end) of a request with these blocks; fewer if it has too few blocks."""
+        """Return the contents of tokens [start, end) of a request. If `blocks` end earlier, return fewer contents."""
         size = self.block_size
         first = start // size
         held = [content for block in blocks[first : -(-end // size)] for content in self._blocks[block][:size]]
@@ -125,7 +125,7 @@ class Slots:
 
 
 class Block:
-    """A block of slots in other memory, with the interface of a list of ints."""
+    """Base class of blocks whose slots are not a list. Has the interface of a list of ints."""
 
     def __getitem__(self, place: Any) -> Any:
         raise NotImplementedError
@@ -138,7 +138,7 @@ class Block:
 
 
 class SlotsOfShard(Slots):
-    """A rank's memory with context parallelism over n ranks: every n-th slot of a block is used, the rest is empty."""
+    """Memory of one of n ranks with context parallelism. The rank uses only every n-th slot of a block."""
 
     def __init__(self, ranks: int, num_blocks: int, block_size: int, room: int, rank: int) -> None:
         super().__init__(num_blocks, block_size, room, rank)
@@ -166,12 +166,12 @@ class SlotsOfShard(Slots):
 
 
 def of_rank(rank: int, contents: list[int]) -> list[int]:
-    """Return the contents that this rank stores in a cache, from the contents that the first rank would store."""
+    """Return the contents that this rank stores in a cache if the first rank stores `contents`."""
     return [content ^ rank << _MARK for content in contents] if rank else contents
 
 
 class Cache(dict[object, list[int]]):
-    """The external cache {LMCache's key: contents of the chunk}, the oldest chunk first, with the pins of lookups."""
+    """The external cache {LMCache's key: contents of the chunk}, oldest chunk first. Lookups pin chunks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The lab's model, which uses the slots that vLLM's model runner would use, and checks the contents that it reads."""
+"""The lab's model reads and writes the slots that vLLM's model runner would use, and checks each content it reads."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from kvfix_tools.lab.options import Options
 
 
 class Group:
-    """The block table of a KV group with full attention or a sliding window, and the reads and writes of a step.
+    """Keeps the block table of a KV group (full attention or sliding window), and reads and writes the group's slots.
 
-    vLLM's model runner keeps a block list for each request, and appends to it (v1/worker/gpu_model_runner.py
-    0.32.0:1284 for a new request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). With one
-    worker, the connector and the runner share these list objects. With several workers, each has its own copies.
+    vLLM's model runner keeps a block list for each request and appends new blocks (v1/worker/gpu_model_runner.py
+    0.32.0:1284 for a new request, 1419-1428 for a running or resumed one; 0.11.2.post2:745 and 830-839). A single
+    worker shares the list objects with the scheduler and the connector. Several workers have a copy each.
 
-    A request in the batch also has a row in the block table, to which each step appends (:1450). When a request joins
-    the batch, its row is filled from its block list (gpu_input_batch.py 0.32.0:393).
+    A request in the batch also has a row in the block table. When a request joins the batch, the runner fills the row
+    from the block list (gpu_input_batch.py 0.32.0:393). Then each step appends new blocks to the row (:1450).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
@@ -77,15 +77,15 @@ class StateGroup(Group):
     """A KV group of recurrent states (Mamba, in mode "align").
 
     A step reads the state that the previous step has written, and writes the new state to the block of the last token
-    (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). With drafts, this block has the state without drafts,
-    and each following block has the state after one more draft. The next step reads the state after the last accepted
-    draft. If a block ends within the accepted drafts, the runner copies the state after the last token of this block
-    to this block (`postprocess_mamba_fused_kernel`, :362).
+    (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446). A step with drafts writes several states. The block of
+    the last draft gets the state before all drafts. Each following block gets the state after one more draft. The next
+    step reads the state after the last accepted draft. If the last token before the drafts or an accepted draft fills
+    a block, the runner copies the state after this token to the filled block (`postprocess_mamba_fused_kernel`, :362).
     """
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         super().__init__(group, memories)
-        #: {request: position, in its block list, of the block with its state}
+        #: {request: index, in the request's block list, of the block that holds the request's state}
         self._last: dict[str, int] = {}
 
     def begin(self, output: Any) -> None:
@@ -114,7 +114,7 @@ class StateGroup(Group):
         self._last[name] = last + accepted
 
     def _leave(self, name: str, number: int, content: int) -> None:
-        """Write a state to block `number` of the block list, but garbage if this is null block 0 (of no request)."""
+        """Write a state to block `number` of the row. To null block 0, which no request owns, write garbage."""
         size, row = self.group.block_size, self.rows[name]
         is_null = number < len(row) and not row[number]
         right = [GARBAGE] * size if is_null else self.group.right([content] * size)
@@ -123,22 +123,22 @@ class StateGroup(Group):
 
 
 class Drafter:
-    """Does speculative decoding as vLLM's model runner does, but without a draft model.
+    """Proposes and verifies drafts as vLLM's model runner does, but without a draft model.
 
-    A step computes the last sampled token and the drafts after this token. The step accepts drafts up to the first one
-    that differs from the token that the model samples, and samples one more token. The KV of rejected drafts stays in
-    its slots until a later step writes to these slots.
+    A step computes the last sampled token and the drafts after this token. The step accepts each draft until one draft
+    differs from the token that the model samples. Then the step samples one more token. Slots keep the KV of rejected
+    drafts until a later step overwrites this KV.
 
-    With asynchronous scheduling the scheduler assumes that all drafts of the last step were accepted. Only the runner
-    knows the number of accepted drafts, and the tokens of all drafts (v1/spec_decode/utils.py 0.32.0:816).
+    With asynchronous scheduling, the scheduler assumes that all drafts of the last step were accepted. Only the runner
+    knows how many drafts were accepted, and the token of each draft (v1/spec_decode/utils.py 0.32.0:816).
     """
 
-    #: Counters of proposed, accepted and rejected drafts.
+    #: The counters of the run (counts.py).
     counts: Counter[str]
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        #: {request that had drafts in the last step: its first token in this step}
+        #: {request that had drafts in the last step: first token that this step computes}
         self.starts: dict[str, int] = {}
         self._next_starts: dict[str, int] = {}
         #: {request: drafts that the last step has proposed}
@@ -156,11 +156,11 @@ class Drafter:
     def verify(
         self, name: str, scheduled: list[int], right: Sequence[int], end: int, misled: bool
     ) -> tuple[int, list[int]]:
-        """Return how many of the drafts after token `end` are accepted, and the contents that all drafts write.
+        """Return (number of accepted drafts, contents that the step writes for the drafts). Drafts begin at `end`.
 
         - scheduled: the drafts of the scheduler, with -1 for each unknown token
         - right: the right contents, at least up to the last draft
-        - misled: the step has read wrong KV, so it accepts no draft
+        - misled: True if the step has read wrong KV; then the step accepts no draft
         """
         options = self._options
         drafts = self._last.get(name, scheduled)[: len(scheduled)] if options.async_scheduling else scheduled
@@ -191,26 +191,26 @@ class Drafter:
             self._proposed[name].append((next_token(content) + wrong) % VOCABULARY)
 
     def take(self) -> DraftTokenIds:
-        """Return the proposed drafts. Without asynchronous scheduling, vLLM's runner gives them to the scheduler."""
+        """Return the drafts for the scheduler. With asynchronous scheduling, the drafts stay in the runner."""
         return DraftTokenIds(list(self._proposed), [list(drafts) for drafts in self._proposed.values()])
 
 
 class Model:
-    """Keeps the right contents of each request, and reads and writes slots in each step (LAB001, LAB008)."""
+    """Keeps the right contents of each request. In each step, checks the slots that the step reads, and writes KV."""
 
     def __init__(self, scheduler: Scheduler, memories: list[Slots], options: Options, groups: list[KVGroup]) -> None:
         self._scheduler = scheduler
-        #: The KV groups. The first KV group has full attention.
+        #: The first KV group has full attention.
         self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups]
         #: The memory of each rank. All ranks have the same block tables.
         self.memories = memories
         self.drafter = Drafter(options)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
-        #: _weights: number of weight changes. _given: {request: its number of tokens at admission or the last change}.
+        #: _weights: number of weight changes. _given: {request: number of its tokens at admission or the last change}
         self._weights = 0
         self._given: dict[str, int] = {}
-        #: Number of prompt tokens of each session. vLLM adds each input of a session to the prompt.
+        #: {session: number of its prompt tokens}. vLLM appends each input of a session to the prompt.
         self._sessions: dict[str, int] = {}
         #: Blocks that other requests write to in the next step.
         self.written_by_others: list[int] = []
@@ -220,7 +220,7 @@ class Model:
         self._ends: dict[str, tuple[int, int]] = {}
 
     def admit(self, name: str, request: Request) -> None:
-        """Add a request. Its right contents depend on its LoRA adapter, embeddings and cache_salt."""
+        """Add a request. The right contents depend on the request's LoRA adapter, embeddings and cache_salt."""
         self.requests[name], self.prefixes[name] = request, Prefix(self._seed(request))
         self._given[name] = request.num_prompt_tokens
         self._sessions.pop(name, None)
@@ -234,7 +234,7 @@ class Model:
         return hash(seed if embeds is None else (*seed, embeds.numpy().tobytes()))
 
     def change_weights(self) -> None:
-        """Change the right contents of all requests, but keep the tokens that they have generated."""
+        """Change the right contents of all requests that have not ended. Keep their generated tokens."""
         self._weights += 1
         for name, request in self.requests.items():
             if not request.is_finished():
@@ -262,18 +262,19 @@ class Model:
         return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def fill(self, name: str, start: int, end: int) -> None:
-        """Write the right contents of these tokens, as if the other connector had loaded them."""
+        """Write the right contents of these tokens, as if a MultiConnector's other connector had loaded the tokens."""
         for slots in self.memories:
             slots.write(self.blocks(name), start, self.right(name)[start:end])
 
     def start(self, name: str, tokens: int) -> int:
-        """Return the first token that this step computes. The scheduler already counts `tokens` as computed."""
+        """Return the first token that this step computes. The scheduler already counts the step's `tokens`."""
         return int(self.drafter.starts.get(name, self.requests[name].num_computed_tokens - tokens))
 
     def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
         """For each request, read the KV of its computed tokens and write the KV of the scheduled tokens and drafts.
 
-        Return (request, message) for each request that has read wrong KV. failed: blocks whose load failed.
+        Return (request, message) for each request that reads wrong KV or has too few blocks. failed: blocks whose load
+        failed. Wrong KV of a request with a failed block is no finding.
         """
         for slots in self.memories:
             for block in self.written_by_others:
@@ -315,7 +316,7 @@ class Model:
         return None, ""
 
     def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
-        """Return the sampled tokens of each request whose last token was computed."""
+        """Return the step's output, with sampled tokens for each request whose last token the step has computed."""
         places, tokens = {name: place for place, name in enumerate(scheduled)}, list(map(self._sampled, scheduled))
         nothing: dict[str, Any] = {"logprobs": None, "prompt_logprobs_dict": {}, "pooler_output": None}
         return ModelRunnerOutput(list(places), places, sampled_token_ids=sampled(tokens), **nothing)

@@ -1,4 +1,4 @@
-"""Record the events, findings and counters of a run, from hook calls, the requests of each step, and transfers."""
+"""Record the events, findings and counters of a run of the lab's engine."""
 
 from typing import Any
 
@@ -15,21 +15,21 @@ from kvfix_tools.lab.engine.counts import Counts
 from kvfix_tools.lab.engine.model import Model
 from kvfix_tools.lab.options import Options
 
-#: A request is stuck if it waits this many steps for a load that is not in flight. A late report takes fewer steps.
+#: A request is stuck if it waits this many steps for a load that is not in flight. Late reports of loads come earlier.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
 
 
 class Liveness:
-    """Makes a state for `liveness.can_move` from the scheduler, after a step that scheduled no token."""
+    """Makes the argument of `liveness.can_move` from the scheduler's state, after a step that scheduled no tokens."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._manager = manager = scheduler.kv_cache_manager
         coordinator: Any = manager.coordinator
         allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
-        #: vLLM's last count: (needed blocks, True if for the whole request) (kv_cache_manager.py 0.32.0:499, 540).
+        #: vLLM's last count: (needed blocks, True if it counts the whole request) (kv_cache_manager.py 0.32.0:499, 540)
         self._counted = (0, False)
         #: The request for which the scheduler found too few blocks, and how many blocks the request needs.
         self._refused: tuple[Any, int] = (None, 0)
@@ -53,9 +53,9 @@ class Liveness:
         self._refused = (None, 0)
 
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> liveness.State:
-        """Return the state after a step that scheduled nothing. undecided: requests whose lookup has no answer yet.
+        """Return the state after a step that scheduled no tokens. undecided: requests whose lookup has no result yet.
 
-        in_flight: number of steps without an output and of blocks of `take_blocks`. lookups: how many are in flight.
+        in_flight: number of taken blocks plus number of steps without output. lookups: number of lookups in flight.
         """
         scheduler = self._scheduler
         queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
@@ -66,7 +66,7 @@ class Liveness:
         return liveness.State(tuple(waiting), free, len(scheduler.running), in_flight + ended, lookups)
 
     def session_with_blocks(self) -> str:
-        """Return a session that keeps blocks while it waits for input or for more blocks, or ""."""
+        """Return the id of a session that holds blocks, or ""."""
         names = (name for name, each in self._scheduler.requests.items() if getattr(each, "resumable", False))
         return next((name for name in names if any(self._manager.get_block_ids(name))), "")
 
@@ -81,12 +81,12 @@ class Liveness:
             waits_for = liveness.LOOKUP
         refused, needs = self._refused
         groups = self._manager.get_block_ids(name)
-        held = sum(block != 0 for blocks in groups for block in blocks)  # block 0 replaces a freed block
+        held = sum(block != 0 for blocks in groups for block in blocks)  # null block 0 replaces a freed block
         return liveness.Waiting(name, waits_for, needs if request is refused else None, held)
 
 
 class RequestEvents:
-    """Records a run. log: (step, event) of each event. findings: violations of rules of the ledger and of the lab."""
+    """Records a run. log: (step, event) of each event. findings: violations of the rules of the ledger and the lab."""
 
     def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
         self._scheduler = scheduler
@@ -103,12 +103,12 @@ class RequestEvents:
         self.findings: list[Finding] = []
         self.counts = Counts(options)
         model.drafter.counts = self.counts
-        #: Number of tokens of the block that vLLM drops at the end of a hit if it uses EAGLE; 0 without EAGLE.
+        #: Number of tokens that vLLM drops from the end of a hit: one block with EAGLE, 0 without EAGLE.
         self._dropped = options.block_size if getattr(scheduler, "use_eagle_block_drop", False) else 0
         self._by_priority = options.policy == "priority"
-        #: {request: number of tokens that LMCache last promised}
+        #: {request: number of external tokens that the connector last promised}
         self._promised: dict[str, int] = {}
-        #: Requests that were open while the server did not answer. They store nothing, and their read locks time out.
+        #: Requests that were open while the server was stopped. Such a request stores nothing; its read locks time out.
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
@@ -116,9 +116,9 @@ class RequestEvents:
         self._open: dict[str, Any] = {}
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
-        #: The last verdict if it was that no request can move, else None. How many steps in a row had this verdict.
+        #: (the answer that no request can move, number of steps in a row with this answer), or (None, 0)
         self._still: tuple[Answer | None, int] = (None, 0)
-        #: Requests whose lookup has no answer yet.
+        #: Requests whose lookup has no result yet.
         self.undecided: set[str] = set()
         #: {request: number of tokens that its last lookup found}
         self.hits: dict[str, int] = {}
@@ -138,7 +138,7 @@ class RequestEvents:
         return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
-        """Wrap two hooks of this connector to record their calls. A wrapper calls the hook with the fixes of kvfix."""
+        """Wrap two hooks of this connector to record the calls. The wrapped hooks include the fixes of kvfix."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
@@ -161,7 +161,7 @@ class RequestEvents:
         connector.update_state_after_alloc = granted
 
     def _block_is_dropped(self, request: Any, computed: int) -> bool:
-        """Return True if vLLM has one more cached block of the request, but drops and recomputes it for EAGLE."""
+        """Return True if vLLM has also cached the block after the `computed` tokens, but recomputes it for EAGLE."""
         if not self._dropped or computed + self._dropped >= request.num_tokens or computed % self._dropped:
             return False
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -219,7 +219,7 @@ class RequestEvents:
         self._end(name)
 
     def stuck(self) -> None:
-        """Report requests that wait too long for a load that is not in flight and whose end no worker has reported."""
+        """Report requests that have waited STUCK steps for a load that is neither in flight nor reported as ended."""
         done = self._scheduler.finished_recving_kv_req_ids | self._scheduler.failed_recving_kv_req_ids
         for name, request in self._open.items():
             waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -229,10 +229,10 @@ class RequestEvents:
                 self.add(ev.Stuck(name, STUCK))
 
     def stands_still(self, answer: Answer | None) -> None:
-        """Report if three steps in a row have the verdict that no request can move. answer: a step's verdict, or None.
+        """Report if three steps in a row have the same answer that no request can move. answer: that of this step.
 
-        A single verdict can be wrong, because a lookup can be answered just after the scheduler has asked. LMCache can
-        also drop the answer of a lookup as the late answer of another lookup (KVF036).
+        A single answer can be wrong, because a lookup can end just after the scheduler has asked for its result.
+        LMCache can also drop the result of a lookup as the late result of another lookup (KVF036).
         """
         before, steps = self._still
         if answer is None or answer.verdict != "violated":
@@ -260,7 +260,7 @@ class RequestEvents:
         self.counts["ranks_differ"] += self._found.get(name) != tokens
 
     def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
-        """Record that a rank has loaded `tokens` tokens, up to token `end`. At the last rank, record the whole load."""
+        """Note that a rank has loaded `tokens` tokens, up to token `end`. After the last rank, record the load."""
         arrived = self._arrived.setdefault(name, {})
         arrived[rank] = end, tokens
         if len(arrived) < self._ranks:
@@ -279,7 +279,7 @@ class RequestEvents:
             self.may_fail.discard(name)
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
-        """Check a store. Record a store of the first rank. Tokens of a hit count as cached, even if their load failed.
+        """Check a rank's store, and record stores of rank 0. Tokens of a hit count as cached even if their load failed.
 
         If stores skip cached chunks, record no store of an ended request, as no event has the tokens of its last step.
         """

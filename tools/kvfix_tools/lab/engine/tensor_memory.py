@@ -1,7 +1,7 @@
 """KV cache tensors as vLLM allocates them, with checkable elements. The lab's slots are a view of these tensors.
 
-The content of a slot (memory.py) has eight bytes. Element i of the slot holds byte i modulo 8, XORed with a mark
-for the layer and the element. So the lab finds K in the place of V, KV of another layer, a partly copied
+The content of a slot (memory.py) has eight bytes. Element i of the slot holds byte (i modulo 8) of the content, XORed
+with a mark for the layer and the element. So the lab detects K in place of V, KV of another layer, a partly copied
 slot, and a wrong offset. Each element is a whole number up to 255, which any 16-bit float can hold.
 """
 
@@ -21,21 +21,21 @@ _BYTES = 8
 class TensorMemory:
     """The tensors of one rank. kv_caches: {layer: [blocks, heads, slots, elements]}, as a connector gets them.
 
-    A step computes the layers in order, but the lab's model computes only the first layer, after `begin`. `go_on`
-    repeats the model's reads and writes in each later layer.
+    The lab's model computes only the first layer, after `begin`. For each later layer, `go_on` repeats the model's
+    reads and writes.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
-        # KV groups share the bytes, so layers with the same position in their KV groups are one array
+        # all KV groups share the same bytes, so the arrays of the first KV group's layers cover all layers
         names = config.kv_cache_groups[0].layer_names
         self._arrays = [self.kv_caches[name].numpy() for name in names]
         elements = self._arrays[0].shape[-1]
         self._marks = list(numpy.random.default_rng(7).integers(0, 256, (len(names), elements), dtype=numpy.uint8))
-        #: {block: contents of its slots in the current layer}
+        #: contents[block]: contents of the block's slots in the current layer
         self.contents: list[list[int]] = []
         self._layer = 0
-        #: Reads and writes of the step in the first layer: (block, first slot, contents, True for a write).
+        #: The step's reads and writes in the first layer: (block, first slot, contents, True for a write).
         self.done: list[tuple[int, int, list[int], bool]] = []
         for block in range(config.num_blocks):
             self.poison(block)

@@ -1,7 +1,7 @@
 """Make the real vLLM scheduler with a real connector, without model, GPU or sockets.
 
-This module supports vLLM releases since 0.11.2. To see how they differ, it inspects vLLM's objects, not the version.
-Importing this module imports vLLM, which takes 15 seconds or more.
+The module supports vLLM 0.11.2 and later. It inspects vLLM's objects, not the version, to find differences between
+releases. Importing this module imports vLLM, which takes 15 seconds or more.
 """
 
 import copy
@@ -49,7 +49,7 @@ def sampled(tokens: list[list[int]]) -> list[Any]:
 
 
 def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
-    """Call Scheduler._preempt_request. In vLLM 0.11, which lacks this method, do what Scheduler.schedule does."""
+    """Call Scheduler._preempt_request. If vLLM lacks this method (0.11), preempt as Scheduler.schedule does."""
     if hasattr(scheduler, "_preempt_request"):
         scheduler._preempt_request(request, timestamp)
         return
@@ -71,7 +71,7 @@ def _model(kv_heads: int) -> configs.ModelConfig:
 
 
 def _speculative(options: Options, model: configs.ModelConfig) -> configs.SpeculativeConfig | None:
-    """Return a configuration of speculative decoding. Make it for ngram, which needs no draft model, then change it."""
+    """Return a configuration for ngram, which needs no draft model, but with the method of `options.drafter`."""
     if not options.drafter:
         return None
     config = configs.SpeculativeConfig(
@@ -95,7 +95,7 @@ def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     """Return the settings of OffloadingConnector, with CPU memory for about as many blocks as the GPU has.
 
-    By default a chunk has one or two blocks, rounded up to whole memory pages. folder: root directory of a file tier.
+    By default a chunk has one or two blocks. A chunk fills whole memory pages. folder: root directory of a file tier.
     """
     blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
     extra = {"blocks_per_chunk": blocks, **({} if options.connector in PAIRS else options.extra)}
@@ -115,7 +115,7 @@ def _simple_offloading(options: Options) -> dict[str, Any]:
 
 
 def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
-    """Return the configuration that `vllm serve` makes from these options. folder: for files of the connector."""
+    """Return the configuration that `vllm serve` would make. folder: directory for files of the connector."""
     cache = configs.CacheConfig(block_size=options.block_of_rank, enable_prefix_caching=options.prefix_caching)
     cache.num_gpu_blocks = options.num_blocks
     extra: dict[str, Any] = {"lmcache.chunk_size": options.chunk_size}
@@ -123,7 +123,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if options.any_connector:
         extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
-        # old versions of LMCache need this value, and set it only when they read their own configuration
+        # old versions of LMCache need this setting, and set it only if they read a configuration of their own
         extra.setdefault("lmcache.save_unfull_chunk", False)
     module, _, name = options.connector.rpartition(":")
     if options.connector in KNOWN:
@@ -152,7 +152,7 @@ def vllm_config(options: Options, folder: str = "") -> configs.VllmConfig:
     if len(children) > 1:
         multi = _connector("MultiConnector", {"connectors": children})
         transfer = {**transfer, **multi, "kv_connector_module_path": None, "kv_role": transfer["kv_role"]}
-    # All engines share one model name, because LMCache never frees the metrics of a name or the objects in them.
+    # All engines share one model name, because LMCache never frees the metrics of a model name.
     model = copy.copy(_model(options.kv_heads))
     model.max_model_len = options.max_model_len
     config = configs.VllmConfig(
@@ -206,11 +206,11 @@ def scheduler(options: Options, config: configs.VllmConfig) -> Scheduler:
             vllm_config=config,
             kv_cache_config=kv_cache(options, config),
             structured_output_manager=StructuredOutputManager(config),
-            # a multiple of all KV groups' block sizes; blocks are hashed with the smallest size
+            # a multiple of the block sizes of all KV groups; vLLM hashes blocks of the smallest size
             block_size=options.block_size * (options.window_blocks if options.windows else 1),
             **(accepted(Scheduler, hash_block_size=options.block_size) if options.several_groups else {}),
         )
-    made.use_v2_model_runner = options.model_runner_v2  # vLLM sets it only with Triton
+    made.use_v2_model_runner = options.model_runner_v2  # vLLM sets this attribute only with Triton
     return made
 
 
@@ -242,6 +242,6 @@ def request(
         sampling_params=parameters,
         pooling_params=None,
         block_hasher=get_request_block_hasher(options.block_size, sha256),
-        **accepted(Request, eos_token_id=0),  # later releases have the token id only in the sampling parameters
+        **accepted(Request, eos_token_id=0),  # later releases take this id only from the sampling parameters
         **more,
     )

@@ -1,7 +1,7 @@
 """The ranks of an engine. Each rank has a connector in the worker role, its own memory and its own part of the cache.
 
-A single worker shares the objects of the scheduler. Several workers get copies, as if the workers were in other
-processes, and vLLM's own aggregator joins the reports of the workers.
+If an engine has one worker, the scheduler and the worker share objects. Several workers get copies, as if each worker
+ran in its own process, and vLLM's own aggregator joins the workers' reports.
 """
 
 import copy
@@ -36,8 +36,8 @@ class Worker:
     unanswered = False  # True: the server does not answer the multi-process connector in this step
     _failed_requests = set[str]()  # requests whose load the last step has reported as failed
     offloads = False  # True if the MultiConnector has an OffloadingConnector
-    clears = False  # True if the connector's metadata are cleared at the end of a step
-    by_request = False  # True if the connector reports failed loads by request
+    clears = False  # True if a step ends with a call of `clear_connector_metadata`
+    by_request = False  # True if the connector reports the requests of failed loads, not the blocks
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         """Make the calls of vLLM's worker before the forward pass."""
@@ -45,14 +45,14 @@ class Worker:
         self.called.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def bind(self, metadata: Any) -> None:
-        if hasattr(self.called, "handle_preemptions"):  # vLLM 0.11 does not have it
+        if hasattr(self.called, "handle_preemptions"):  # vLLM 0.11 lacks this hook
             self.called.handle_preemptions(metadata)
         self.called.bind_connector_metadata(metadata)
 
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
         """Make the calls after the forward pass, and return the report of this rank."""
         save_last = save_last and forward
-        # without a forward pass, only OffloadingConnector saves: it saves the last chunks of ended requests
+        # without a forward pass, only OffloadingConnector saves, because it saves the last chunks of ended requests
         if not save_last and (forward or self.offloads):
             self.called.wait_for_save()
         sending, receiving = self.get_finished(ended)
@@ -79,12 +79,12 @@ class Worker:
         return {**meta, **({"failed_recving": self._failed_requests} if self.by_request else {})}
 
     def failed_blocks(self) -> set[int]:
-        """Return blocks whose load has failed in this step."""
         return set()
 
 
 class Executor:
-    """Stands for vLLM's executor, between scheduler and workers (v1/executor/multiproc_executor.py 0.32.0:385)."""
+    """Copies metadata to the workers, and joins their reports, as vLLM does (v1/executor/multiproc_executor.py
+    0.32.0:385)."""
 
     def __init__(self, connector: Any, ranks: int, counts: Counter[str]) -> None:
         self._ranks = ranks
@@ -101,7 +101,7 @@ class Executor:
         return [pickle.loads(message.getbuffer()) for _ in range(self._ranks)]
 
     def answer(self, output: ModelRunnerOutput, reports: list[KVConnectorOutput]) -> ModelRunnerOutput:
-        """Return the first rank's output with the joined reports of all ranks."""
+        """Add the joined reports of all ranks to the first rank's output."""
         if self._aggregator is None:
             output.kv_connector_output = reports[0]
             return output

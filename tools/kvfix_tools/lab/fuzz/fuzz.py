@@ -40,7 +40,7 @@ class Played(NamedTuple):
 def play(schedule: Schedule, end: int = 4000) -> Played:
     """Play all steps, then free the taken blocks and run the engine until it has no work, for at most `end` steps."""
     options = schedule.options
-    if options.real_transfers:  # play the schedule with the lab's model of NIXL too
+    if options.real_transfers:  # also play the schedule with the lab's simulation of NIXL
         return _play_both(options, lambda pair: played(pair, _play_pair, schedule, end))
     if options.connector in PAIRS:
         return played(Pair(options), _play_pair, schedule, end)
@@ -125,7 +125,7 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
         if open_now:
             _move_request(engine, kind, open_now[rest[0] % len(open_now)], *rest[1:])
     elif kind == "stored_elsewhere":
-        if not engine.counts["connector_resets"]:  # after a reset, the other instance still has the old weights
+        if not engine.counts["connector_resets"]:  # the other instance that stores this KV never gets the new weights
             engine.do(kind, prompt(rest[1], rest[0]))
     elif kind == "server_restarts":
         engine.do("server_dies")
@@ -184,7 +184,7 @@ def signature(finding: Finding) -> str:
 
 
 def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Callable[[Any], Played] = play) -> Schedule:
-    """Return the shortest schedule found in this time that still has a finding with this signature."""
+    """Return the shortest schedule with a finding of this signature that the search finds within `seconds`."""
     until = time.monotonic() + seconds
 
     def shows(candidate: Schedule) -> bool:
@@ -218,13 +218,13 @@ def _smaller(step: DrawnStep) -> list[DrawnStep]:
     return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []
 
 
-#: {name of a request or of an engine's slots: its state}. If a slot of the model has garbage, because the source
-#: of a transfer changed or the peer has ended, NIXL may have any content in this slot.
+#: {name of a request or of an engine's slots: its state}. The lab's simulation of NIXL leaves garbage in a slot if the
+#: source of a transfer has changed or the peer has ended. Real NIXL may leave any content in this slot.
 State = dict[str, Any]
 
 
 class Watched(Pair):
-    """Two engines. states: the state of both after each step, to compare real NIXL with the lab's model."""
+    """Two engines. states: the state of both engines after each step, to compare real NIXL with its simulation."""
 
     def __init__(self, options: Options) -> None:
         self.states: list[State] = []
@@ -235,7 +235,7 @@ class Watched(Pair):
     def tick(self) -> None:
         moves = self.network.busy or self.steps != self._taken
         super().tick()
-        is_new = moves or self.network.busy  # otherwise both engines wait for a timeout, and no state changes
+        is_new = moves or self.network.busy  # False: both engines wait for a timeout, and no state changes
         self._taken = self.steps
         self.states.append(_state(self) if is_new else self.states[-1])
 
@@ -267,7 +267,7 @@ def _differences(was: State, has: State) -> list[tuple[str, Any, Any]]:
 
 
 def _play_both(options: Options, play: Callable[[Pair], Played]) -> Played:
-    """Return the result of `play` with real NIXL. The findings include the first difference from the lab's model."""
+    """Return the result of `play` with real NIXL. The findings include the first difference from simulated NIXL."""
     model = Watched(dataclasses.replace(options, real_transfers=False))
     play(model)
     real = Watched(options)

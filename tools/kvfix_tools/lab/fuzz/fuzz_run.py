@@ -89,8 +89,8 @@ class Run(msgspec.Struct, frozen=True):
     mode: str = "fix"  # argument of `kvfix.apply`
     real_server: bool = False  # see Options
     real_transfers: bool = False
-    #: The engines with fixes. "both": both engines. "prefill", "decode", or "one" of two engines that share a cache:
-    #: only this engine has fixes, and only the default fixes.
+    #: The engines with fixes. "both": both engines. "prefill", "decode", or "one" (the first of two engines that share
+    #: a cache): only this engine has fixes, and only the default fixes.
     fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
@@ -112,10 +112,10 @@ class Run(msgspec.Struct, frozen=True):
             yield
 
     def not_as_released(self, schedule: Schedule, violations: list[Finding]) -> list[Finding]:
-        """Return `violations`, but none if only one engine has fixes and the schedule has violations without fixes too.
+        """If only one engine has fixes, return only the violations that do not appear without fixes.
 
-        With a fix, requests end at other times, so a bug of the release may hit other requests. So also leave out each
-        violation that appears without fixes if any one step of the schedule is removed.
+        Return none if the schedule also has violations without fixes. A fix changes when requests end, so a bug may hit
+        another request. So also leave out each violation that appears without fixes if one step is removed.
         """
         if not violations or self.fixes_in == "both" or not self.fixes:
             return violations

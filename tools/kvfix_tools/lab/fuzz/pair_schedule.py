@@ -1,4 +1,4 @@
-"""Draw schedules for two engines (pair.py) from a seed, and make the steps of a schedule."""
+"""Draw a schedule for two engines (pair.py) from a seed, and play the schedule's steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ _FAULTS = {
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
 #: All kinds of steps. Only Mooncake has "ends_at_once". "on" names an engine, and a step that the engine makes.
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS, "ends_at_once", "on"))
-#: Kinds of steps that only one engine makes.
+#: Kinds of steps whose first argument names the engine that makes the step.
 _OF_ENGINE = ("preempt", "step_alone", "restart", "take_blocks", "budget", "free_blocks", "reset")
 #: {kind of step: attribute of the pair that lists the requests from which the step chooses}
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
@@ -85,7 +85,7 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
     if connector in WITH_RANKS and not plain:
         if own := dice.lucky("ranks", 0.3):
             options = _with_ranks(options, own)
-        if own := dice.lucky("windows", 0.2):  # windows, and more blocks for their KV groups
+        if own := dice.lucky("windows", 0.2):  # draw windows, and add blocks for the KV groups of the windows
             windows = tuple(own.sample((block, 2 * block, 2 * block + 1, 4 * block), own.choice((1, 1, 2))))
             more = -(-options.max_model_len // block) * len(windows)
             options = replace(options, windows=windows, num_blocks=blocks + more, decode_blocks=decode_blocks + more)
@@ -97,10 +97,10 @@ def _draw_nixl(seed: int, connector: str, plain: bool) -> Drawn:
 
 
 def _with_ranks(options: Options, rng: Random) -> Options:
-    """Add several ranks to one engine or both.
+    """Give several ranks to one engine or to both engines.
 
-    If the engine that reads or writes has fewer ranks than its peer, the model needs a head for each rank of the peer.
-    Otherwise vLLM refuses the handshake (base_worker.py 0.32.0:2450).
+    If the engine that reads (or, in push mode, writes) has fewer ranks than its peer, the model needs a head for each
+    rank of the peer. With fewer heads, vLLM refuses the handshake (base_worker.py 0.32.0:2450).
     """
     prefill, decode = rng.choice(_RANKS)
     reads = [(prefill, decode)] if options.connector == "nixl-push" else [(decode, prefill)]
@@ -116,7 +116,7 @@ def _step(rng: Random, kind: str, number: int, options: Options, room: int, plai
     engine = rng.choice(_ENGINES)
     if kind in ("ask", "ask_at_once", "ask_decode"):
         tokens = drawn_options.drawn_length(rng, room, block)
-        # with KVF353 prefill leaves out the last prompt token. If it is the only token, let prefill generate one token
+        # with KVF353 prefill leaves out the last prompt token. After a prompt of one token, let prefill generate one
         more = 1 if options.windows and tokens == 1 else 20
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)

@@ -7,7 +7,7 @@ from typing import Any
 Params = dict[str, Any]
 
 DECODER = {"req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]}
-#: Parameters for LMCache's in-process connector. They forbid stores, or send the KV to a decoder.
+#: Parameters with which LMCache's in-process connector stores nothing, or sends the KV to a decoder.
 OF_LMCACHE: dict[str, dict[str, Any]] = {
     "skip_save": {"lmcache.skip_save": True},
     "prefill": {"ret_first_tok": True, "disagg_spec": DECODER},

@@ -22,7 +22,7 @@ _PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget":
 _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Steps that are drawn only if lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
-#: A step that is drawn only with a second connector (Options.beside), and gives it the KV of an open request.
+#: This step is drawn only with Options.beside. The step gives the other connector the KV of an open request.
 _MULTI_CONNECTOR = {"is_beside": 5}
 #: {feature (releases.FEATURES): its steps and their weights}. Each feature is drawn for three of ten seeds.
 _SOMETIMES = {
@@ -54,7 +54,7 @@ class Schedule(NamedTuple):
             whole = json.loads(text)
             version = whole["kvfix-schedule"]
             if version != FORMAT:
-                text = f"it is of schedule format {version}, this kvfix reads {FORMAT}: find it again by its seed"
+                text = f"it has schedule format {version}, this kvfix reads {FORMAT}: draw it again from its seed"
                 raise ValueError(text)
             steps = tuple(tuple(step) for step in whole["steps"])
             unknown = {str(step[0]) for step in steps} - KINDS
@@ -114,7 +114,7 @@ def draw(
 
 
 def _rank(rng: Random, kind: str, options: Options) -> DrawnStep:
-    """Draw the rank of a step; (): all ranks. Only `v1` evicts in one rank: in other connectors ranks share a cache."""
+    """Draw the rank of a step; (): all ranks. Only `v1` evicts in one rank, because only its ranks have own caches."""
     kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()

@@ -1,4 +1,4 @@
-"""Two lab engines: prefill and decode with a router and a network, or two engines that share LMCache's cache."""
+"""Two lab engines: prefill and decode joined by a router and a network, or two engines that share LMCache's cache."""
 
 import dataclasses
 import itertools
@@ -35,8 +35,8 @@ class _Asked(NamedTuple):
 class Pair(Engines):
     """A prefill and a decode engine with a router. Has the interface of LabEngine, for `fuzz.play` and scenarios.
 
-    The router works like vLLM's toy proxy: prefill computes the prompt and one token, then decode gets the request with
-    the `kv_transfer_params` that prefill returned. In push mode, both engines may get the request at the same time.
+    The router works like vLLM's toy proxy. First, prefill computes the prompt and one token. Then decode gets the
+    request with prefill's `kv_transfer_params`. In push mode, both engines may get the request at the same time.
     """
 
     def __init__(self, options: Options) -> None:
@@ -54,7 +54,7 @@ class Pair(Engines):
         self.malformed: list[str] = []
         #: {request: its stop token}
         self._stops: dict[str, int] = {}
-        #: {request: how many request ids it has had}. Like vLLM, the lab adds a suffix to the router's id.
+        #: {router's id of a request: number of engine ids so far}. Like vLLM, the lab adds a suffix to the router's id.
         self._ids: Counter[str] = Counter()
         self.seconds = 0.0
         self._counts: Counter[str] = Counter()
@@ -179,7 +179,7 @@ class Pair(Engines):
         self.may_fail()
         setattr(self, name, self._start(name, blocks))
         if name == "decode":
-            self.sent.clear()  # if sent again, these requests would read blocks that prefill has freed (KVF340)
+            self.sent.clear()  # a request that is sent to decode again would read freed blocks of prefill (KVF340)
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
         """Play `step`, the name of a method of LabEngine or its connector, on one engine."""
@@ -236,7 +236,7 @@ class Pair(Engines):
             if engine.scheduler.has_unfinished_requests():
                 engine.request_events.never_end()
                 return False
-        for _ in range(2):  # twice, because a message that arrives late is kept until a timeout of its own
+        for _ in range(2):  # twice, because an engine keeps a late message until this message times out
             self.time_passes(self.longest() + 1.0)
             slowest = self.network.delay + self.options.rank_delay
             for _ in range(4 + 4 * slowest + self.network.writers_take):
@@ -355,7 +355,7 @@ class Neighbour(LabEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this context is active, the clock and new clients of LMCache's server are those of this engine."""
+        """While this context is active, the clock and new clients of LMCache's server belong to this engine."""
         clock.now = lambda: self.request_events.seconds
         if isinstance(self.connector, MP):
             self.connector._replace(import_module(ADAPTER))
@@ -364,7 +364,7 @@ class Neighbour(LabEngine):
 
 
 class Neighbours(Engines):
-    """Two engines with the same options. Each engine loads chunks that the other engine has stored."""
+    """Two engines with the same options. Each engine can load chunks that the other engine has stored."""
 
     engines: tuple[Neighbour, Neighbour]
 
@@ -373,7 +373,7 @@ class Neighbours(Engines):
         self.engines = first, Neighbour(options, "second", first.caches)
 
     def of(self, number: int, step: tuple[Any, ...]) -> tuple[Neighbour, ...]:
-        """Return the engines that make this step. The request's number, or else `number`, selects one (modulo 2)."""
+        """Return one engine, by the request's number or else by `number`. For some steps, return both or none."""
         kind = step[0]
         if kind in ("step", "new_weights"):
             return self.engines if kind == "step" else ()  # new weights must reach both engines at the same time

@@ -57,7 +57,7 @@ class Engines:
 class PairNetwork:
     """The messages and transfers in flight between two engines. delay: how many steps a transfer takes."""
 
-    #: This is `Pair.add`. It records a lease event in the ledger that both engines share.
+    #: `Pair.add`, which records a lease event in the ledger that both engines share.
     add: Callable[[Event], None]
 
     def __init__(self, delay: int) -> None:
@@ -93,7 +93,7 @@ class PairSide(Connector):
 
     @abstractmethod
     def join(self) -> None:
-        """Replace the connector's real communication by `network`. Called before the lab makes the engine."""
+        """Replace the connector's real communication by `network`. The lab calls this before it makes the connector."""
 
     def _make(self, options: Options, memories: Sequence[Slots]) -> None:
         config = self.configured(options)
@@ -171,7 +171,7 @@ class PairWorker(Worker):
         self.begun()
 
     def begun(self) -> None:
-        """Do nothing. The lab calls this when all connectors have begun a step, and subclasses may override it."""
+        """Do nothing. Subclasses may override this method, which is called after all connectors have begun a step."""
 
     def take_due(self, metadata: Any) -> None:
         self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
@@ -215,7 +215,8 @@ class PairEngine(LabEngine):
 
 
 #: Both engines share vLLM's classes and therefore kvfix's wrappers, so each wrapper checks which engine is running.
-#: _RUNNING: name of the running engine. _FIXED: name of the engine with fixes. "": none. asyncio tasks inherit both.
+#: _RUNNING: name of the running engine, or "". _FIXED: name of the engine with fixes, or "". asyncio tasks inherit both
+#: variables.
 _RUNNING = ContextVar("_RUNNING", default="")
 _FIXED = ContextVar("_FIXED", default="")
 
@@ -235,7 +236,7 @@ running = functools.partial(_set, _RUNNING)
 
 @contextmanager
 def fixes_in(name: str) -> Iterator[None]:
-    """Fixes that are applied in this context act only in the engine of this name."""
+    """Let the fixes that are applied in this context act only in the engine of this name."""
     add = WrappedFunction.add
 
     def add_in_one(function: WrappedFunction, key: str, place: int, wrapper: Callable[..., Any]) -> None:

@@ -1,1 +1,1 @@
-"""The scenarios. Each file has the scenarios of one family."""
+"""The scenarios of the lab. Each file has related scenarios."""

@@ -1,4 +1,4 @@
-"""Loads that fail, with LMCache's in-process connector."""
+"""Scenarios of failed loads with LMCache's in-process connector."""
 
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
     ),
     "failed-load-keeps-output-of-stages": scenario(
-        # The load brings 16 of 64 tokens. Two more steps, from token 128 on, are in flight in the three stages.
+        # The load brings 16 of 64 tokens. Two more steps, from token 128 on, are in flight in the three pipeline ranks.
         [do.stored_elsewhere(prompt(64)), do.admit("r", prompt(230), max_tokens=2), do.fail_load("r", 1)],
         doc="A load fails while two more chunks of the prompt are in flight: vLLM keeps the token of the last chunk.",
         shows="LAB008",
@@ -98,8 +98,8 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
     ),
     "failed-load-stored-last": since_0_4_1(
-        # `failing` and `sharing` begin in one step with the same 128 tokens, compute the rest of their prompts on top
-        # of the failed load, and are stored.
+        # `failing` and `sharing` begin in the same step and share 128 loaded tokens. Both compute the rest of the
+        # prompt on top of the failed load, and LMCache stores both prompts.
         [do.stored_elsewhere(prompt(128)), do.fail_load("failing"), do.admit("failing", prompt(300))],
         [do.store("sharing", prompt(260)), do.admit("r", prompt(300))],
         doc="A load fails with speculative decoding: vLLM collects the failed blocks before `wait_for_save` runs.",
@@ -107,7 +107,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=1024, save_last=True),
     ),
     "failed-load-stored-under-way": since_0_4_1(
-        # The load brings none of the 128 promised tokens, but the second step of 64 tokens stores the KV it computes.
+        # The load brings none of the 128 promised tokens, but LMCache stores the KV that the second step computes.
         [do.stored_elsewhere(prompt(128)), do.fail_load("first"), do.store("first", prompt(320))],
         do.admit("r", prompt(324), max_tokens=4),
         doc="A load fails while the next step is in flight, and LMCache stores the KV of that step.",
@@ -136,7 +136,7 @@ SCENARIOS = {
         [do.stored_elsewhere(prompt(1536)), do.admit("r", prompt(1540), max_tokens=2)],
         do.fail_load("r", after_chunks=1),
         shows="KVR011 wait_for_save: AssertionError",
-        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # in earlier releases the tracker is wrong too, but saves nothing
+        wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # earlier, LMCache's tracker is wrong too, but saves nothing
         needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not report failed loads
         options=Options(num_blocks=110, chunk_size=256, max_num_batched_tokens=2048),
     ),

@@ -51,7 +51,7 @@ SCENARIOS = {
         needs={"lmcache": ">=0.3.11"},  # in 0.3.10 the engine dies when the request resumes
     ),
     "async-given-up-of-one-rank": scenario(
-        # The second rank's answer to the second lookup and the first rank's answer to the third lookup begin the load.
+        # The load begins after the second rank answers the second lookup, and the first rank answers the third lookup.
         [do.stored_elsewhere(prompt(256)), do.lookups_fail(1), do.admit("r", prompt(300), max_tokens=5)],
         [TIMED_OUT, do.preempt("r"), do.reset_prefix_cache()],
         do.step(),  # match(0): the lookup is sent, and answered by both ranks
@@ -101,7 +101,7 @@ SCENARIOS = {
         shows="KVR012",
     ),
     "full-hit-asked-twice": only_0_3_10(
-        # LMCache has 200 tokens. It answers 199, then 200. vLLM asserts num_new_tokens > 0 (scheduler.py 0.32.0:1170).
+        # LMCache first answers 199, then 200. vLLM's assertion num_new_tokens > 0 fails (scheduler.py 0.32.0:1170).
         [do.store("before", prompt(200)), do.keep_blocks(0), do.admit("r", prompt(200), max_tokens=2)],
         do.step(),  # match(0): answered by a lookup
         do.step(),  # match(0): answered from the lookup cache
@@ -114,7 +114,7 @@ SCENARIOS = {
         # LMCache has evicted 256 tokens. vLLM still caches these tokens, but has too few free blocks for the request.
         # Later, other requests also take the blocks of the 256 tokens, and the load comes short.
         [do.serve("before", prompt(300)), do.evict(9), do.keep_blocks(20)],  # these 20 blocks include the cached prefix
-        [do.admit("r", prompt(600)), do.step()],  # match(288): the hit is 256, LMCache has no chunk; no blocks are free
+        [do.admit("r", prompt(600)), do.step()],  # match(288): the hit is 256, although LMCache has no chunk
         [do.keep_blocks(0), do.step()],  # match(0): the lookup cache promises 256
         do.free_blocks(),
         shows="LAB002",
@@ -135,7 +135,7 @@ SCENARIOS = {
         # "other" has 637 of the 659 usable blocks, which are full after its third token, and generates six tokens.
         [do.admit("other", prompt(10190, seed=1), max_tokens=6), do.step()],
         [do.admit(LONG, prompt(10009, seed=2), max_tokens=2), do.budget(1 + 336), do.step(), do.budget(1 + 1)],
-        do.step(),  # the long request gets its 22nd block: none is free now
+        do.step(),  # the long request gets its 22nd block, the last free one
         [do.budget(16384), do.step()],  # the other request needs a block: the long request is preempted
         do.step(),  # match(336): answered by a lookup; too few blocks
         do.step(),  # match(336): answered from the lookup cache; too few blocks; "other" ends

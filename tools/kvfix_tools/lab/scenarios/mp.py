@@ -88,7 +88,7 @@ SCENARIOS: dict[str, Any] = {
         options={"kv_load_failure_policy": "fail"},
     ),
     "mp-failed-load-repoll": mp_scenarios(
-        # The server briefly does not answer. These releases report this failure, but not that of mp-retrieve-false.
+        # The server briefly does not answer. LMCache reports this failure, but not the failure in mp-retrieve-false.
         [do.stored_elsewhere(prompt(128)), do.admit("r", prompt(140), max_tokens=2)],
         do.step(6),  # the load is in flight
         do.lose_loads(),
@@ -98,8 +98,8 @@ SCENARIOS: dict[str, Any] = {
         options={"delay": 4},
     ),
     "mp-failed-load-stores-ahead": mp_scenarios(
-        # vLLM has 64 tokens, the server 128. The load fails, and vLLM continues at token 64. The tracker still counts
-        # the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 are computed.
+        # vLLM has cached 64 tokens, the server 128. The load fails, and vLLM continues at token 64. LMCache's tracker
+        # still counts the 128 tokens of the hit, so it stores tokens 128 to 192 when only 144 tokens are computed.
         [do.serve("short", prompt(70)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(300), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         shows="KVR008",
@@ -115,7 +115,7 @@ SCENARIOS: dict[str, Any] = {
     "mp-freed-while-stored": mp_scenarios(
         # The store of the first chunk has ended, and the last chunk is still copied when the request ends.
         [do.admit("r", prompt(256)), do.run_until_finished("r")],
-        do.step(),  # the worker learns of the end, and answers
+        do.step(),  # the worker learns of the request's end, and answers
         do.keep_blocks(0),  # other requests take the blocks of "r" and write to them
         [do.step(4), do.free_blocks()],
         shows="LAB001 is stored under their key",
@@ -168,8 +168,8 @@ SCENARIOS: dict[str, Any] = {
         wrong=">=0.4.5,<0.5.5",
     ),
     "mp-session-stores-ahead": mp_scenarios(
-        # 63 drafts were rejected in nine steps, and the tracker counts them as computed. The next step computes 64 of
-        # the 200 input tokens, up to token 113. The tracker counts 176 and stores tokens 64 to 128.
+        # 63 drafts were rejected in nine steps, and LMCache counts them as computed. The next step computes 64 of
+        # the 200 input tokens, up to token 113. LMCache counts 176 tokens, and stores tokens 64 to 128.
         [do.serve("r", prompt(40), max_tokens=10, resumable=True), do.add_input("r", prompt(200, seed=1))],
         [do.step(3), do.run(), do.end_input("r")],
         shows="LAB001 other KV than that of tokens 64 on is stored under their key",
@@ -295,7 +295,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=40, windows=(16,), max_num_batched_tokens=64),
     ),
     "mp-window-stored-late": scenario(
-        # vLLM has 64 tokens, the server has 128. The load fails, the tracker counts from 0 and stores 64 tokens late.
+        # vLLM has cached 64 tokens, the server 128. The load fails. LMCache counts from 0, and stores 64 tokens late.
         [do.serve("short", prompt(65)), do.stored_elsewhere(prompt(128))],
         [do.admit("r", prompt(400), max_tokens=2), do.step(2), do.lose_loads()],  # the load was in flight
         doc="After a failed load LMCache stores each chunk too late: other requests have the window's blocks by then.",
@@ -305,7 +305,7 @@ SCENARIOS: dict[str, Any] = {
         options=MP(num_blocks=32, windows=(64,), max_num_batched_tokens=16),
     ),
     "mp-window-stored-null": windows(
-        # After a prefix hit, the block list of `r` in KV group 1 begins with null block 0. "short" reads the chunk.
+        # After a prefix hit, the block list of "r" in KV group 1 begins with null blocks. "short" loads chunk 0.
         [do.serve("first", prompt(256)), do.evict(4), do.store("r", prompt(512)), do.admit("short", prompt(100))],
         doc="LMCache stores null blocks of a window, because vLLM has a prefix that LMCache has evicted.",
         shows="LAB001 the step reads token",

@@ -36,7 +36,7 @@ SCENARIOS = {
     ),
     "mp-load-into-blocks-in-copy": beside_0_32(
         [do.stored_elsewhere(prompt(256)), do.stored_elsewhere(prompt(256, seed=1)), do.keep_blocks(20)],
-        do.admit("a", prompt(256)),  # LMCache has the prompt, so no store keeps the blocks
+        do.admit("a", prompt(256)),  # LMCache has the prompt, so no store of LMCache holds the blocks
         do.admit("r", prompt(256, seed=1)),  # its load gets the blocks of "a", which has ended
         doc="LMCache loads into blocks of an ended request that OffloadingConnector still copies.",
         shows="LAB001 the OffloadingConnector stores other KV",

@@ -91,7 +91,7 @@ SCENARIOS = {
         doc="A request does not name the host of its prefill engine: it waits for ever.",
     ),
     "nixl-read-outlives-lease": pull(
-        # Both engines hang while the request waits. Its lease expires, and another request writes to the blocks.
+        # Both engines hang while the request waits. The lease expires, and another request writes to the blocks.
         [do.on("decode", "keep_blocks", 0), do.ask("r", prompt(64), 2), do.step(3)],
         [do.ask("q", prompt(16, seed=2)), do.time_passes(31.0), do.step_alone("prefill")],
         [do.ask("s", prompt(64, seed=1)), do.step_alone("prefill", 3), do.on("decode", "free_blocks")],
@@ -209,7 +209,7 @@ SCENARIOS = {
     "nixl-push-second-decode-waits": push(
         [do.ask("r", prompt(64), 2), do.step(3), do.send_again("r")],
         shows="LAB003 WAITING_FOR_REMOTE_KVS",
-        # With a longer timeout the engines would pause for so long that a load may bring fewer tokens.
+        # With a longer timeout, the engines would pause, and after a pause the lab lets loads bring fewer tokens.
         options=PUSH(prefix_caching=False, extra={"push_registration_timeout": 0.5}),
     ),
     "nixl-push-thread-loses-notices": push(

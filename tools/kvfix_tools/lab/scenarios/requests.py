@@ -84,7 +84,7 @@ SCENARIOS = {
         shows="KVR009 tmp_disagg_tracker still holds it",
     ),
     "preempt-full-hit": large_chunks(
-        # Another request has stored the prompt and the output (256 tokens). vLLM takes 255 and recomputes the last one.
+        # Another request has stored the prompt and the output: 256 tokens. vLLM takes 255, and recomputes one token.
         [do.stored_elsewhere(continued(prompt(250), 6)), do.admit("r", prompt(250), max_tokens=16), do.step(6)],
         do.preempt("r"),
         doc="LMCache has all tokens of a preempted request, and vLLM takes one less than LMCache asserts.",
@@ -133,7 +133,7 @@ SCENARIOS = {
     ),
     "resume-is-not-known": large_chunks(FEWER_IN_VLLM, shows="KVR006", wrong={"lmcache": ">=0.3.9,<0.3.10"}),
     "resume-shares-block-list": scenario(
-        # In the fourth step the tracker looks for tokens 384 to 512 in the blocks of tokens 256 to 384.
+        # In the fourth step, LMCache's tracker looks for tokens 384 to 512 in the blocks of tokens 256 to 384.
         [do.admit("preempted", prompt(520)), do.step(), do.preempt("preempted")],
         [do.run(), do.reset_prefix_cache(), do.admit("r", prompt(520))],
         doc="LMCache takes blocks of other tokens for the last tokens of a resumed request, and stores their KV.",
@@ -152,7 +152,7 @@ SCENARIOS = {
         options=Options(max_num_batched_tokens=129),
     ),
     "resumed-as-new-loses-tokens": scenario(
-        # The cache has the prompt (64 tokens) and 32 more. After 33 generated tokens, LMCache promises 96 and loads 64.
+        # LMCache has 64 prompt tokens and 32 generated tokens. After 33 generated tokens, it promises 96 and loads 64.
         [do.stored_elsewhere(continued(prompt(64), 32)), do.admit("r", prompt(64), max_tokens=40), do.step(33)],
         [do.preempt("r"), do.reset_prefix_cache()],
         shows="KVR004 tokens 0 to 64 are to be loaded",
